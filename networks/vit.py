@@ -1,0 +1,150 @@
+"""Vision transformer from image to image: it takes the state of the atmosphere and gives the state one step later.
+
+Method: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words" (arXiv:2010.11929), with pre-norm blocks and a
+linear head that folds the tokens back into an image. No process group, mesh or rank appears here: parallelism is
+applied to this model from outside.
+
+Shapes in comments: B batch, C channels, N tokens, D embedding size, d size of one head.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+LAYER_NORM_EPS = 1e-6  # the same in every layer, and in every parallel form of it
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+class PatchEmbed(nn.Module):
+    """Cut an image into patches and project each one to a token: (B, C, *img_size) -> (B, N, D)."""
+
+    def __init__(self, patch_size, in_channels, embed_dim):
+        super().__init__()
+        self.proj = CONV[len(patch_size)](in_channels, embed_dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, x):
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention: (B, N, D) -> (B, N, D).
+
+    q, k and v are one projection whose rows are ordered (head, q|k|v, d): a contiguous block of rows is a set of
+    whole heads.
+    """
+
+    def __init__(self, embed_dim, num_heads, dropout):
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
+        self.head_dim = embed_dim // num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
+        self.proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, N, heads, 3, d)
+        q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, heads, N, d)
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between: (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, embed_dim, hidden_dim, dropout):
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, embed_dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.fc2(self.drop(F.gelu(self.fc1(x))))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, embed_dim, num_heads, mlp_ratio, dropout):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+        self.attn = Attention(embed_dim, num_heads, dropout)
+        self.norm2 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(embed_dim, int(embed_dim * mlp_ratio), dropout)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class ImageHead(nn.Module):
+    """Project each token to its patch of the output and fold the patches: (B, N, D) -> (B, C, *img_size)."""
+
+    def __init__(self, grid, patch_size, out_channels, embed_dim):
+        super().__init__()
+        self.grid, self.patch_size, self.out_channels = grid, patch_size, out_channels
+        self.proj = nn.Linear(embed_dim, out_channels * math.prod(patch_size))
+
+    def forward(self, x):
+        n = len(self.grid)
+        x = self.proj(x).unflatten(2, (self.out_channels, *self.patch_size)).unflatten(1, self.grid)
+        # (B, *grid, C, *patch) -> (B, C, grid_0, patch_0, grid_1, patch_1, ...)
+        pairs = [axis for i in range(n) for axis in (1 + i, 2 + n + i)]
+        x = x.permute(0, 1 + n, *pairs)
+        return x.reshape(*x.shape[:2], *(g * p for g, p in zip(self.grid, self.patch_size, strict=True)))
+
+
+class ViT(nn.Module):
+    """Vision transformer, (B, in_channels, *img_size) -> (B, out_channels, *img_size).
+
+    img_size: points along each axis, two or three of them.
+    patch_size: points of a patch along each axis, or one number for all.
+    Raises ValueError where a patch does not divide the image, or num_heads does not divide embed_dim.
+    """
+
+    def __init__(
+        self,
+        img_size,
+        patch_size,
+        in_channels,
+        out_channels,
+        embed_dim,
+        depth,
+        num_heads,
+        mlp_ratio=4,
+        dropout=0.0,
+    ):
+        super().__init__()
+        img_size = tuple(img_size)
+        patch_size = (patch_size,) * len(img_size) if isinstance(patch_size, int) else tuple(patch_size)
+        if len(patch_size) != len(img_size) or any(s % p for s, p in zip(img_size, patch_size, strict=False)):
+            raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
+        grid = tuple(s // p for s, p in zip(img_size, patch_size, strict=True))
+
+        self.patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
+        self.pos_embed = nn.Parameter(torch.empty(1, math.prod(grid), embed_dim))
+        self.pos_drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+        self.head = ImageHead(grid, patch_size, out_channels, embed_dim)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        """Draw initial weights, in a fixed order, from the default random generator."""
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+
+    def forward(self, x):
+        x = self.pos_drop(self.patch_embed(x) + self.pos_embed)  # (B, N, D)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

@@ -1,0 +1,122 @@
+"""Settings: inheritance, options, and a clear line for whatever does not fit."""
+
+import pytest
+
+from utils.config import Config, differing_keys, load_config, read_named_config, write_config
+from utils.errors import UsageError
+
+
+def test_base_is_the_reference_experiment():
+    config = load_config([])
+    assert (config.embed_dim, config.depth, config.patch_size, config.num_heads, config.mlp_ratio) == (384, 12, 8, 8, 4)
+    assert (config.img_size, config.dt, config.n_in_channels, config.n_out_channels) == ([360, 720], 1, 20, 20)
+    assert (config.global_batch_size, config.num_iters, config.lr, config.betas) == (16, 30000, 5e-4, [0.9, 0.95])
+    assert (config.optimizer, config.lr_schedule, config.warmup, config.dropout) == ("Adam", "cosine", 0, 0)
+
+
+def test_short_inherits_from_base():
+    short = load_config(["--config=short"])
+    assert (short.limit_nsamples, short.limit_nsamples_val, short.num_iters) == (512, 128, 128)
+    assert short.embed_dim == 384
+
+
+def test_options_win_over_the_file_and_booleans_go_both_ways(tmp_path):
+    words = ["--lr=1e-3", "--img_size", "64", "128", "--clip_grad_norm", "1", "--run_num", "07", "--enable_jit"]
+    config = load_config(words)
+    assert (config.lr, config.img_size, config.clip_grad_norm, config.run_num) == (1e-3, [64, 128], 1.0, "07")
+    assert config.enable_jit
+    file = tmp_path / "on.yaml"
+    write_config(config, file)
+    assert not load_config(["--yaml_config", str(file), "--no-enable_jit"]).enable_jit
+    assert load_config(["--yaml_config", str(file), "--clip_grad_norm", "null"]).clip_grad_norm is None
+
+
+def test_every_key_is_an_option():
+    for name, field in Config.model_fields.items():
+        if field.annotation is bool:
+            assert getattr(load_config([f"--{name}"]), name) is True
+            assert getattr(load_config([f"--no-{name}"]), name) is False
+        elif name != "config":
+            with pytest.raises(UsageError, match=f"argument --{name}: expected"):
+                load_config([f"--{name}"])
+
+
+def test_the_resolved_config_reads_back_equal(tmp_path):
+    config = load_config(["--config=quick", "--lr=3e-5"])
+    write_config(config, tmp_path / "config.yaml")
+    again = load_config(["--yaml_config", str(tmp_path / "config.yaml"), "--config=quick"])
+    assert again == config
+
+
+def test_local_batch_size_sets_the_global_one_on_one_device():
+    assert load_config(["--local_batch_size=4"]).global_batch_size == 4
+
+
+def test_only_settings_that_change_the_result_count_as_different():
+    one, other = load_config([]), load_config(["--num_data_workers=3", "--lr=1", "--depth=2", "--log_every=1"])
+    assert differing_keys(one, other) == ["depth", "lr"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--config=quik"], r"config/ViT.yaml: no config 'quik' \(did you mean 'quick'\?\); it has base, short, quick"),
+        (["--embed_dims=3"], r"unknown option '--embed_dims' \(did you mean '--embed_dim'\?\)"),
+        (["--embed_dim=x"], "command line: embed_dim: 'x' should be a valid integer"),
+        (["--embed_dim=1.5"], "embed_dim: 1.5 should be a valid integer"),
+        (["--num_iters=0"], "num_iters: 0 should be greater than 0"),
+        (["--lr=nan"], "lr: 'nan' should be a valid number"),
+        (["--lr=.inf"], "lr: inf should be a finite number"),
+        (["--amp_mode=fp8"], "amp_mode: 'fp8' should be 'none', 'bf16' or 'fp16'"),
+        (["--img_size", "3"], "img_size: .* at least 2 items"),
+        (["--yaml_config=nope.yaml"], "nope.yaml: No such file"),
+        (["--depth"], "argument --depth: expected one argument"),
+        (["--local_batch_size=4", "--global_batch_size=8"], "global_batch_size 8 is not local_batch_size 4 x 1 device"),
+        (["--warmup=9", "--num_iters=8"], "warmup 9 is longer than num_iters 8"),
+    ],
+)
+def test_a_bad_command_line_gets_one_clear_line(words, line):
+    with pytest.raises(UsageError, match=line) as caught:
+        load_config(words)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a:\n  embed_dims: 3\n", r"f.yaml: a: unknown key 'embed_dims' \(did you mean 'embed_dim'\?\)"),
+        ("a: {<<: *b}\n", "f.yaml: line 1: found undefined alias"),
+        ("a:\n  depth: 1\n  depth: 2\n", "f.yaml: line 3: found duplicate key"),
+        ("a: 3\n", "f.yaml: expected named configs"),
+        ("- a\n", "f.yaml: expected named configs"),
+        ("", "f.yaml: expected named configs"),
+    ],
+)
+def test_a_bad_file_gets_one_clear_line(tmp_path, text, line):
+    (tmp_path / "f.yaml").write_text(text)
+    with pytest.raises(UsageError, match=line) as caught:
+        load_config(["--yaml_config", str(tmp_path / "f.yaml"), "--config=a"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_type_in_the_file_names_file_and_key(tmp_path):
+    config = load_config([])
+    write_config(config, tmp_path / "f.yaml")
+    text = (tmp_path / "f.yaml").read_text().replace("depth: 12", "depth: '12'")
+    (tmp_path / "f.yaml").write_text(text)
+    with pytest.raises(UsageError, match="f.yaml: base: depth: '12' should be a valid integer"):
+        load_config(["--yaml_config", str(tmp_path / "f.yaml")])
+
+
+def test_a_missing_key_is_named(tmp_path):
+    (tmp_path / "f.yaml").write_text("a:\n  embed_dim: 3\n")
+    with pytest.raises(UsageError, match="f.yaml: a: key 'depth' is missing"):
+        load_config(["--yaml_config", str(tmp_path / "f.yaml"), "--config=a"])
+
+
+def test_named_configs_of_the_repository_are_all_valid():
+    from utils.config import yaml
+
+    for name in yaml().load(open("config/ViT.yaml")):
+        load_config([f"--config={name}"])
+        assert read_named_config("config/ViT.yaml", name)

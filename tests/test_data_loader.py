@@ -1,0 +1,240 @@
+"""Samples from disk: the right bytes, every one once, in an order that seed and epoch decide."""
+
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from utils.data_loader import build_loaders, training_indices
+from utils.dataset import FieldDataset, read_statistics
+from utils.errors import UsageError
+
+CPU = torch.device("cpu")
+
+
+def write_years(folder, lengths, shape=(3, 8, 16), **storage):
+    """Year files of random numbers; returns them as arrays."""
+    folder.mkdir(exist_ok=True)
+    random, years = np.random.default_rng(0), []
+    for number, length in enumerate(lengths):
+        years.append(random.standard_normal((length, *shape), dtype=np.float32))
+        with h5py.File(folder / f"{1979 + number}.h5", "w") as file:
+            file.create_dataset("fields", data=years[-1], **storage)
+    return years
+
+
+def read_all(dataset):
+    out = np.empty((len(dataset), *dataset.shape), np.float32)
+    for index in range(len(dataset)):
+        dataset.read(index, out[index])
+    return out
+
+
+STORAGES = {
+    "contiguous": {},
+    "chunk per frame": {"chunks": (1, 3, 8, 16)},
+    "chunk per channel": {"chunks": (2, 1, 8, 16)},
+    "compressed": {"chunks": (1, 3, 4, 16), "compression": "gzip"},
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+@pytest.mark.parametrize("dt", [1, 2])
+def test_samples_are_the_pairs_dt_apart_of_files_of_any_length(tmp_path, storage, dt):
+    years = write_years(tmp_path, [5, 4, 7], **storage)
+    expected = [np.stack([year[t], year[t + dt]]) for year in years for t in range(len(year) - dt)]
+    np.testing.assert_array_equal(read_all(FieldDataset(tmp_path, 3, (8, 16), dt)), expected)
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(slice(3, 5), None), (slice(0, 7), None), (None, slice(4, 9)), (slice(5, 8), slice(1, 16))]
+)
+def test_a_window_is_that_part_of_the_image(tmp_path, storage, rows, columns):
+    years = write_years(tmp_path, [4, 3], **storage)
+    whole = np.concatenate([np.stack([year[:-1], year[1:]], axis=1) for year in years])
+    dataset = FieldDataset(tmp_path, 2, (8, 16), rows=rows, columns=columns)
+    expected = whole[:, :, :2, rows or slice(None), columns or slice(None)]
+    np.testing.assert_array_equal(read_all(dataset), expected)
+
+
+def test_an_image_smaller_than_the_file_is_its_first_rows_and_columns(tmp_path):
+    (year,) = write_years(tmp_path, [4])
+    dataset = FieldDataset(tmp_path, 3, (7, 12))
+    np.testing.assert_array_equal(read_all(dataset)[:, 0], year[:-1, :, :7, :12])
+
+
+def test_contiguous_files_are_read_without_a_byte_too_many(tmp_path, monkeypatch):
+    write_years(tmp_path, [6])
+    asked, preadv = [], os.preadv
+
+    def counting(descriptor, views, position):
+        asked.append(sum(len(view) for view in views))
+        return preadv(descriptor, views, position)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    for dataset, reads in (
+        (FieldDataset(tmp_path, 3, (8, 16)), 1),  # two whole frames, adjacent on disk
+        (FieldDataset(tmp_path, 3, (8, 16), rows=slice(2, 5)), 6),  # a band of each channel of each frame
+        (FieldDataset(tmp_path, 2, (8, 16), dt=3), 2),
+    ):
+        asked.clear()
+        out = np.empty(dataset.shape, np.float32)
+        dataset.read(1, out)
+        assert (len(asked), sum(asked)) == (reads, out.nbytes)
+
+
+def test_coordinates_and_names_come_from_the_file_or_are_those_of_era5(tmp_path, sample_folder):
+    write_years(tmp_path, [3])
+    dataset = FieldDataset(tmp_path, 3, (8, 16))
+    assert dataset.channel_names == ["u10", "v10", "t2m"]
+    assert dataset.channel_units == ["m s-1", "m s-1", "K"]
+    np.testing.assert_allclose(dataset.latitude, 90 - 22.5 * np.arange(8))
+    np.testing.assert_allclose(dataset.longitude, 22.5 * np.arange(16))
+    dataset.close()
+    with h5py.File(tmp_path / "1979.h5", "a") as file:
+        file["latitude"] = np.linspace(-70, 70, 8)
+        file["channel"] = ["a", "b", "c"]
+    dataset = FieldDataset(tmp_path, 2, (8, 16))
+    assert dataset.channel_names == ["a", "b"]
+    np.testing.assert_allclose(dataset.latitude, np.linspace(-70, 70, 8))
+    assert FieldDataset(sample_folder / "train", 20, (16, 32)).channel_names[14] == "z500"
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(10, 3), (38, 4), (12, 12), (7, 5)])
+def test_every_sample_comes_once_an_epoch(samples, batch):
+    stream = np.concatenate([training_indices(samples, batch, 0, i) for i in range(3 * samples)])
+    for epoch in range(3):
+        assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+    assert not np.array_equal(stream[:samples], stream[samples : 2 * samples])
+    other_seed = np.concatenate([training_indices(samples, batch, 1, i) for i in range(samples)])
+    assert not np.array_equal(stream[:samples], other_seed[:samples])
+
+
+def train_loader(config):
+    return build_loaders(config, CPU)[0]
+
+
+def collect(batches):
+    return [tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in batch) for batch in batches]
+
+
+def test_batches_are_the_normalised_fields(tiny_config, sample_folder):
+    config = tiny_config(n_out_channels=5)
+    loader = train_loader(config)
+    frames = [h5py.File(path, locking=False)["fields"][:] for path in sorted((sample_folder / "train").glob("*.h5"))]
+    pairs = [(year[t], year[t + 1]) for year in frames for t in range(len(year) - 1)]
+    means, stds = np.load(config.global_means_path)[0], np.load(config.global_stds_path)[0]
+    for i, (x, y) in enumerate(loader.train(seed=0, start=0, stop=3)):
+        for b, index in enumerate(training_indices(len(pairs), 4, 0, i)):
+            np.testing.assert_allclose(x[b], (pairs[index][0] - means) / stds, atol=1e-4)
+            np.testing.assert_allclose(y[b], ((pairs[index][1] - means) / stds)[:5], atol=1e-4)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_worker_threads_change_nothing(tiny_config, workers):
+    serial, threaded = (
+        train_loader(c) for c in (tiny_config(num_data_workers=0), tiny_config(num_data_workers=workers))
+    )
+    for a, b in zip(collect(serial.train(3, 0, 25)), collect(threaded.train(3, 0, 25)), strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    threaded.close()
+
+
+def test_a_run_that_starts_in_mid_epoch_sees_the_same_batches(tiny_config):
+    config = tiny_config(num_data_workers=2)
+    loader = train_loader(config)
+    whole, rest = collect(loader.train(0, 0, 15)), collect(loader.train(0, 7, 15))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[7:], rest, strict=True))
+
+
+def test_a_loader_left_early_can_be_used_again(tiny_config):
+    config = tiny_config(num_data_workers=2)
+    loader = train_loader(config)
+    expected = collect(loader.train(0, 0, 6))
+    for _ in range(3):
+        batches = loader.train(0, 0, 6)
+        next(batches)
+        batches.close()
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(expected, collect(loader.train(0, 0, 6)), strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7, 19, 30])
+def test_validation_covers_every_sample_once_in_batches_of_one_shape(tiny_config, batch):
+    config = tiny_config(global_batch_size=batch)
+    loader = build_loaders(config, CPU)[1]
+    one = build_loaders(tiny_config(global_batch_size=1), CPU)[1]
+    batches = collect(loader.valid())
+    assert {tuple(x.shape) for x, _, _ in batches} == {(batch, 20, 16, 32)}
+    got = torch.cat([x[:count] for x, _, count in batches])
+    assert torch.equal(got, torch.cat([x for x, _, _ in collect(one.valid())]))
+    assert len(got) == 19
+
+
+def test_limit_takes_the_first_samples(tiny_config):
+    config = tiny_config(limit_nsamples=6, limit_nsamples_val=3)
+    train, valid = build_loaders(config, CPU)
+    assert (len(train.dataset), len(valid.dataset)) == (6, 3)
+
+
+def test_bad_data_is_named(tmp_path, sample_folder):
+    def fails(line, folder=tmp_path / "data", channels=3, img_size=(8, 16), **kwargs):
+        with pytest.raises(UsageError, match=line) as caught:
+            FieldDataset(folder, channels, img_size, **kwargs)
+        assert "\n" not in str(caught.value)
+
+    fails("no such data folder; make sample data with `python -m utils.sample_data .* --img_size 8 16`")
+    (tmp_path / "data").mkdir()
+    fails("holds no .h5 file")
+    write_years(tmp_path / "data", [4, 4])
+    fails("1979.h5: has 3 channels, 4 were asked for", channels=4)
+    fails(r"1979.h5: has 8 x 16 points, img_size asks for \[9, 16\]", img_size=(9, 16))
+    fails("1979.h5: has 4 frames, dt 4 needs at least 5", dt=4)
+    whole = (tmp_path / "data/1980.h5").read_bytes()
+    (tmp_path / "data/1980.h5").write_bytes(whole[: len(whole) // 2])
+    fails("1980.h5: cannot be read as HDF5")
+    (tmp_path / "data/1980.h5").write_bytes(b"no HDF5")
+    fails("1980.h5: cannot be read as HDF5")
+    with h5py.File(tmp_path / "data/1980.h5", "w") as file:
+        file["fields"] = np.zeros((4, 3, 8))
+    fails("1980.h5: expected a dataset 'fields'")
+    with h5py.File(tmp_path / "data/1980.h5", "w") as file:
+        file["fields"] = np.zeros((4, 3, 9, 16), np.float32)
+    fails("1980.h5: has 9 x 16 points, unlike .*1979.h5")
+    shutil.rmtree(tmp_path / "data")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_truncated_after_the_start_is_named(tmp_path, tiny_config, sample_folder, workers):
+    shutil.copytree(sample_folder / "train", tmp_path / "train")
+    config = tiny_config(train_data_path=str(tmp_path / "train"), num_data_workers=workers)
+    loader = train_loader(config)
+    os.truncate(tmp_path / "train/1980.h5", 100_000)
+    with pytest.raises(UsageError, match="1980.h5: ends before frame"):
+        collect(loader.train(0, 0, 20))
+
+
+def test_bad_statistics_are_named(tmp_path):
+    def fails(line, **kwargs):
+        with pytest.raises(UsageError, match=line):
+            read_statistics(tmp_path / "means.npy", 3, **kwargs)
+
+    fails("means.npy: cannot be read")
+    (tmp_path / "means.npy").write_bytes(b"junk")
+    fails("means.npy: cannot be read")
+    np.save(tmp_path / "means.npy", np.array([{}]))  # would need unpickling
+    fails("means.npy: cannot be read")
+    np.save(tmp_path / "means.npy", np.ones((1, 2, 1, 1)))
+    fails(r"expected shape \(1, 3, 1, 1\), found \(1, 2, 1, 1\)")
+    np.save(tmp_path / "means.npy", np.full((1, 3, 1, 1), np.nan))
+    fails("not finite")
+    np.save(tmp_path / "means.npy", np.ones((1, 3, 4, 4)))
+    fails(r"expected shape \(1, 3, 8, 4\)", img_size=(8, 4))
+
+
+def test_a_batch_larger_than_the_data_is_refused(tiny_config):
+    with pytest.raises(UsageError, match="global_batch_size 39 is larger than the training data: 38 samples"):
+        build_loaders(tiny_config(global_batch_size=39), CPU)

@@ -1,0 +1,58 @@
+"""Loss and skill scores against independent formulas."""
+
+import numpy as np
+import pytest
+import torch
+
+from utils.loss import relative_l2_loss
+from utils.metrics import ForecastMetrics, latitude_weights
+
+
+def test_relative_l2_loss_is_the_mean_of_ratios_of_norms():
+    a, b = torch.randn(3, 2, 4, 5), torch.randn(3, 2, 4, 5)
+    expected = np.mean([np.linalg.norm((a - b)[i].numpy()) / np.linalg.norm(b[i].numpy()) for i in range(3)])
+    assert relative_l2_loss(a, b).item() == pytest.approx(expected, rel=1e-6)
+    assert relative_l2_loss(a.bfloat16(), b).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "latitude", [90 - 0.25 * np.arange(720), np.linspace(90, -90, 721), np.linspace(-89.5, 89.5, 180)]
+)
+def test_weights_are_the_areas_of_the_cells(latitude):
+    """The weighted mean of 1 is 1, and of sin^2(latitude) over the sphere 1/3."""
+    weights = latitude_weights(latitude)
+    assert weights.mean() == pytest.approx(1)
+    assert (weights > 0).all()
+    assert (weights * np.sin(np.deg2rad(latitude)) ** 2).mean() == pytest.approx(1 / 3, abs=2e-3)
+    order = np.argsort(np.abs(latitude))
+    assert (np.diff(weights[order][:-2]) <= 1e-9).all()  # falls from the equator to the poles
+
+
+def scores(forecast, target, latitude, stds, climatology, batch):
+    metrics = ForecastMetrics(latitude, stds, climatology)
+    for start in range(0, len(forecast), batch):
+        metrics.update(forecast[start : start + batch], target[start : start + batch])
+    return metrics.compute()
+
+
+def test_rmse_and_acc_are_those_of_the_definition_whatever_the_batch():
+    forecast, target, climatology = torch.randn(7, 3, 6, 8), torch.randn(7, 3, 6, 8) + 1, torch.randn(3, 6, 8)
+    latitude, stds = np.linspace(75, -75, 6), torch.tensor([1.0, 10.0, 1000.0]).view(3, 1, 1)
+    weights = (latitude_weights(latitude) / 48)[:, None]  # sums to 1 over the 6 x 8 points
+    f, t, c = (x.double().numpy() for x in (forecast, target, climatology))
+    rmse = np.sqrt(((f - t) ** 2 * weights).sum((2, 3)).mean(0)) * stds.numpy().ravel()
+    fa, ta = f - c, t - c
+    acc = (fa * ta * weights).sum((2, 3)) / np.sqrt((fa**2 * weights).sum((2, 3)) * (ta**2 * weights).sum((2, 3)))
+    for batch in (1, 3, 7):
+        got_rmse, got_acc = scores(forecast, target, latitude, stds, climatology, batch)
+        np.testing.assert_allclose(got_rmse, rmse, rtol=1e-5)
+        np.testing.assert_allclose(got_acc, acc.mean(0), atol=1e-6)
+
+
+def test_a_perfect_forecast_and_climatology_itself():
+    target, climatology = torch.randn(2, 3, 6, 8), torch.randn(3, 6, 8)
+    args = np.linspace(75, -75, 6), torch.ones(3, 1, 1), climatology
+    rmse, acc = scores(target, target, *args, batch=2)
+    assert (rmse == 0).all()
+    np.testing.assert_allclose(acc, 1, rtol=1e-6)
+    assert (scores(climatology.expand(2, 3, 6, 8), target, *args, batch=2)[1] == 0).all()

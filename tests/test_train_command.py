@@ -1,0 +1,134 @@
+"""train.py as a user runs it: exit status, one line for bad input, signals."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+import train
+from utils.errors import UsageError
+
+
+def start(words, **kwargs):
+    command = [sys.executable, "train.py", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, err
+
+
+def losses(tmp_path, run_num):
+    summary = json.loads((tmp_path / "logs/quick" / run_num / "summary.json").read_text())
+    return {key: summary[key] for key in ("train_loss", "val_loss", "rmse")}
+
+
+def test_terminated_at_a_random_time_and_run_again_ends_with_the_same_losses(tiny_options, tmp_path):
+    common = {"num_iters": 400, "checkpoint_every": 50, "num_data_workers": 1}
+    whole = start(tiny_options(run_num="whole", **common))
+    parts = start(tiny_options(run_num="parts", **common))
+    log = tmp_path / "logs/quick/parts/out.log"
+    while not (log.exists() and "Starting training" in log.read_text()) and parts.poll() is None:
+        time.sleep(0.05)
+    time.sleep(random.uniform(0, 2))
+    parts.send_signal(random.choice([signal.SIGTERM, signal.SIGUSR1]))
+    status, _, err = finish(parts)
+    assert status == 75, err
+    assert not (tmp_path / "logs/quick/parts/summary.json").exists()
+    status, out, err = finish(start(tiny_options(run_num="parts", **common)))
+    assert status == 0, err
+    assert "Resuming at iteration" in out
+    assert finish(whole)[0] == 0
+    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+
+
+def test_a_usage_error_is_one_line_and_status_2(tiny_options):
+    status, _, err = finish(start(tiny_options(train_data_path="nowhere/train")))
+    assert status == 2
+    assert err.startswith("error: nowhere/train: no such data folder") and err.count("\n") == 1
+
+
+def test_a_loss_that_is_not_finite_is_status_1(tiny_options):
+    status, _, err = finish(start(tiny_options(lr=1e30, num_iters=50)))
+    assert status == 1
+    assert err.splitlines()[-1].startswith("error: iteration ") and "last good checkpoint: " in err
+
+
+def test_several_processes_are_refused(tiny_options):
+    status, _, err = finish(start(tiny_options(), env={**os.environ, "WORLD_SIZE": "2"}))
+    assert status == 2 and "WORLD_SIZE=2" in err
+
+
+def test_help_lists_every_option():
+    status, out, _ = finish(start(["--help"]))
+    assert status == 0
+    for option in ("--yaml_config", "--config", "--run_num", "--no-enable_jit", "--local_batch_size", "--seed"):
+        assert option in out
+
+
+@pytest.fixture
+def refused(tiny_options, tmp_path):
+    """Assert that train.py refuses options with a line, at once, and leaves no run folder."""
+
+    def check(line, leaves_run=False, **overrides):
+        with pytest.raises(UsageError, match=line) as caught:
+            train.main(tiny_options(**overrides))
+        assert "\n" not in str(caught.value)
+        assert leaves_run or not (tmp_path / "logs").exists()
+
+    return check
+
+
+def test_bad_settings_are_refused_before_anything_is_written(refused):
+    refused("1979.h5: has 20 channels, 21 were asked for", n_in_channels=21)
+    refused("has 16 x 32 points, img_size asks for", img_size=[32, 64])
+    refused(r"quick: img_size \[16, 32\] cannot be cut into patches of \[5, 5\]", patch_size=5)
+    refused("quick: embed_dim 32 is not a multiple of num_heads 3", num_heads=3)
+    refused("global_batch_size 39 is larger than the training data", global_batch_size=39)
+    refused("num_iters: 0 should be greater than 0", num_iters=0)
+    refused("device 'tpu9000': not a device torch knows", device="tpu9000")
+    refused("device '.*': not on this machine", device="xla")
+    refused("missing.npy: cannot be read", global_means_path="missing.npy")
+
+
+def test_mis_shaped_statistics_are_refused(refused, tmp_path, sample_folder):
+    np.save(tmp_path / "stats.npy", np.ones((1, 20, 8, 8), np.float32))
+    refused(
+        r"stats.npy: expected shape \(1, 20, 16, 32\), found \(1, 20, 8, 8\)", time_means_path=tmp_path / "stats.npy"
+    )
+    np.save(tmp_path / "stats.npy", np.zeros((1, 20, 1, 1), np.float32))
+    refused("not positive", global_stds_path=tmp_path / "stats.npy")
+
+
+def test_damaged_data_is_refused(refused, tmp_path, sample_folder):
+    shutil.copytree(sample_folder / "train", tmp_path / "train")
+    os.truncate(tmp_path / "train/1980.h5", 100_000)
+    refused("1980.h5: cannot be read as HDF5", train_data_path=tmp_path / "train")
+    (tmp_path / "empty").mkdir()
+    refused("empty: holds no .h5 file", valid_data_path=tmp_path / "empty")
+    with h5py.File(tmp_path / "empty/1979.h5", "w") as file:
+        file["other"] = np.zeros(3)
+    refused("1979.h5: expected a dataset 'fields'", valid_data_path=tmp_path / "empty")
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused("log folder .*/file/quick/00: cannot be written", expdir=tmp_path / "file")
+
+
+def test_a_run_of_other_settings_is_left_alone(refused, tiny_options, tmp_path):
+    train.main(tiny_options(num_iters=2, warmup=0))
+    before = (tmp_path / "logs/quick/00/summary.json").read_text()
+    line = r"holds a run of other settings: depth \(2 there, 1 now\), lr \(0.001 there, 0.5 now\); choose another"
+    refused(line, leaves_run=True, num_iters=2, warmup=0, depth=1, lr=0.5)
+    refused("holds a run already", leaves_run=True, num_iters=2, warmup=0, resume="never")
+    assert (tmp_path / "logs/quick/00/summary.json").read_text() == before

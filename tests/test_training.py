@@ -1,0 +1,294 @@
+"""The training loop on one device, in this process."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from utils.config import read_named_config
+from utils.data_loader import DataLoader
+from utils.errors import NonFiniteLossError
+from utils.optim import learning_rate
+from utils.trainer import Trainer
+
+
+@pytest.fixture
+def run(tiny_options, tmp_path):
+    """Train in this process; returns the run's summary, loss curve and folder."""
+
+    def start(**overrides):
+        status = train.main(tiny_options(**overrides))
+        folder = tmp_path / "logs/quick" / str(overrides.get("run_num", "00"))
+        file = folder / "summary.json"
+        return SimpleNamespace(
+            status=status, folder=folder, summary=json.loads(file.read_text()) if file.exists() else None,
+            curve=scalars(folder, "loss/train"), log=(folder / "out.log").read_text(),
+        )  # fmt: skip
+
+    return start
+
+
+def scalars(folder, tag):
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {event.step: event.value for event in events.Scalars(tag)} if tag in events.Tags()["scalars"] else {}
+
+
+def stop_after(monkeypatch, iteration):
+    """The signal arrives while this iteration is computed."""
+    step = Trainer._train_step
+
+    def stopping(self, batches):
+        step(self, batches)
+        if self.iteration == iteration:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_train_step", stopping)
+
+
+def same_losses(one, other):
+    keys = ("train_loss", "val_loss", "best_val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse")
+    return all(one.summary[k] == other.summary[k] for k in keys) and one.curve == other.curve
+
+
+@pytest.mark.parametrize("iterations", [1, 12, 25])
+def test_num_iters_is_honoured_exactly(run, iterations):
+    """38 training samples in batches of 4: less than an epoch, more than one, more than two."""
+    result = run(num_iters=iterations, warmup=0)
+    assert result.summary["iterations"] == iterations
+    assert sorted(result.curve) == list(range(1, iterations + 1))
+
+
+def test_it_learns(run):
+    result = run(num_iters=150, lr=3e-3, warmup=10)
+    assert result.curve[150] < 0.5 * result.curve[1]
+    assert result.summary["rmse"]["v10"] < result.summary["climatology_rmse"]["v10"]
+
+
+def test_the_summary_says_what_was_done(run):
+    summary = run().summary
+    assert summary["config"] == "quick" and summary["world_size"] == 1 and summary["device"] == "cpu"
+    assert summary["samples_per_sec"] > 0 and summary["peak_memory_bytes"] > 2**20
+    for kind in ("rmse", "persistence_rmse", "climatology_rmse", "acc"):
+        assert len(summary[kind]) == 20
+        assert all(math.isfinite(value) for value in summary[kind].values())
+    assert 0 <= summary["data_wait_fraction"] < 1
+
+
+def test_the_log_reads_like_the_reference(run):
+    log = run(num_iters=25).log
+    for epoch in (1, 2, 3):
+        assert f"Time taken for epoch {epoch} is " in log
+    assert log.count(" sec, avg ") == 3 and log.count(" samples/sec") == 3
+    assert log.count("Avg train loss=") == 3
+    assert log.count("Avg val loss=") == log.count("Total validation time: ") == 2  # epoch 2 and the end
+    assert "Peak memory: " in log
+
+
+def test_tensorboard_has_losses_speed_skill_and_pictures(run):
+    folder = run().folder
+    tags = EventAccumulator(str(folder)).Reload().Tags()
+    assert {"loss/train", "loss/valid", "learning_rate", "speed/samples_per_sec", "speed/iterations_per_sec"} <= {
+        *tags["scalars"]
+    }
+    assert sorted(tag for tag in tags["scalars"] if tag.startswith("rmse/"))[0] == "rmse/00_u10"
+    assert sum(tag.startswith("acc/") for tag in tags["scalars"]) == 20
+    assert set(tags["images"]) == {"forecast/u10", "forecast/z500"}
+
+
+def test_the_resolved_config_is_saved_with_the_run(run):
+    folder = run(lr=2e-3).folder
+    assert read_named_config(folder / "config.yaml", "quick")["lr"] == 2e-3
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(run):
+    one, two, other = run(run_num="1"), run(run_num="2"), run(run_num="3", seed=5)
+    assert same_losses(one, two)
+    assert one.curve != other.curve
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("iteration", [3, 10, 19, 24])
+def test_a_stopped_run_continues_bit_for_bit(run, monkeypatch, iteration, workers):
+    """In mid-epoch, at the end of one (sample 38 comes in step 10), before a validation, in the last step but one."""
+    common = {"num_iters": 25, "dropout": 0.1, "num_data_workers": workers, "checkpoint_every": 7}
+    whole = run(run_num="whole", **common)
+    with monkeypatch.context() as patch:
+        stop_after(patch, iteration)
+        stopped = run(run_num="parts", **common)
+    assert stopped.status == 75 and stopped.summary is None
+    assert f"Saved checkpoint iter-{iteration:08d}" in stopped.log
+    resumed = run(run_num="parts", **common)
+    assert f"Resuming at iteration {iteration} of 25" in resumed.log
+    assert same_losses(whole, resumed)
+
+
+def test_a_run_stopped_in_validation_validates_when_it_continues(run, monkeypatch):
+    whole = run(run_num="whole", validate_every=1)
+    valid, calls = DataLoader.valid, []
+
+    def interrupted(self):
+        import os
+        import signal
+
+        for batch in valid(self):
+            calls.append(1)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataLoader, "valid", interrupted)
+        assert run(run_num="parts", validate_every=1).status == 75
+    resumed = run(run_num="parts", validate_every=1)
+    assert same_losses(whole, resumed)
+    assert scalars(whole.folder, "loss/valid") == scalars(resumed.folder, "loss/valid")
+
+
+def test_a_run_killed_outright_continues_from_its_last_checkpoint(run, monkeypatch):
+    whole = run(run_num="whole", num_iters=20, checkpoint_every=4)
+    step = Trainer._train_step
+
+    def dying(self, batches):
+        if self.iteration == 10:
+            raise KeyboardInterrupt  # nothing is saved on this way out
+        step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(run_num="parts", num_iters=20, checkpoint_every=4)
+    resumed = run(run_num="parts", num_iters=20, checkpoint_every=4)
+    assert "Resuming at iteration 8 of 20" in resumed.log
+    assert same_losses(whole, resumed)
+
+
+def test_a_finished_run_shows_its_result_again(run, capsys):
+    first = run()
+    capsys.readouterr()
+    assert run().status is None
+    printed = capsys.readouterr().out
+    assert "finished run; its result" in printed and "u10 (m s-1)" in printed
+    assert json.loads((first.folder / "summary.json").read_text()) == first.summary
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_iteration_and_checkpoint(run, monkeypatch):
+    step = Trainer._train_step
+
+    def poisoned(self, batches):
+        if self.iteration == 9:
+            next(self.model.parameters()).data.fill_(math.nan)
+        step(self, batches)
+
+    monkeypatch.setattr(Trainer, "_train_step", poisoned)
+    line = r"iteration 10: the training loss is nan; last good checkpoint: iter-00000008 in "
+    with pytest.raises(NonFiniteLossError, match=line):
+        run(num_iters=20, checkpoint_every=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amp_mode": "bf16"},
+        {"amp_mode": "fp16"},
+        {"enable_fused": True},
+        {"clip_grad_norm": 0.1},
+        {"optimizer": "AdamW"},
+        {"lr_schedule": "constant"},
+        {"n_out_channels": 4},
+        {"n_in_channels": 3, "n_out_channels": 5},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_options_train(run, options):
+    result = run(num_iters=40, lr=3e-3, **options)
+    assert result.curve[40] < 0.9 * result.curve[1]
+
+
+def test_fused_adam_computes_the_same(run):
+    plain, fused = run(run_num="plain"), run(run_num="fused", enable_fused=True)
+    assert list(fused.curve.values()) == pytest.approx(list(plain.curve.values()), rel=1e-5)
+
+
+def test_mixed_precision_stays_near_full_precision(run):
+    full, mixed = run(run_num="full"), run(run_num="mixed", amp_mode="bf16")
+    assert mixed.curve != full.curve
+    assert list(mixed.curve.values()) == pytest.approx(list(full.curve.values()), rel=0.02)
+
+
+def test_the_compiled_model_computes_the_same(run):
+    plain, compiled = run(run_num="plain", num_iters=4), run(run_num="compiled", num_iters=4, enable_jit=True)
+    assert list(compiled.curve.values()) == pytest.approx(list(plain.curve.values()), rel=1e-5)
+    assert set(compiled.summary["rmse"]) == set(plain.summary["rmse"])
+
+
+def test_clipping_bounds_the_global_gradient_norm(run, monkeypatch):
+    norms, step = [], torch.optim.Adam.step
+
+    def recording(self, *args, **kwargs):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])).item())
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", recording)
+    run(clip_grad_norm=0.05)
+    assert len(norms) >= 12
+    assert max(norms) <= 0.05 * (1 + 1e-4)
+    assert max(norms) > 0.04
+
+
+def test_a_step_never_waits_for_the_device(run, monkeypatch):
+    """Reading a tensor's value on the host waits for the device; between two readings of the loss there is none."""
+
+    class Readings(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Readings.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+            return func(*args, **(kwargs or {}))
+
+    step, counts = Trainer._train_step, []
+
+    def counted(self, batches):
+        with Readings():
+            step(self, batches)
+        counts.append(Readings.count)
+
+    monkeypatch.setattr(Trainer, "_train_step", counted)
+    run(num_iters=6, clip_grad_norm=1.0, enable_fused=True)
+    assert counts == [0] * 6
+    with Readings():
+        torch.ones(1).item()
+    assert Readings.count == 1
+
+
+def test_cosine_schedule_with_warmup(tiny_config):
+    config = tiny_config(num_iters=110, warmup=10, lr=1.0)
+    rates = [learning_rate(config, i) for i in range(110)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10:] == pytest.approx([0.5 * (1 + math.cos(math.pi * i / 100)) for i in range(100)])
+    constant = tiny_config(num_iters=110, warmup=10, lr=1.0, lr_schedule="constant")
+    assert {learning_rate(constant, i) for i in range(10, 110)} == {1.0}
+
+
+def test_the_ranges_of_a_step_nest(run, monkeypatch):
+    step, names = Trainer._train_step, []
+
+    def profiled(self, batches):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(self, batches)
+        spans = {e.name: e.time_range for e in profile.events()}
+        names.extend(n for n in ("step", "data", "forward", "backward", "optimizer") if n in spans)
+        for name in names[1:]:
+            assert spans["step"].start <= spans[name].start and spans[name].end <= spans["step"].end
+
+    monkeypatch.setattr(Trainer, "_train_step", profiled)
+    run(num_iters=1, warmup=0)
+    assert names == ["step", "data", "forward", "backward", "optimizer"]

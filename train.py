@@ -1,0 +1,59 @@
+"""Rung 1 of the ladder: train the forecasting ViT on one device.
+
+    python train.py --config=quick
+
+Exit status: 0 finished, 1 the loss became non-finite, 2 settings or input cannot be used, 75 stopped by a signal
+after saving a checkpoint (the same command continues).
+"""
+
+import torch
+
+from networks.vit import ViT
+from utils.config import load_config
+from utils.data_loader import build_loaders
+from utils.device import require_one_process, select_device
+from utils.errors import STOPPED_STATUS, reported_as_usage_error, run_main
+from utils.optim import build_optimizer
+from utils.report import print_result
+from utils.run_folder import RunFolder
+from utils.trainer import Trainer
+
+
+def main(argv=None):
+    config = load_config(argv, __doc__)
+    require_one_process()
+    device = select_device(config.device)
+
+    train_loader, valid_loader = build_loaders(config, device)
+
+    torch.manual_seed(config.seed)
+    with reported_as_usage_error(ValueError, config.config):
+        model = ViT(
+            config.img_size,
+            config.patch_size,
+            config.n_in_channels,
+            config.n_out_channels,
+            config.embed_dim,
+            config.depth,
+            config.num_heads,
+            config.mlp_ratio,
+            config.dropout,
+        ).to(device)
+    if config.enable_jit:
+        model.compile()
+    optimizer = build_optimizer(config, model.parameters())
+
+    run = RunFolder(config)
+    summary = run.summary()
+    if summary:
+        print(f"{run.path} is a finished run; its result:")
+    else:
+        summary = Trainer(config, device, model, optimizer, train_loader, valid_loader, run).fit()
+        if summary is None:
+            return STOPPED_STATUS
+        run.write_summary(summary)
+    print_result(summary, config)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,150 @@
+"""The native data loader: batches of normalised samples on the device.
+
+Threads read samples straight into the batch buffers of a small ring; the whole batch goes to the device in one copy
+(on a GPU from pinned memory, on a side stream, while the previous step computes) and is normalised there in one pass.
+"""
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from utils.dataset import FieldDataset, load_statistics
+from utils.errors import UsageError
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_samples, seed, epoch):
+    """The order of the samples in one epoch: a permutation drawn from seed and epoch alone."""
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+def training_indices(num_samples, batch_size, seed, iteration):
+    """Samples of one training step, (batch_size,).
+
+    The epochs' permutations follow each other in one endless stream, and step i takes its i-th batch: every sample
+    comes once an epoch, every batch is full, and the iteration alone says where a resumed run goes on.
+    """
+    positions = range(iteration * batch_size, (iteration + 1) * batch_size)
+    return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
+
+
+class Slot:
+    """A reused batch buffer: (B, 2, C, h, w) float32, pinned where the batches go to a GPU."""
+
+    def __init__(self, shape, pinned):
+        self.tensor = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
+        self.array = self.tensor.numpy()
+        self.reads = []
+        self.copied = None  # event: the copy to the device is done, the buffer may be filled again
+
+
+class DataLoader:
+    """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, n_out, h, w).
+
+    statistics: of the channels of the dataset. num_workers: reading threads; 0 reads when the batch is asked for.
+    """
+
+    def __init__(self, dataset, statistics, n_in, n_out, batch_size, device, num_workers):
+        self.dataset, self.batch_size, self.device = dataset, batch_size, device
+        self.statistics, self.n_in, self.n_out = statistics, n_in, n_out
+        means, stds = torch.from_numpy(statistics.means), torch.from_numpy(statistics.stds)
+        self.scale = (1 / stds).to(device)
+        self.bias = (-means / stds).to(device)
+        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pool = ThreadPoolExecutor(num_workers) if num_workers else None
+        shape = (batch_size, *dataset.shape)
+        self.slots = [Slot(shape, device.type == "cuda") for _ in range(3 if num_workers else 1)]
+
+    def train(self, seed, start, stop):
+        """Batches of the training steps start, ..., stop - 1."""
+        size = len(self.dataset), self.batch_size
+        yield from self._batches(training_indices(*size, seed, iteration) for iteration in range(start, stop))
+
+    def valid(self):
+        """Every sample once, in order, as (input, target, count): only the first `count` of a batch are new.
+
+        The last batch is filled up with repeated samples, so that every batch has the same shape.
+        """
+        starts = range(0, len(self.dataset), self.batch_size)
+        indices = (np.arange(start, start + self.batch_size) % len(self.dataset) for start in starts)
+        for start, (x, y) in zip(starts, self._batches(indices), strict=True):
+            yield x, y, min(self.batch_size, len(self.dataset) - start)
+
+    def close(self):
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+        self.dataset.close()
+
+    def _batches(self, index_lists):
+        index_lists = iter(index_lists)
+        free, reading = deque(self.slots), deque()
+        try:
+            while True:
+                while free and (indices := next(index_lists, None)) is not None:
+                    reading.append(self._start_reading(free.popleft(), indices))
+                if not reading:
+                    return
+                slot = reading.popleft()
+                for read in slot.reads:
+                    read.result()
+                batch = self._to_device(slot)
+                free.append(slot)
+                yield batch
+        finally:
+            for slot in reading:  # left early: no thread may still write into a buffer
+                for read in slot.reads:
+                    read.cancel() or read.exception()
+
+    def _start_reading(self, slot, indices):
+        if slot.copied is not None:
+            slot.copied.synchronize()
+        if self.pool is None:
+            for index, out in zip(indices, slot.array, strict=True):
+                self.dataset.read(index, out)
+        else:
+            slot.reads = [
+                self.pool.submit(self.dataset.read, index, out) for index, out in zip(indices, slot.array, strict=True)
+            ]
+        return slot
+
+    def _to_device(self, slot):
+        if self.side_stream is None:
+            return self._normalise(slot.tensor.to(self.device))
+        with torch.cuda.stream(self.side_stream):
+            frames = slot.tensor.to(self.device, non_blocking=True)
+            slot.copied = self.side_stream.record_event()
+            batch = self._normalise(frames)
+        main = torch.cuda.current_stream(self.device)
+        main.wait_stream(self.side_stream)
+        for tensor in batch:
+            tensor.record_stream(main)
+        return batch
+
+    def _normalise(self, frames):
+        frames = torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
+        return frames[:, 0, : self.n_in], frames[:, 1, : self.n_out]
+
+
+def build_loaders(config, device):
+    """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
+    n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
+    train, valid = (
+        FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit)
+        for folder, limit in (
+            (config.train_data_path, config.limit_nsamples),
+            (config.valid_data_path, config.limit_nsamples_val),
+        )
+    )
+    if batch_size > len(train):
+        raise UsageError(
+            f"global_batch_size {batch_size} is larger than the training data: "
+            f"{len(train)} samples in {config.train_data_path}"
+        )
+    statistics = load_statistics(config)
+    return [
+        DataLoader(dataset, statistics, n_in, n_out, batch_size, device, config.num_data_workers)
+        for dataset in (train, valid)
+    ]

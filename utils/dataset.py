@@ -1,0 +1,209 @@
+"""Samples on disk: pairs of frames from year files in the ERA5 tutorial layout.
+
+A file holds the dataset `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`,
+`channel` and `channel_units`. A sample is the frame at t and the frame dt steps later, of the same file. The two are
+read straight into the caller's buffer: plain reads at known offsets where HDF5 stores the data contiguously (they
+release Python's lock, so threads read in parallel), HDF5's own direct read where it is chunked.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+
+from utils.channels import CHANNELS
+from utils.errors import UsageError
+
+DATASET = "fields"
+
+
+class YearFile:
+    """One open file. `read` fills buffers from it."""
+
+    def __init__(self, path):
+        self.path = path
+        try:
+            self.file = h5py.File(path, "r", locking=False)  # parallel file systems may lack locks
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read as HDF5 (truncated or damaged?): {error}") from None
+        fields = self.file.get(DATASET)
+        if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
+            found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
+            self.file.close()
+            raise UsageError(f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}")
+        self.fields = fields
+        offset = fields.id.get_offset()  # None where the data is chunked
+        self.offset = offset if fields.dtype == np.dtype("<f4") and fields.external is None else None
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def close(self):
+        os.close(self.descriptor)
+        self.file.close()
+
+    def read(self, frame, out, rows, columns):
+        """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points."""
+        _, all_channels, height, width = self.fields.shape
+        frames, channels, h, w = out.shape
+        whole_rows = w == width
+        if self.offset is None or not whole_rows:
+            window = np.s_[frame : frame + frames, :channels, rows, columns]
+            try:
+                self.fields.read_direct(out, window)
+            except OSError as error:
+                raise UsageError(f"{self.path}: frame {frame} cannot be read (truncated?): {error}") from None
+        elif h == height and channels == all_channels:
+            self._read_at(frame, 0, 0, out)
+        else:
+            for i in range(frames):
+                if h == height:
+                    self._read_at(frame + i, 0, 0, out[i])
+                else:
+                    for c in range(channels):
+                        self._read_at(frame + i, c, rows.start, out[i, c])
+
+    def _read_at(self, frame, channel, row, out):
+        """One contiguous read that begins at a row of a channel of a frame."""
+        _, channels, height, width = self.fields.shape
+        position = self.offset + 4 * width * (row + height * (channel + channels * frame))
+        view = memoryview(out).cast("B")
+        while view:
+            count = os.preadv(self.descriptor, [view], position)
+            if count == 0:
+                raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
+            view, position = view[count:], position + count
+
+
+class FieldDataset:
+    """All samples of a folder, in the order of the files' names.
+
+    folder: holds *.h5 files, one a year; they may differ in length.
+    channels: channels to read, the first ones. img_size: (H, W), the first rows and columns.
+    dt: steps from input to target. limit: only the first samples.
+    rows, columns: read this part of the image only (a slice of rows of [0, H), of columns of [0, W)).
+    Raises UsageError for a folder or file that does not hold such data.
+    """
+
+    def __init__(self, folder, channels, img_size, dt=1, limit=None, rows=None, columns=None):
+        self.folder, self.channels, self.dt = Path(folder), channels, dt
+        self.rows = rows or slice(0, img_size[0])
+        self.columns = columns or slice(0, img_size[1])
+        self.files = []
+        try:
+            for path in self._find_files(img_size):
+                self.files.append(YearFile(path))
+                self._check_shape(self.files[-1], img_size)
+        except UsageError:
+            self.close()
+            raise
+        lengths = [file.fields.shape[0] - dt for file in self.files]
+        self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
+        total = int(self.first_sample[-1])
+        self.num_samples = min(total, limit or total)
+        self._read_description(img_size)
+
+    def __len__(self):
+        return self.num_samples
+
+    @property
+    def shape(self):
+        """Shape of one sample: (2, C, h, w), the input frame and the target frame."""
+        return (
+            2,
+            self.channels,
+            self.rows.stop - self.rows.start,
+            self.columns.stop - self.columns.start,
+        )
+
+    def read(self, index, out):
+        """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape."""
+        number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
+        file, frame = self.files[number], int(index - self.first_sample[number])
+        if self.dt == 1:
+            file.read(frame, out, self.rows, self.columns)  # adjacent on disk: one read
+        else:
+            file.read(frame, out[:1], self.rows, self.columns)
+            file.read(frame + self.dt, out[1:], self.rows, self.columns)
+
+    def close(self):
+        for file in self.files:
+            file.close()
+
+    def _find_files(self, img_size):
+        height, width = img_size
+        remedy = f"make sample data with `python -m utils.sample_data {self.folder.parent} --img_size {height} {width}`"
+        if not self.folder.is_dir():
+            raise UsageError(f"{self.folder}: no such data folder; {remedy}, or point the config to yours")
+        paths = sorted(self.folder.glob("*.h5"))
+        if not paths:
+            raise UsageError(f"{self.folder}: holds no .h5 file; {remedy}, or point the config to yours")
+        return paths
+
+    def _check_shape(self, file, img_size):
+        frames, channels, height, width = file.fields.shape
+        if channels < self.channels:
+            raise UsageError(f"{file.path}: has {channels} channels, {self.channels} were asked for")
+        if height < img_size[0] or width < img_size[1]:
+            raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
+        if (height, width) != self.files[0].fields.shape[2:]:
+            raise UsageError(f"{file.path}: has {height} x {width} points, unlike {self.files[0].path}")
+        if frames <= self.dt:
+            raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt} needs at least {self.dt + 1}")
+
+    def _read_description(self, img_size):
+        """Names and coordinates of the whole image, from the first file, or ERA5's where it holds none."""
+        file = self.files[0].file
+
+        def read(name, length, otherwise):
+            values = file[name].asstr()[:] if name.startswith("channel") and name in file else file.get(name)
+            return (np.asarray(values) if values is not None else np.asarray(otherwise))[:length]
+
+        height, width = self.files[0].fields.shape[2:]
+        poles = height % 2  # an odd number of rows reaches both poles, an even one leaves out the south pole
+        era5_names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), self.channels)]
+        era5_units = [c.units for c in CHANNELS] + [""] * max(0, self.channels - len(CHANNELS))
+        self.channel_names = [str(name) for name in read("channel", self.channels, era5_names)]
+        self.channel_units = [str(unit) for unit in read("channel_units", self.channels, era5_units)]
+        self.latitude = read("latitude", img_size[0], 90 - 180 / (height - poles) * np.arange(height))
+        self.longitude = read("longitude", img_size[1], 360 / width * np.arange(width))
+
+
+class Statistics(NamedTuple):
+    """What the training years say of each channel, in physical units, float32."""
+
+    means: np.ndarray  # (C, 1, 1)
+    stds: np.ndarray  # (C, 1, 1)
+    time_means: np.ndarray  # (C, H, W), the climatology
+
+
+def load_statistics(config):
+    """Statistics from the three files that the config names, for its channels and image.
+
+    Raises UsageError where a file is missing, of another shape, or holds values that cannot be used.
+    """
+    channels = max(config.n_in_channels, config.n_out_channels)
+    means = read_statistics(config.global_means_path, channels)
+    stds = read_statistics(config.global_stds_path, channels)
+    if (stds <= 0).any():
+        raise UsageError(f"{config.global_stds_path}: holds standard deviations that are not positive")
+    return Statistics(means, stds, read_statistics(config.time_means_path, channels, config.img_size))
+
+
+def read_statistics(path, channels, img_size=None):
+    """Statistics of each channel from a .npy file: (C, 1, 1), or (C, H, W) where img_size is given; float32.
+
+    Raises UsageError where the file is missing, of another shape, or not finite.
+    """
+    height, width = img_size or (1, 1)
+    try:
+        values = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{path}: cannot be read as .npy statistics: {error}") from None
+    enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
+    if not enough or values.shape[2] < height or values.shape[3] < width:
+        raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")
+    values = np.ascontiguousarray(values[0, :channels, :height, :width], dtype=np.float32)
+    if not np.isfinite(values).all():
+        raise UsageError(f"{path}: holds values that are not finite")
+    return values

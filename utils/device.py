@@ -1,0 +1,56 @@
+"""The device of this process: whatever torch.accelerator finds, or the CPU."""
+
+import os
+import resource
+import sys
+
+import torch
+
+from utils.errors import UsageError
+
+
+def select_device(name):
+    """Turn 'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ... into a torch.device that is there.
+
+    Raises UsageError for a name torch does not know or a device this machine lacks.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    present = f"this machine has cpu{f' and {accelerator.type}' if accelerator else ' only'}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device '{name}': not a device torch knows; {present}") from None
+    if device.type == "cpu":
+        return device
+    if accelerator is None or device.type != accelerator.type:
+        raise UsageError(f"device '{name}': not on this machine; {present}")
+    count = torch.accelerator.device_count()
+    if (device.index or 0) >= count:
+        raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
+    torch.accelerator.set_device_index(device.index or 0)
+    return device
+
+
+def require_one_process():
+    """Raise UsageError where a launcher started several processes: each would train the same model on its own."""
+    for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if os.environ.get(variable, "1") != "1":
+            raise UsageError(
+                f"{variable}={os.environ[variable]}: train.py runs on one device; start one process (srun -n 1)"
+            )
+
+
+def synchronize(device):
+    """Wait until the device has done all it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def peak_memory_bytes(device):
+    """Largest memory this process has held: allocated by torch on an accelerator, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux

@@ -1,0 +1,43 @@
+"""One clear line for whoever runs a command: what was wrong, where, and what to do."""
+
+import argparse
+import sys
+from contextlib import contextmanager
+
+USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is lost
+FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
+STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
+
+
+class UsageError(Exception):
+    """Settings or input that cannot be used. The message is the one line shown to the user."""
+
+
+class NonFiniteLossError(Exception):
+    """The training loss became NaN or infinite."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose errors are UsageErrors: one line instead of the whole usage."""
+
+    def error(self, message):
+        raise UsageError(f"{message} (see --help)")
+
+
+@contextmanager
+def reported_as_usage_error(kind, where):
+    """Turn an exception of `kind`, raised by a module that knows no settings, into a UsageError that says where."""
+    try:
+        yield
+    except kind as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def run_main(main):
+    """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1."""
+    try:
+        status = main()
+    except (UsageError, NonFiniteLossError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
+    sys.exit(status)

@@ -1,0 +1,55 @@
+"""Forecast skill: latitude-weighted RMSE and ACC of each channel, beside two trivial forecasts.
+
+Definitions of WeatherBench 2 (Rasp et al. 2024, arXiv:2308.15560): points weigh as the area of their cell; RMSE is
+the root of the mean over samples and points of the squared error; ACC, the anomaly correlation coefficient against
+the climatology, is computed for each sample and averaged. Persistence forecasts the input itself, climatology the
+time mean of the training years.
+"""
+
+import numpy as np
+import torch
+
+
+def latitude_weights(latitude):
+    """Relative area of the cells of each row of a regular grid, mean 1: (H,) float64.
+
+    latitude: rows' latitudes in degrees, (H,), from either pole. Cell bounds lie halfway between rows, the outer ones
+    as far beyond the first and last row, but not past a pole.
+    """
+    latitude = np.asarray(latitude, dtype=np.float64)
+    middle = (latitude[1:] + latitude[:-1]) / 2
+    bounds = np.concatenate([[2 * latitude[0] - middle[0]], middle, [2 * latitude[-1] - middle[-1]]])
+    area = np.abs(np.diff(np.sin(np.deg2rad(bounds.clip(-90, 90)))))
+    return area / area.mean()
+
+
+class ForecastMetrics:
+    """Collects errors of normalised forecasts, sample by sample, on the device; `compute` gives one value a channel.
+
+    latitude: (H,) degrees. stds: (C, 1, 1), to give RMSE in physical units.
+    climatology: (C, H, W), normalised, on the device of the forecasts.
+    """
+
+    def __init__(self, latitude, stds, climatology):
+        weights = torch.from_numpy(latitude_weights(latitude)).to(torch.float32)
+        self.weights = (weights / (len(weights) * climatology.shape[-1]))[:, None].to(climatology.device)  # sums to 1
+        self.stds, self.climatology = stds.flatten().cpu(), climatology
+        self.squared_errors, self.correlations = [], []
+
+    @torch.no_grad()
+    def update(self, forecast, target):
+        """forecast, target: (B, C, H, W), normalised."""
+        forecast, target = forecast.float(), target.float()
+        self.squared_errors.append(self._mean((forecast - target).square()))  # (B, C)
+        forecast, target = forecast - self.climatology, target - self.climatology
+        norm = (self._mean(forecast.square()) * self._mean(target.square())).sqrt()
+        # A forecast without anomaly (climatology itself) correlates with nothing: 0.
+        self.correlations.append(self._mean(forecast * target) / norm.clamp_min(torch.finfo(norm.dtype).tiny))
+
+    def compute(self):
+        """RMSE in physical units and ACC, each (C,), over all samples."""
+        rmse = torch.cat(self.squared_errors).cpu().double().mean(0).sqrt() * self.stds.double()
+        return rmse, torch.cat(self.correlations).cpu().double().mean(0)
+
+    def _mean(self, values):
+        return (values * self.weights).sum((-2, -1))

@@ -1,0 +1,34 @@
+"""Results for people: TensorBoard pages and the table at the end of a run."""
+
+HEADLINE = ("u10", "v10", "t2m", "z500")
+FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
+
+
+def write_validation(writer, scores, validator, iteration):
+    """Write one validation to TensorBoard: loss, RMSE and ACC of each channel, pictures."""
+    writer.add_scalar("loss/valid", scores["val_loss"], iteration)
+    for kind in (*FORECASTS.values(), "acc"):
+        for number, (name, value) in enumerate(scores.get(kind, {}).items()):
+            # Numbered, because TensorBoard sorts by name and u10 is to come first.
+            writer.add_scalar(f"{kind}/{number:02d}_{name}", value, iteration)
+    for name, figure in validator.figures.items():
+        writer.add_figure(f"forecast/{name}", figure, iteration, close=False)
+    writer.flush()
+
+
+def skill_table(summary):
+    """RMSE of the headline channels beside persistence and climatology, as lines of text."""
+    lines = [f"{'RMSE':<18}" + "".join(f"{name:>14}" for name in FORECASTS)]
+    for name in [name for name in HEADLINE if name in summary["rmse"]] or list(summary["rmse"])[:4]:
+        values = (summary.get(kind, {}).get(name) for kind in FORECASTS.values())
+        label = f"{name} ({summary['units'][name]})"
+        lines.append(f"{label:<18}" + "".join(f"{'-' if v is None else format(v, '.3f'):>14}" for v in values))
+    return "\n".join(lines)
+
+
+def print_result(summary, config):
+    """What a reader wants to see at the end of a run, and the command to try next."""
+    print(f"\n{skill_table(summary)}\n")
+    print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
+    print(f"curves and maps:  tensorboard --logdir {config.expdir}")
+    print(f"try next:         python train.py --config={config.config} --run_num=bf16 --amp_mode=bf16")

@@ -1,0 +1,280 @@
+"""The training loop: a fixed number of iterations, validation at the end of epochs, checkpoints, exact resume.
+
+The host never waits for the device inside a step. Losses stay on the device and are read together every `log_every`
+iterations, at the end of an epoch and before a checkpoint.
+"""
+
+import logging
+import math
+import signal
+import time
+from contextlib import contextmanager
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from utils.checkpoint import CheckpointFolder, collect_state, restore_state
+from utils.device import peak_memory_bytes, synchronize
+from utils.errors import NonFiniteLossError, UsageError
+from utils.loss import relative_l2_loss
+from utils.optim import learning_rate, set_learning_rate
+from utils.profiling import span
+from utils.report import write_validation
+from utils.validation import Validator
+
+WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains `model` as `config` says, in the folder `run`."""
+
+    def __init__(self, config, device, model, optimizer, train_loader, valid_loader, run):
+        self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
+        self.train_loader, self.run = train_loader, run
+        self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
+        self.validator = Validator(valid_loader)
+
+        self.iteration = 0  # optimizer steps done
+        self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
+        self.best_val_loss = math.inf
+        self.validation_due = False  # stopped by a signal before the validation was done
+        self.pending_losses = []  # on the device, not read yet
+        self.stop_signal = None
+        self.clock = Clock()
+
+    def fit(self):
+        """Train until num_iters; returns the summary, or None where a signal stopped the run (after a checkpoint).
+
+        Raises NonFiniteLossError, naming the iteration and the last checkpoint, where the loss is NaN or infinite.
+        """
+        self._resume()
+        config = self.config
+        self.writer = SummaryWriter(self.run.path, purge_step=self.iteration + 1)
+        batches = self.train_loader.train(config.seed, self.iteration, config.num_iters)
+        with self._catch_signals(), self._progress_bar() as bar:
+            result = None
+            if self.validation_due or self.iteration == config.num_iters:
+                result = self._validate()
+            self.clock.start()
+            while self.iteration < config.num_iters and not self.stop_signal:
+                self._train_step(batches)
+                bar.update()
+                result = self._after_step(bar)
+        batches.close()
+        self.writer.close()
+        return None if result is None or self.iteration < config.num_iters else self._summary(result)
+
+    def _train_step(self, batches):
+        with span("step"):
+            with span("data"):
+                waited = time.perf_counter()
+                x, y = next(batches)
+                self.clock.data_wait += time.perf_counter() - waited
+            set_learning_rate(self.optimizer, learning_rate(self.config, self.iteration))
+            with span("forward"):
+                with self._autocast():
+                    prediction = self.model(x)
+                loss = relative_l2_loss(prediction, y)
+            with span("backward"):
+                self.scaler.scale(loss).backward()
+            with span("optimizer"):
+                if self.config.clip_grad_norm:
+                    self.scaler.unscale_(self.optimizer)
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad(set_to_none=True)
+        self.pending_losses.append(loss.detach())
+        self.iteration += 1
+
+    def _after_step(self, bar):
+        """What happens between two steps; returns the result of a validation, or None."""
+        done, config = self.iteration, self.config
+        finished = done == config.num_iters
+        epoch = self._epochs(done)  # completed
+        end_of_epoch = epoch > self._epochs(done - 1)
+        if finished and not end_of_epoch:  # the run ends within an epoch
+            epoch, end_of_epoch = epoch + 1, True
+        save_due = finished or self.stop_signal or done % config.checkpoint_every == 0
+        if not (save_due or end_of_epoch or done % config.log_every == 0):
+            return None
+
+        self._read_losses(bar)
+        result = None
+        if end_of_epoch:
+            self._log_epoch(epoch)
+            if finished or epoch % config.validate_every == 0:
+                result = self._validate()
+                save_due = save_due or self.validation_due or result["val_loss"] == self.best_val_loss
+        if save_due:
+            self._save(result)
+        self.clock.start()
+        return result
+
+    def _epochs(self, iterations):
+        """Passes over the training samples completed in so many iterations."""
+        return iterations * self.config.global_batch_size // len(self.train_loader.dataset)
+
+    def _read_losses(self, bar):
+        """Bring the losses of the last iterations to the host: the one place where it waits for the device."""
+        losses = torch.stack(self.pending_losses).tolist()
+        self.pending_losses.clear()
+        samples = len(losses) * self.config.global_batch_size
+        speed = self.clock.stop(len(losses), samples)
+        for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
+            if not math.isfinite(loss):
+                raise NonFiniteLossError(
+                    f"iteration {iteration}: the training loss is {loss}; "
+                    f"last good checkpoint: {self.checkpoints.newest_name()} in {self.checkpoints.path}"
+                )
+            self.epoch_loss += loss
+            self.writer.add_scalar("loss/train", loss, iteration)
+        self.epoch_iterations += len(losses)
+        self.writer.add_scalar("learning_rate", learning_rate(self.config, self.iteration - 1), self.iteration)
+        self.writer.add_scalar("speed/samples_per_sec", speed, self.iteration)
+        self.writer.add_scalar("speed/iterations_per_sec", speed / self.config.global_batch_size, self.iteration)
+        bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+
+    def _log_epoch(self, epoch):
+        self.train_loss = self.epoch_loss / self.epoch_iterations
+        self.epoch_loss, self.epoch_iterations = 0.0, 0
+        seconds, samples = self.clock.lap()
+        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
+        log.info("  Avg train loss=%.6f", self.train_loss)
+        log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
+        self.writer.add_scalar("loss/train_epoch", self.train_loss, self.iteration)
+
+    def _validate(self):
+        started = time.perf_counter()
+        with span("validation"), self._autocast():
+            result = self.validator.run(self.model, stop=lambda: self.stop_signal)
+        self.validation_due = result is None
+        if result is None:
+            return None
+        self.best_val_loss = min(self.best_val_loss, result["val_loss"])
+        log.info("  Avg val loss=%.6f", result["val_loss"])
+        log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
+        write_validation(self.writer, result, self.validator, self.iteration)
+        return result
+
+    def _save(self, result):
+        state = {
+            "epoch_loss": self.epoch_loss,
+            "epoch_iterations": self.epoch_iterations,
+            "train_loss": getattr(self, "train_loss", None),
+            "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
+            "validation_due": self.validation_due,
+            "scaler": self.scaler.state_dict(),
+        }
+        tensors = collect_state(self.model, self.optimizer)
+        try:
+            folder = self.checkpoints.save(self.iteration, tensors, state, result and result["val_loss"])
+        except OSError as error:
+            raise UsageError(f"checkpoint at iteration {self.iteration} could not be written: {error}") from None
+        log.info("  Saved checkpoint %s", folder.name)
+
+    def _resume(self):
+        tensors = collect_state(self.model, self.optimizer)
+        marker = self.checkpoints.load_newest(tensors)
+        if marker is None:
+            log.info("Starting training of %d iterations on %s", self.config.num_iters, self.device)
+            return
+        restore_state(tensors, self.model, self.optimizer)
+        state = marker["trainer"]
+        self.iteration = marker["iteration"]
+        self.epoch_loss, self.epoch_iterations = state["epoch_loss"], state["epoch_iterations"]
+        self.train_loss, self.validation_due = state["train_loss"], state["validation_due"]
+        self.best_val_loss = state["best_val_loss"] if state["best_val_loss"] is not None else math.inf
+        self.scaler.load_state_dict(state["scaler"])
+        log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self.device)
+
+    def _summary(self, result):
+        synchronize(self.device)
+        return {
+            "config": self.config.config,
+            "run": str(self.run.path),
+            "iterations": self.iteration,
+            "device": str(self.device),
+            "world_size": 1,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "samples_per_sec": self.clock.steady_samples_per_sec(),
+            "data_wait_fraction": self.clock.data_wait_fraction(),
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "train_loss": self.train_loss,
+            "best_val_loss": self.best_val_loss,
+            **result,
+            "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
+        }
+
+    def _autocast(self):
+        dtype = AMP_DTYPES.get(self.config.amp_mode)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _progress_bar(self):
+        """On a terminal; silent in a batch log."""
+        total = self.config.num_iters
+        return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=None, leave=False)
+
+    @contextmanager
+    def _catch_signals(self):
+        """SIGTERM, SIGUSR1 and Ctrl-C end the run after the step under way; a second Ctrl-C ends it at once."""
+
+        def request_stop(number, _frame):
+            self.stop_signal = signal.Signals(number).name
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        caught = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        before = [signal.signal(number, request_stop) for number in caught]
+        try:
+            yield
+        finally:
+            for number, handler in zip(caught, before, strict=True):
+                signal.signal(number, handler)
+
+
+class Clock:
+    """Time spent in training steps, without validation and checkpoints. Runs from `start` to `stop`."""
+
+    def __init__(self):
+        self.iterations = 0
+        self.epoch_seconds, self.epoch_samples = 0.0, 0
+        self.seconds, self.samples = 0.0, 0
+        self.steady_seconds, self.steady_samples = 0.0, 0
+        self.data_wait = 0.0
+
+    def start(self):
+        self.started = time.perf_counter()
+
+    def stop(self, iterations, samples):
+        """Count the iterations since `start`, which the device has finished; returns samples per second."""
+        seconds = time.perf_counter() - self.started
+        if self.iterations >= WARMUP_ITERATIONS:
+            self.steady_seconds += seconds
+            self.steady_samples += samples
+        self.iterations += iterations
+        self.seconds += seconds
+        self.samples += samples
+        self.epoch_seconds += seconds
+        self.epoch_samples += samples
+        return samples / seconds
+
+    def lap(self):
+        """Seconds and samples of the epoch; begins the next one."""
+        lap = self.epoch_seconds, self.epoch_samples
+        self.epoch_seconds, self.epoch_samples = 0.0, 0
+        return lap
+
+    def steady_samples_per_sec(self):
+        """Speed after the warmup; of everything in a run that is shorter; None where no step was made."""
+        if self.steady_samples:
+            return self.steady_samples / self.steady_seconds
+        return self.samples / self.seconds if self.samples else None
+
+    def data_wait_fraction(self):
+        """Share of the training time in which the step waited for its batch."""
+        return self.data_wait / self.seconds if self.seconds else None

@@ -1,0 +1,73 @@
+"""One pass over the validation samples: loss, RMSE and ACC of the model and of the trivial forecasts."""
+
+from functools import partial
+
+import torch
+
+from utils.loss import relative_l2
+from utils.metrics import ForecastMetrics
+from utils.plots import forecast_figure
+
+PICTURED = ("u10", "z500")
+
+
+class Validator:
+    """Scores forecasts on every sample of `loader` exactly once."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        n = loader.n_out
+        self.names = loader.dataset.channel_names[:n]
+        self.units = loader.dataset.channel_units[:n]
+        self.means, self.stds, time_means = (torch.from_numpy(values[:n]) for values in loader.statistics)
+        self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
+        self.new_metrics = partial(ForecastMetrics, loader.dataset.latitude, self.stds, self.climatology)
+        self.baselines = {}  # the same in every pass: scored in the first
+        self.figures = {}  # pictured channel -> figure, of the last pass
+
+    @torch.no_grad()
+    def run(self, model, stop=lambda: False):
+        """Scores of one pass, or None where `stop()` became true on the way."""
+        model.eval()
+        try:
+            return self._run(model, stop)
+        finally:
+            model.train()
+
+    def _run(self, model, stop):
+        metrics, persistence, climatology = self.new_metrics(), self.new_metrics(), self.new_metrics()
+        losses, example = [], None
+        for x, y, count in self.loader.valid():
+            if stop():
+                return None
+            prediction = model(x)[:count]
+            x, y = x[:count], y[:count]
+            losses.append(relative_l2(prediction, y))
+            metrics.update(prediction, y)
+            if not self.baselines:
+                climatology.update(self.climatology.expand_as(y), y)
+                if x.shape[1] >= y.shape[1]:
+                    persistence.update(x[:, : y.shape[1]], y)
+            if example is None:
+                example = x[0], y[0], prediction[0].float()
+        if not self.baselines:
+            scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
+            self.baselines = {name: self._by_channel(m.compute()[0]) for name, m in scored.items() if m.squared_errors}
+        self._draw(*example)
+        rmse, acc = (self._by_channel(values) for values in metrics.compute())
+        return {
+            "val_loss": torch.cat(losses).double().mean().item(),
+            "rmse": rmse,
+            "acc": acc,
+            **self.baselines,
+        }
+
+    def _by_channel(self, values):
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+    def _draw(self, x, y, prediction):
+        latitude, longitude = self.loader.dataset.latitude, self.loader.dataset.longitude
+        for c, name in enumerate(self.names[: len(x)]):
+            if name in PICTURED:
+                fields = [(f[c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (x, y, prediction)]
+                self.figures[name] = forecast_figure(fields, latitude, longitude, name, self.units[c])
