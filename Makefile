@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: setup
 	$(BIN)/python -m utils.sample_data data/quick
@@ -27,10 +28,11 @@ clean:
 .venv/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit("python3 is %d.%d, 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: install it (Debian: apt install python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) $$(grep '^torch==' requirements.txt)
+	$(PIP) -r requirements.txt
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+.venv/installed-dev: requirements-dev.txt requirements-era5.txt requirements-dali.txt .venv/installed
+	$(PIP) -r requirements-dev.txt -r requirements-era5.txt
+	$(PIP) -r requirements-dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
 	touch $@

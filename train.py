@@ -9,11 +9,13 @@ after saving a checkpoint (the same command continues).
 import torch
 
 from networks.vit import ViT
+from utils.compute import apply_compute_options
 from utils.config import load_config
 from utils.data_loader import build_loaders
 from utils.device import require_one_process, select_device
 from utils.errors import STOPPED_STATUS, reported_as_usage_error, run_main
 from utils.optim import build_optimizer
+from utils.profiling import restart_under_nsys
 from utils.report import print_result
 from utils.run_folder import RunFolder
 from utils.trainer import Trainer
@@ -21,6 +23,7 @@ from utils.trainer import Trainer
 
 def main(argv=None):
     config = load_config(argv, __doc__)
+    restart_under_nsys()
     require_one_process()
     device = select_device(config.device)
 
@@ -39,9 +42,8 @@ def main(argv=None):
             config.mlp_ratio,
             config.dropout,
         ).to(device)
-    if config.enable_jit:
-        model.compile()
-    optimizer = build_optimizer(config, model.parameters())
+    apply_compute_options(config, device, model)
+    optimizer = build_optimizer(config, model, device)
 
     run = RunFolder(config)
     summary = run.summary()

@@ -82,3 +82,10 @@ def _clean_slate():
         if type(handler).__module__.startswith(("utils", "logging")) and not hasattr(handler, "records"):
             root.removeHandler(handler)
             handler.close()
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))

@@ -125,3 +125,16 @@ def test_a_write_cut_off_is_never_taken_for_a_checkpoint(folder, monkeypatch):
     save(folder, 2)
     assert {path.name for path in folder.path.iterdir()} == {"iter-00000001", "iter-00000002"}
     shutil.rmtree(folder.path)
+
+
+def test_a_full_disk_is_an_oserror_and_leaves_the_checkpoint_before(folder, monkeypatch):
+    save(folder, 1)
+
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(folder, 2)
+    assert load(folder)[0]["iteration"] == 1

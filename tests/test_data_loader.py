@@ -207,6 +207,14 @@ def test_bad_data_is_named(tmp_path, sample_folder):
     shutil.rmtree(tmp_path / "data")
 
 
+def test_a_chunked_file_truncated_after_the_start_is_named(tmp_path):
+    write_years(tmp_path, [6], chunks=(1, 3, 8, 16))
+    dataset = FieldDataset(tmp_path, 3, (8, 16))
+    os.truncate(tmp_path / "1979.h5", 3000)
+    with pytest.raises(UsageError, match="1979.h5: became shorter while it was read|1979.h5: frame . cannot be read"):
+        read_all(dataset)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_file_truncated_after_the_start_is_named(tmp_path, tiny_config, sample_folder, workers):
     shutil.copytree(sample_folder / "train", tmp_path / "train")

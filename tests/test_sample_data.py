@@ -9,11 +9,12 @@ import h5py
 import numpy as np
 import pytest
 
-from utils import atmosphere, sample_data
+from utils import atmosphere, year_files
 from utils.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
 from utils.channels import CHANNELS
 from utils.errors import UsageError
-from utils.sample_data import make_sample_data, parse_years
+from utils.sample_data import make_sample_data
+from utils.year_files import parse_years
 
 C = {channel.name: i for i, channel in enumerate(CHANNELS)}
 SMALL = {
@@ -271,7 +272,7 @@ def test_whole_years_are_whole(tmp_path):
 
 
 def test_statistics_come_from_the_training_years_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_data, "CHUNK_BYTES", 3 * 20 * 8 * 16 * 4)  # 3 frames, of 8 a file
+    monkeypatch.setattr(year_files, "CHUNK_BYTES", 3 * 20 * 8 * 16 * 4)  # 3 frames, of 8 a file
     make_sample_data(tmp_path, **SMALL)
     model = Atmosphere((8, 16), seed=0)
     x = np.concatenate([model.frames(year, 0, 8) for year in SMALL["train_years"]]).astype(np.float64)

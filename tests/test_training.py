@@ -130,6 +130,14 @@ def test_a_stopped_run_continues_bit_for_bit(run, monkeypatch, iteration, worker
     assert same_losses(whole, resumed)
 
 
+def test_a_run_with_channels_last_weights_continues_bit_for_bit(run, monkeypatch):
+    whole = run(run_num="whole", enable_channels_last=True)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7)
+        run(run_num="parts", enable_channels_last=True)
+    assert same_losses(whole, run(run_num="parts", enable_channels_last=True))
+
+
 def test_a_run_stopped_in_validation_validates_when_it_continues(run, monkeypatch):
     whole = run(run_num="whole", validate_every=1)
     valid, calls = DataLoader.valid, []
@@ -202,6 +210,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_iteration_and_checkpoi
         {"clip_grad_norm": 0.1},
         {"optimizer": "AdamW"},
         {"lr_schedule": "constant"},
+        {"enable_channels_last": True},
+        {"activation_checkpointing": "full"},
         {"n_out_channels": 4},
         {"n_in_channels": 3, "n_out_channels": 5},
     ],

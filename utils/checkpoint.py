@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 MARKER = "complete.json"
@@ -30,14 +30,16 @@ class CheckpointError(Exception):
 def collect_state(model, optimizer):
     """All tensors of a run: weights and buffers, optimizer moments by parameter name, random state."""
     weights, optimizer_state = get_state_dict(model, optimizer)
-    tensors = {
-        "model": weights,
-        "optimizer": optimizer_state["state"],
-        "random": {"cpu": torch.get_rng_state()},
-    }
+    moments = {name: _contiguous(state) for name, state in optimizer_state["state"].items()}
+    tensors = {"model": _contiguous(weights), "optimizer": moments, "random": {"cpu": torch.get_rng_state()}}
     if torch.cuda.is_available():
         tensors["random"]["cuda"] = torch.cuda.get_rng_state()
     return tensors
+
+
+def _contiguous(tensors):
+    """The tensors themselves, copies only of those in another memory format (channels last)."""
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def restore_state(tensors, model, optimizer):
@@ -66,7 +68,10 @@ class CheckpointFolder:
         shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted write
         writing.mkdir(parents=True)
         with _without_single_process_warning():
-            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
+            try:
+                dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
+            except CheckpointException as error:  # wraps what went wrong on each rank
+                raise next(iter(error.failures.values()))[0] from None
         files = {path.name: _describe(path) for path in sorted(writing.iterdir())}
         marker = {"iteration": iteration, "val_loss": val_loss, "trainer": trainer_state, "files": files}
         with open(writing / MARKER, "w") as file:

@@ -49,8 +49,8 @@ class Config(BaseModel):
     time_means_path: Text = key("time mean of each channel at each point (.npy), the climatology")
     limit_nsamples: PositiveInt | None = key("train on the first samples only", None)
     limit_nsamples_val: PositiveInt | None = key("validate on the first samples only", None)
-    data_loader_config: Literal["pytorch"] = key("data loader", "pytorch")
-    num_data_workers: NonNegativeInt = key("threads that read ahead; 0: read between two steps", 0)
+    data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch")
+    num_data_workers: NonNegativeInt = key("threads (DALI: processes) that read ahead; 0: none", 0)
 
     global_batch_size: PositiveInt = key("samples of one optimizer step, over all devices")
     local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
@@ -67,6 +67,10 @@ class Config(BaseModel):
     amp_mode: Literal["none", "bf16", "fp16"] = key("automatic mixed precision", "none")
     enable_fused: bool = key("fused optimizer kernel", False)
     enable_jit: bool = key("torch.compile the model", False)
+    enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False)
+    enable_tf32: bool = key("TF32 in float32 matrix products and convolutions on a GPU", False)
+    enable_channels_last: bool = key("channels-last memory format in convolutions", False)
+    activation_checkpointing: Literal["none", "full"] = key("full: recompute each block in the backward pass", "none")
 
     expdir: Text = key("folder of all runs", "./logs")
     run_num: Text = key("name of this run: its folder is <expdir>/<config>/<run_num>", "00")
@@ -75,12 +79,15 @@ class Config(BaseModel):
     validate_every: PositiveInt = key("epochs between two validations", 1)
     checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000)
     keep_checkpoints: PositiveInt = key("newest checkpoints to keep, besides the best", 2)
+    profile: Literal["none", "torch"] = key("record a window of steps with torch.profiler", "none")
+    profile_start: NonNegativeInt = key("steps of this process before the window", 20)
+    profile_steps: PositiveInt = key("steps in the window", 10)
 
 
 # Settings that do not change what is computed: they may differ when a run is resumed.
 FREE_KEYS = {
     "device", "expdir", "resume", "num_data_workers", "data_loader_config",
-    "log_every", "checkpoint_every", "keep_checkpoints",
+    "log_every", "checkpoint_every", "keep_checkpoints", "profile", "profile_start", "profile_steps",
 }  # fmt: skip
 
 
@@ -133,6 +140,11 @@ def check_config(settings, name, where, options=()):
         raise UsageError(
             f"{where}: global_batch_size {config.global_batch_size} is not local_batch_size "
             f"{config.local_batch_size} x 1 device: give one of the two"
+        )
+    if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
+        raise UsageError(
+            f"{where}: enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a "
+            "step stay on the device"
         )
     if config.warmup > config.num_iters:
         raise UsageError(f"{where}: warmup {config.warmup} is longer than num_iters {config.num_iters}")

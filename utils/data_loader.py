@@ -1,12 +1,14 @@
-"""The native data loader: batches of normalised samples on the device.
+"""Batches of normalised samples on the device: what every data loader promises, and the native one.
 
-Threads read samples straight into the batch buffers of a small ring; the whole batch goes to the device in one copy
-(on a GPU from pinned memory, on a side stream, while the previous step computes) and is normalised there in one pass.
+Natively, threads read samples straight into the batch buffers of a small ring. To a GPU the whole batch goes in one
+copy, from pinned memory, on a side stream, while the previous step computes, and is normalised there in one pass. On
+the CPU the buffer itself is the batch: the reading threads normalise each plane while it is in their cache.
 """
 
+import math
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -31,6 +33,50 @@ def training_indices(num_samples, batch_size, seed, iteration):
     return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
 
 
+def validation_indices(num_samples, batch_size, iteration):
+    """Samples of one validation batch, (batch_size,): in order; the last batch is filled up from the start."""
+    return np.arange(iteration * batch_size, (iteration + 1) * batch_size) % num_samples
+
+
+class BatchLoader:
+    """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, n_out, h, w).
+
+    A batch is valid until the next one is asked for: its memory is used again.
+    statistics: of the channels of the dataset. A loader says in `_batches` how it reads.
+    """
+
+    def __init__(self, dataset, statistics, n_in, n_out, batch_size, device):
+        self.dataset, self.batch_size, self.device = dataset, batch_size, device
+        self.statistics, self.n_in, self.n_out = statistics, n_in, n_out
+
+    def train(self, seed, start, stop):
+        """Batches of the training steps start, ..., stop - 1."""
+        size = len(self.dataset), self.batch_size
+        yield from self._batches(partial(training_indices, *size, seed), range(start, stop))
+
+    def valid(self):
+        """Every sample once, in order, as (input, target, count): only the first `count` of a batch are new.
+
+        The last batch is filled up with repeated samples, so that every batch has the same shape.
+        """
+        size = len(self.dataset), self.batch_size
+        iterations = range(math.ceil(len(self.dataset) / self.batch_size))
+        batches = self._batches(partial(validation_indices, *size), iterations)
+        for iteration, (x, y) in zip(iterations, batches, strict=True):
+            yield x, y, min(self.batch_size, len(self.dataset) - iteration * self.batch_size)
+
+    def close(self):
+        self.dataset.close()
+
+    def _batches(self, indices, iterations):
+        """One (input, target) for each of `iterations`, a range, of the samples indices(iteration)."""
+        raise NotImplementedError
+
+    def _split(self, frames):
+        """Input and target of normalised samples (B, 2, C, h, w)."""
+        return frames[:, 0, : self.n_in], frames[:, 1, : self.n_out]
+
+
 class Slot:
     """A reused batch buffer: (B, 2, C, h, w) float32, pinned where the batches go to a GPU."""
 
@@ -41,50 +87,33 @@ class Slot:
         self.copied = None  # event: the copy to the device is done, the buffer may be filled again
 
 
-class DataLoader:
-    """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, n_out, h, w).
-
-    statistics: of the channels of the dataset. num_workers: reading threads; 0 reads when the batch is asked for.
-    """
+class DataLoader(BatchLoader):
+    """The native loader. num_workers: reading threads; 0 reads when the batch is asked for."""
 
     def __init__(self, dataset, statistics, n_in, n_out, batch_size, device, num_workers):
-        self.dataset, self.batch_size, self.device = dataset, batch_size, device
-        self.statistics, self.n_in, self.n_out = statistics, n_in, n_out
+        super().__init__(dataset, statistics, n_in, n_out, batch_size, device)
         means, stds = torch.from_numpy(statistics.means), torch.from_numpy(statistics.stds)
         self.scale = (1 / stds).to(device)
         self.bias = (-means / stds).to(device)
+        self.factors = self.scale.flatten().tolist()
+        self.finish = self._normalise_plane if device.type == "cpu" else None
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pool = ThreadPoolExecutor(num_workers) if num_workers else None
         shape = (batch_size, *dataset.shape)
         self.slots = [Slot(shape, device.type == "cuda") for _ in range(3 if num_workers else 1)]
 
-    def train(self, seed, start, stop):
-        """Batches of the training steps start, ..., stop - 1."""
-        size = len(self.dataset), self.batch_size
-        yield from self._batches(training_indices(*size, seed, iteration) for iteration in range(start, stop))
-
-    def valid(self):
-        """Every sample once, in order, as (input, target, count): only the first `count` of a batch are new.
-
-        The last batch is filled up with repeated samples, so that every batch has the same shape.
-        """
-        starts = range(0, len(self.dataset), self.batch_size)
-        indices = (np.arange(start, start + self.batch_size) % len(self.dataset) for start in starts)
-        for start, (x, y) in zip(starts, self._batches(indices), strict=True):
-            yield x, y, min(self.batch_size, len(self.dataset) - start)
-
     def close(self):
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
-        self.dataset.close()
+        super().close()
 
-    def _batches(self, index_lists):
-        index_lists = iter(index_lists)
+    def _batches(self, indices, iterations):
+        index_lists = map(indices, iterations)
         free, reading = deque(self.slots), deque()
         try:
             while True:
-                while free and (indices := next(index_lists, None)) is not None:
-                    reading.append(self._start_reading(free.popleft(), indices))
+                while free and (samples := next(index_lists, None)) is not None:
+                    reading.append(self._start_reading(free.popleft(), samples))
                 if not reading:
                     return
                 slot = reading.popleft()
@@ -103,33 +132,46 @@ class DataLoader:
             slot.copied.synchronize()
         if self.pool is None:
             for index, out in zip(indices, slot.array, strict=True):
-                self.dataset.read(index, out)
+                self.dataset.read(index, out, self.finish)
         else:
-            slot.reads = [
-                self.pool.submit(self.dataset.read, index, out) for index, out in zip(indices, slot.array, strict=True)
-            ]
+            read = partial(self.pool.submit, self.dataset.read)
+            slot.reads = [read(index, out, self.finish) for index, out in zip(indices, slot.array, strict=True)]
         return slot
 
     def _to_device(self, slot):
+        if self.device.type == "cpu":
+            return self._split(slot.tensor)
         if self.side_stream is None:
-            return self._normalise(slot.tensor.to(self.device))
+            return self._split(self._normalise(slot.tensor.to(self.device)))
         with torch.cuda.stream(self.side_stream):
             frames = slot.tensor.to(self.device, non_blocking=True)
             slot.copied = self.side_stream.record_event()
-            batch = self._normalise(frames)
+            frames = self._normalise(frames)
         main = torch.cuda.current_stream(self.device)
         main.wait_stream(self.side_stream)
-        for tensor in batch:
-            tensor.record_stream(main)
-        return batch
+        frames.record_stream(main)
+        return self._split(frames)
 
     def _normalise(self, frames):
-        frames = torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
-        return frames[:, 0, : self.n_in], frames[:, 1, : self.n_out]
+        return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
+
+    def _normalise_plane(self, channel, plane):
+        plane = torch.from_numpy(plane)
+        torch.add(self.bias[channel], plane, alpha=self.factors[channel], out=plane)
+
+
+def loader_class(name):
+    """The class of the data loader that the config names. DALI is imported only where it is asked for."""
+    if name == "pytorch":
+        return DataLoader
+    from utils.data_loader_dali import DaliDataLoader
+
+    return DaliDataLoader
 
 
 def build_loaders(config, device):
     """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
+    Loader = loader_class(config.data_loader_config)
     n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
     train, valid = (
         FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit)
@@ -145,6 +187,6 @@ def build_loaders(config, device):
         )
     statistics = load_statistics(config)
     return [
-        DataLoader(dataset, statistics, n_in, n_out, batch_size, device, config.num_data_workers)
+        Loader(dataset, statistics, n_in, n_out, batch_size, device, config.num_data_workers)
         for dataset in (train, valid)
     ]

@@ -37,31 +37,42 @@ class YearFile:
         offset = fields.id.get_offset()  # None where the data is chunked
         self.offset = offset if fields.dtype == np.dtype("<f4") and fields.external is None else None
         self.descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self.descriptor).st_size
 
     def close(self):
         os.close(self.descriptor)
         self.file.close()
 
-    def read(self, frame, out, rows, columns):
-        """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points."""
+    def read(self, frame, out, rows, columns, finish=None):
+        """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points.
+
+        finish: called with each channel's index and plane of `out`, (h, w), right after it was read.
+        """
         _, all_channels, height, width = self.fields.shape
         frames, channels, h, w = out.shape
-        whole_rows = w == width
-        if self.offset is None or not whole_rows:
-            window = np.s_[frame : frame + frames, :channels, rows, columns]
+        planes = [(i, c) for i in range(frames) for c in range(channels)]
+        by_plane = self.offset is not None and w == width and (finish is not None or h < height)
+        if by_plane:
+            for i, c in planes:
+                self._read_at(frame + i, c, rows.start, out[i, c])
+                if finish:
+                    finish(c, out[i, c])
+            return
+        if self.offset is None or w < width:
             try:
-                self.fields.read_direct(out, window)
+                self.fields.read_direct(out, np.s_[frame : frame + frames, :channels, rows, columns])
             except OSError as error:
-                raise UsageError(f"{self.path}: frame {frame} cannot be read (truncated?): {error}") from None
-        elif h == height and channels == all_channels:
+                raise UsageError(f"{self.path}: frame {frame} cannot be read (damaged?): {error}") from None
+            if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
+                raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
+        elif channels == all_channels:
             self._read_at(frame, 0, 0, out)
         else:
             for i in range(frames):
-                if h == height:
-                    self._read_at(frame + i, 0, 0, out[i])
-                else:
-                    for c in range(channels):
-                        self._read_at(frame + i, c, rows.start, out[i, c])
+                self._read_at(frame + i, 0, 0, out[i])
+        if finish:
+            for i, c in planes:
+                finish(c, out[i, c])
 
     def _read_at(self, frame, channel, row, out):
         """One contiguous read that begins at a row of a channel of a frame."""
@@ -116,19 +127,22 @@ class FieldDataset:
             self.columns.stop - self.columns.start,
         )
 
-    def read(self, index, out):
-        """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape."""
+    def read(self, index, out, finish=None):
+        """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape.
+
+        finish: called as finish(channel, plane) for each plane of `out` once it is read, while it is in the cache.
+        """
         number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
         file, frame = self.files[number], int(index - self.first_sample[number])
         if self.dt == 1:
-            file.read(frame, out, self.rows, self.columns)  # adjacent on disk: one read
+            file.read(frame, out, self.rows, self.columns, finish)  # adjacent on disk: one read
         else:
-            file.read(frame, out[:1], self.rows, self.columns)
-            file.read(frame + self.dt, out[1:], self.rows, self.columns)
+            file.read(frame, out[:1], self.rows, self.columns, finish)
+            file.read(frame + self.dt, out[1:], self.rows, self.columns, finish)
 
     def close(self):
-        for file in self.files:
-            file.close()
+        while self.files:
+            self.files.pop().close()
 
     def _find_files(self, img_size):
         height, width = img_size

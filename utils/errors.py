@@ -8,6 +8,8 @@ USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is l
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
 STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
 
+INTERRUPTED_STATUS = 130  # Ctrl-C, twice in training: nothing was saved on the way out
+
 
 class UsageError(Exception):
     """Settings or input that cannot be used. The message is the one line shown to the user."""
@@ -40,4 +42,6 @@ def run_main(main):
     except (UsageError, NonFiniteLossError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
+    except KeyboardInterrupt:
+        status = INTERRUPTED_STATUS
     sys.exit(status)

@@ -5,10 +5,17 @@ import math
 import torch
 
 
-def build_optimizer(config, parameters):
-    """Adam or AdamW as the config says; fused: one kernel updates all parameters."""
-    optimizer = getattr(torch.optim, config.optimizer)
-    return optimizer(parameters, lr=config.lr, betas=tuple(config.betas), fused=config.enable_fused)
+def build_optimizer(config, model, device):
+    """Adam or AdamW as the config says; fused: one kernel updates all parameters.
+
+    For CUDA graphs the optimizer keeps everything on the device, the learning rate too.
+    """
+    captured = config.enable_cuda_graphs
+    lr = torch.tensor(config.lr, device=device) if captured else config.lr
+    fused = config.enable_fused or None  # None: torch's own choice, one kernel for each operation (foreach)
+    return getattr(torch.optim, config.optimizer)(
+        model.parameters(), lr=lr, betas=tuple(config.betas), fused=fused, capturable=captured
+    )
 
 
 def learning_rate(config, iteration):
@@ -27,4 +34,7 @@ def learning_rate(config, iteration):
 
 def set_learning_rate(optimizer, value):
     for group in optimizer.param_groups:
-        group["lr"] = value
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value

@@ -1,8 +1,19 @@
-"""Named ranges that profilers show."""
+"""Profiles of a window of steps: named ranges, Nsight Systems, torch.profiler."""
 
+import logging
+import os
+import shutil
+import sys
 from contextlib import contextmanager
 
 import torch
+
+from utils.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+TABLE_ROWS = 25
+UNDER_NSYS = "TRAINING_UNDER_NSYS"  # set for the process that nsys starts
 
 
 @contextmanager
@@ -17,3 +28,107 @@ def span(name):
         finally:
             if nvtx:
                 torch.cuda.nvtx.range_pop()
+
+
+def restart_under_nsys():
+    """With ENABLE_PROFILING=1, start this command again inside Nsight Systems; does not return then.
+
+    The report is PROFILE_OUTPUT (default `profile`), with the rank in its name where there are several processes. Only
+    the window between cudaProfilerStart and cudaProfilerStop is recorded. Raises UsageError where nsys is missing.
+    """
+    if os.environ.get("ENABLE_PROFILING") != "1" or UNDER_NSYS in os.environ:
+        return
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        raise UsageError(
+            "ENABLE_PROFILING=1 needs Nsight Systems, and no `nsys` is on the PATH: load its module or install it, "
+            "or use --profile torch"
+        )
+    output = os.environ.get("PROFILE_OUTPUT", "profile")
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    if rank is not None:
+        output += f"-rank{rank}"
+    command = [
+        nsys, "profile", "--output", output, "--force-overwrite", "true", "--trace", "cuda,nvtx",
+        "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",
+    ]  # fmt: skip
+    os.environ[UNDER_NSYS] = "1"
+    os.execv(nsys, [*command, sys.executable, *sys.orig_argv[1:]])
+
+
+def build_profiler(config, device, folder):
+    """The profiler of a run: Nsight Systems where nsys started the process, else what --profile says.
+
+    folder: where --profile torch writes. Raises UsageError where the device cannot be profiled so.
+    """
+    if UNDER_NSYS in os.environ:
+        if device.type != "cuda":
+            raise UsageError(f"ENABLE_PROFILING=1 records a GPU, this run is on {device}: use --profile torch")
+        return Profiler(config, torch.cuda.profiler.start, torch.cuda.profiler.stop)
+    if config.profile == "torch":
+        recorder = TorchRecorder(device, folder)
+        return Profiler(config, recorder.start, recorder.stop)
+    return None
+
+
+class Profiler:
+    """Starts and stops a recorder around the steps [profile_start, profile_start + profile_steps) of this process."""
+
+    def __init__(self, config, start, stop):
+        self.first, self.steps = config.profile_start, config.profile_steps
+        self.start, self.stop = start, stop
+        self.count = 0
+        self.recording = False
+
+    def check(self, steps_left):
+        """Raises UsageError where the window ends after the steps that are left in this run."""
+        if self.first + self.steps > steps_left:
+            raise UsageError(
+                f"profile window: steps {self.first} to {self.first + self.steps - 1} of this process, but only "
+                f"{steps_left} are left to num_iters: lower --profile_start or --profile_steps"
+            )
+
+    def step(self):
+        """Call before every step."""
+        if self.count == self.first:
+            self.start()
+            self.recording = True
+        elif self.count == self.first + self.steps:
+            self.close()
+        self.count += 1
+
+    def close(self):
+        """Call after the last step, also of a run that ends within the window."""
+        if self.recording:
+            self.stop()
+            self.recording = False
+
+
+class TorchRecorder:
+    """torch.profiler around a window: a trace for Perfetto or TensorBoard, a table of the top operations, and on a
+    GPU a snapshot of the memory allocator with the stack of every allocation."""
+
+    def __init__(self, device, folder):
+        self.device, self.folder = device, folder
+
+    def start(self):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history()
+        self.profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        self.profile.start()
+
+    def stop(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.profile.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.profile.export_chrome_trace(str(self.folder / "trace.json.gz"))
+        order = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        table = self.profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS)
+        (self.folder / "operations.txt").write_text(table)
+        if self.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        log.info("Profile written to %s: trace.json.gz, operations.txt\n%s", self.folder, table)

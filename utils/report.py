@@ -1,5 +1,9 @@
 """Results for people: TensorBoard pages and the table at the end of a run."""
 
+import os
+import sys
+from pathlib import Path
+
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
 
@@ -30,5 +34,6 @@ def print_result(summary, config):
     """What a reader wants to see at the end of a run, and the command to try next."""
     print(f"\n{skill_table(summary)}\n")
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
-    print(f"curves and maps:  tensorboard --logdir {config.expdir}")
-    print(f"try next:         python train.py --config={config.config} --run_num=bf16 --amp_mode=bf16")
+    programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
+    print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")
+    print(f"try next:         {programs}/python train.py --config={config.config} --run_num=bf16 --amp_mode=bf16")

@@ -17,14 +17,13 @@ from tqdm import tqdm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import NonFiniteLossError, UsageError
-from utils.loss import relative_l2_loss
-from utils.optim import learning_rate, set_learning_rate
-from utils.profiling import span
+from utils.optim import learning_rate
+from utils.profiling import build_profiler, span
 from utils.report import write_validation
+from utils.training_step import TrainingStep
 from utils.validation import Validator
 
 WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,8 @@ class Trainer:
         self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
         self.train_loader, self.run = train_loader, run
         self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
+        self.step = TrainingStep(config, device, model, optimizer)
+        self.profiler = build_profiler(config, device, run.path / "profile")
         self.validator = Validator(valid_loader)
 
         self.iteration = 0  # optimizer steps done
@@ -54,6 +54,8 @@ class Trainer:
         """
         self._resume()
         config = self.config
+        if self.profiler:
+            self.profiler.check(config.num_iters - self.iteration)
         self.writer = SummaryWriter(self.run.path, purge_step=self.iteration + 1)
         batches = self.train_loader.train(config.seed, self.iteration, config.num_iters)
         with self._catch_signals(), self._progress_bar() as bar:
@@ -62,9 +64,13 @@ class Trainer:
                 result = self._validate()
             self.clock.start()
             while self.iteration < config.num_iters and not self.stop_signal:
+                if self.profiler:
+                    self.profiler.step()
                 self._train_step(batches)
                 bar.update()
                 result = self._after_step(bar)
+            if self.profiler:
+                self.profiler.close()
         batches.close()
         self.writer.close()
         return None if result is None or self.iteration < config.num_iters else self._summary(result)
@@ -75,21 +81,7 @@ class Trainer:
                 waited = time.perf_counter()
                 x, y = next(batches)
                 self.clock.data_wait += time.perf_counter() - waited
-            set_learning_rate(self.optimizer, learning_rate(self.config, self.iteration))
-            with span("forward"):
-                with self._autocast():
-                    prediction = self.model(x)
-                loss = relative_l2_loss(prediction, y)
-            with span("backward"):
-                self.scaler.scale(loss).backward()
-            with span("optimizer"):
-                if self.config.clip_grad_norm:
-                    self.scaler.unscale_(self.optimizer)
-                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-                self.optimizer.zero_grad(set_to_none=True)
-        self.pending_losses.append(loss.detach())
+            self.pending_losses.append(self.step(self.iteration, x, y))
         self.iteration += 1
 
     def _after_step(self, bar):
@@ -151,7 +143,7 @@ class Trainer:
 
     def _validate(self):
         started = time.perf_counter()
-        with span("validation"), self._autocast():
+        with span("validation"), self.step.autocast():
             result = self.validator.run(self.model, stop=lambda: self.stop_signal)
         self.validation_due = result is None
         if result is None:
@@ -169,7 +161,7 @@ class Trainer:
             "train_loss": getattr(self, "train_loss", None),
             "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
             "validation_due": self.validation_due,
-            "scaler": self.scaler.state_dict(),
+            "scaler": self.step.scaler.state_dict(),
         }
         tensors = collect_state(self.model, self.optimizer)
         try:
@@ -190,7 +182,7 @@ class Trainer:
         self.epoch_loss, self.epoch_iterations = state["epoch_loss"], state["epoch_iterations"]
         self.train_loss, self.validation_due = state["train_loss"], state["validation_due"]
         self.best_val_loss = state["best_val_loss"] if state["best_val_loss"] is not None else math.inf
-        self.scaler.load_state_dict(state["scaler"])
+        self.step.scaler.load_state_dict(state["scaler"])
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self.device)
 
     def _summary(self, result):
@@ -210,10 +202,6 @@ class Trainer:
             **result,
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }
-
-    def _autocast(self):
-        dtype = AMP_DTYPES.get(self.config.amp_mode)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def _progress_bar(self):
         """On a terminal; silent in a batch log."""

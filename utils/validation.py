@@ -49,7 +49,7 @@ class Validator:
                 if x.shape[1] >= y.shape[1]:
                     persistence.update(x[:, : y.shape[1]], y)
             if example is None:
-                example = x[0], y[0], prediction[0].float()
+                example = x[0].clone(), y[0].clone(), prediction[0].float()
         if not self.baselines:
             scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
             self.baselines = {name: self._by_channel(m.compute()[0]) for name, m in scored.items() if m.squared_errors}

@@ -1,0 +1,93 @@
+"""Benchmarks measure what they say, on tiny sizes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import benchmark
+from networks.vit import ViT
+from utils.benchmarks import ladder
+from utils.benchmarks.plain_loader import plain_loader
+from utils.benchmarks.report import format_table
+from utils.data_loader import build_loaders
+from utils.errors import UsageError
+from utils.flops import vit_flops
+
+CPU = torch.device("cpu")
+
+
+def test_flops_are_those_torch_counts():
+    size = {"img_size": (16, 24), "patch_size": 4, "in_channels": 3, "out_channels": 5}
+    model = ViT(**size, embed_dim=32, depth=3, num_heads=4, mlp_ratio=2)
+    x = torch.randn(1, 3, 16, 24)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(x)
+    assert counter.get_total_flops() == vit_flops(**size, embed_dim=32, depth=3, mlp_ratio=2)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(x.requires_grad_()).sum().backward()
+    assert counter.get_total_flops() == 3 * vit_flops(**size, embed_dim=32, depth=3, mlp_ratio=2)
+
+
+def test_the_ladder_climbs_step_by_step_and_computes_the_same(tiny_options, tmp_path, monkeypatch, capsys):
+    steps = ladder.ladder
+
+    def first_steps(config, workers):
+        return [step for step in steps(config, workers) if step[0] in ("0 workers", "2 workers", "bf16", "CUDA graphs")]
+
+    monkeypatch.setattr(ladder, "ladder", first_steps)
+    words = tiny_options(expdir=None, num_iters=50)
+    benchmark.main(
+        ["ladder", "--steps=3", "--rounds=2", f"--json={tmp_path}/l.json", f"--png={tmp_path}/l.png", *words]
+    )
+    result = json.loads((tmp_path / "l.json").read_text())["steps"]
+    assert [step["step"] for step in result] == ["0 workers", "2 workers", "bf16"]
+    assert all(step["samples_per_sec"] > 0 and 0 <= step["data_wait"] < 1 and step["mfu"] > 0 for step in result)
+    assert result[0]["losses"] == result[1]["losses"] != result[2]["losses"]
+    assert result[2]["losses"] == pytest.approx(result[0]["losses"], rel=0.02)
+    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "| 2 workers" in printed and "CUDA graphs: skipped, needs a GPU" in printed
+
+
+def test_every_step_adds_to_the_one_before_but_dali(tiny_config):
+    names = [name for name, _, _ in ladder.ladder(tiny_config(), 3)]
+    assert names[:3] == ["0 workers", "3 workers", "DALI"] and names[-1] == "CUDA graphs"
+
+
+def test_a_step_that_fails_is_named(tiny_config, sample_folder):
+    config = tiny_config(train_data_path=str(sample_folder / "nowhere"))
+    with pytest.raises(UsageError, match="nowhere: no such data folder"):
+        ladder.run(config, steps=1, rounds=1)
+
+
+def test_loaders_are_compared_with_plain_reading(tiny_options, tmp_path, capsys):
+    words = tiny_options(expdir=None, global_batch_size=2)
+    benchmark.main(["data", "--workers", "0", "1", "--batches=2", "--rounds=2", f"--json={tmp_path}/d.json", *words])
+    loaders = {row["loader"]: row for row in json.loads((tmp_path / "d.json").read_text())["loaders"]}
+    assert loaders["plain design, 0 workers"]["ratio_to_plain"] == 1
+    assert loaders["cat file > /dev/null"]["ratio_to_cat"] == 1
+    for layout in ("contiguous", "chunk a frame", "chunk a channel"):
+        assert loaders[f"native, {layout}, 1 workers"]["samples_per_sec"] > 0
+    assert "native, 1/4 of the rows, 1 workers" in loaders
+    assert "| cat file > /dev/null" in capsys.readouterr().out
+
+
+def test_the_yardstick_gives_the_same_samples(tiny_config):
+    loader = build_loaders(tiny_config(), CPU)[0]
+    means, stds, _ = loader.statistics
+    plain = plain_loader(loader.dataset, loader.statistics, 4, 0).dataset
+    assert len(plain) == len(loader.dataset)
+    pair = np.empty(loader.dataset.shape, np.float32)
+    for index in (0, 18, 19, 37):
+        loader.dataset.read(index, pair)
+        np.testing.assert_allclose(plain[index], (pair - means) / stds, rtol=1e-5)
+
+
+def test_tables_line_up():
+    lines = format_table({"a": "", "b": ".2f"}, [("x", 1.0), ("long", None)]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[-1] == "| long |    - |"

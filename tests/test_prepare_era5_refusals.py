@@ -1,0 +1,139 @@
+"""A source or setting that cannot be used is refused in one line that names what is wrong, before it does harm."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from era5_examples import H, W, build, convert, save_netcdf, save_zarr, wb2_regridded
+
+from utils import era5_store, year_files
+from utils.errors import UsageError
+
+
+def put(data, name, value, **where):
+    values = data[name].copy(deep=True)
+    values[where] = value
+    return data.assign({name: values})
+
+
+def units(data, name, text):
+    data[name].attrs["units"] = text
+    return data
+
+
+REFUSALS = {
+    "a missing variable": (lambda d: d.drop_vars("tcwv"), "no source holds tcwv or total_column_water_vapour"),
+    "a missing level": (
+        lambda d: d.sel(pressure_level=[50, 500, 1000]),
+        r"t or temperature at 850 hPa \(found at 50, 500, 1000\)",
+    ),
+    "no humidity": (lambda d: d.drop_vars("r"), "q or specific_humidity at 500 hPa to derive relative humidity"),
+    "a missing time": (lambda d: d.isel(valid_time=[*range(5), *range(6, 32)]), "u10 .*: 1979-01-02T06:00 is missing$"),
+    "a missing year": (lambda d: d.isel(valid_time=slice(8, None)), "1979-01-01T00:00 is missing$"),
+    "12-hourly": (lambda d: d.isel(valid_time=slice(0, None, 2)), "no source has 06, 18 UTC"),
+    "shifted hours": (lambda d: d.assign_coords(valid_time=d.valid_time + np.timedelta64(3, "h")), "00, 06, 12, 18"),
+    "times that decrease": (lambda d: d.isel(valid_time=slice(None, None, -1)), "times do not increase"),
+    "a NaN": (
+        lambda d: put(d, "z", np.nan, valid_time=13, pressure_level=1, latitude=3, longitude=7),
+        "z or geopotential at 500 hPa, 1980-01-02T06:00: row 3 from the north, column 7 is NaN",
+    ),
+    "a fill value": (lambda d: put(d, "sp", 9.97e36, valid_time=0), "sp or surface_pressure, 1979-01-01T00:00.*97e"),
+    "unknown units": (lambda d: units(d, "sp", "inHg"), r"sp has unknown units 'inHg' \(known: Pa, hPa"),
+    "units of another quantity": (lambda d: units(d, "t", "m s**-1"), "t has unknown units 'm s-1'"),
+    "celsius called kelvin": (lambda d: d.assign(t2m=d.t2m - 273.15), "2m_temperature.*outside 150 to 350 K"),
+    "unknown units of levels": (lambda d: units(d, "pressure_level", "sigma"), "levels have unknown units 'sigma'"),
+    "half a globe": (lambda d: d.isel(longitude=slice(0, 8)), "8 longitudes do not go once around"),
+    "a longitude twice": (
+        lambda d: d.isel(longitude=[*range(W), 0]).assign_coords(longitude=np.linspace(0, 360, W + 1)),
+        "17 longitudes do not",
+    ),
+    "a hemisphere": (lambda d: d.isel(latitude=slice(0, 5)), "5 latitudes do not go from pole to pole"),
+    "two members": (lambda d: d.expand_dims(number=2), "has also the dimensions {'number': 2}"),
+    "no time": (lambda d: d.rename(valid_time="date"), "has no dimension valid_time or time"),
+}
+
+
+SEEN_IN_READING = ("a NaN", "a fill value", "celsius called kelvin")
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_source_that_cannot_be_used_is_refused(tmp_path, case):
+    spoil, message = REFUSALS[case]
+    source = save_zarr(spoil(build()), tmp_path / "a.zarr")
+    with pytest.raises(UsageError, match=message) as caught:
+        convert([source], tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    if case in SEEN_IN_READING:
+        assert not [path for path in (tmp_path / "out").rglob("*.*") if path.name != "1979.h5"]
+    else:
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"valid_years": (1980,)}, "1980 is in both train and valid"),
+        ({"train_years": ()}, "no training year"),
+        ({"days": 366}, "days 366"),
+        ({"coarsen": 3}, "coarsen 3: must divide the 16 longitudes"),
+        ({"coarsen": 0}, "coarsen 0"),
+        ({"test_years": (2018,)}, "2018-01-01T00:00 is missing$"),
+        ({"days": 3}, "1979-01-03T00:00 is missing$"),
+    ],
+)
+def test_bad_settings_write_nothing(tmp_path, change, message):
+    with pytest.raises(UsageError, match=message):
+        convert(wb2_regridded(tmp_path), tmp_path / "out", **change)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_too_small_is_refused_before_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr(year_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=33 * 20 * H * W * 4 - 1))
+    with pytest.raises(UsageError, match="GB free"):
+        convert(wb2_regridded(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_on_different_grids_are_refused(tmp_path):
+    a, b = build(), build().isel(latitude=slice(0, H - 1))
+    with pytest.raises(UsageError, match="b.zarr: its grid is not that of .*a.zarr"):
+        convert([save_zarr(a, tmp_path / "a.zarr"), save_zarr(b, tmp_path / "b.zarr")], tmp_path / "out")
+
+
+def test_humidity_without_units_is_refused_beside_humidity_with_units(tmp_path):
+    with_units, without = build(), build()
+    without["r"].attrs.clear()
+    sources = [save_zarr(with_units, tmp_path / "a.zarr"), save_zarr(without, tmp_path / "b.zarr")]
+    with pytest.raises(UsageError, match=r"b.zarr: r has unknown units '' \(known: %,"):
+        convert(sources, tmp_path / "out")
+
+
+def test_sources_that_are_none_are_refused(tmp_path):
+    (tmp_path / "text.nc").write_text("not data")
+    (tmp_path / "empty.zarr").mkdir()
+    for name, message in (
+        ("text.nc", "cannot be opened"),
+        ("empty.zarr", "cannot be opened"),
+        ("no.nc", "no such file"),
+    ):
+        with pytest.raises(UsageError, match=f"{name}: {message}") as caught:
+            convert([tmp_path / name], tmp_path / "out")
+        assert "\n" not in str(caught.value)
+
+
+def test_without_its_packages_the_command_says_how_to_install_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(era5_store, "PACKAGES", ("xarray", "not_installed"))
+    with pytest.raises(UsageError, match="^not_installed not installed: pip install -r requirements-era5.txt$"):
+        convert([tmp_path], tmp_path / "out")
+
+
+def test_the_command_says_one_line_and_exits_2(tmp_path):
+    source = save_netcdf(build().drop_vars("u10"), tmp_path / "a.nc")
+    command = [sys.executable, "-m", "utils.prepare_era5", source, "--out", str(tmp_path / "out"), "--days=2"]
+    root = Path(__file__).parents[1]
+    run = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith("error: no source holds u10") and run.stderr.count("\n") == 1

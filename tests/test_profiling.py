@@ -1,0 +1,74 @@
+"""Profiles of a window of steps."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import train
+from utils.errors import UsageError
+
+WINDOW = {"profile": "torch", "profile_start": 3, "profile_steps": 4}
+
+
+def test_the_torch_profile_holds_exactly_the_window(tiny_options, tmp_path):
+    train.main(tiny_options(**WINDOW))
+    folder = tmp_path / "logs/quick/00/profile"
+    with gzip.open(folder / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    spans = {
+        name: [
+            (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == name and e.get("cat") == "user_annotation"
+        ]
+        for name in ("step", "data", "forward", "backward", "optimizer")
+    }
+    assert {name: len(found) for name, found in spans.items()} == dict.fromkeys(spans, 4)
+    for name in ("data", "forward", "backward", "optimizer"):
+        for (begin, end), (outer_begin, outer_end) in zip(sorted(spans[name]), sorted(spans["step"]), strict=True):
+            assert outer_begin <= begin and end <= outer_end
+    assert "aten::" in (folder / "operations.txt").read_text()
+
+
+def test_profiling_changes_nothing(tiny_options, tmp_path):
+    train.main(tiny_options(run_num="plain"))
+    train.main(tiny_options(run_num="profiled", **WINDOW))
+    one, two = (json.loads((tmp_path / f"logs/quick/{n}/summary.json").read_text()) for n in ("plain", "profiled"))
+    assert one["val_loss"] == two["val_loss"]
+
+
+def test_a_window_beyond_the_last_iteration_is_refused(tiny_options):
+    line = r"profile window: steps 5 to 12 of this process, but only 12 are left to num_iters"
+    with pytest.raises(UsageError, match=line):
+        train.main(tiny_options(profile="torch", profile_start=5, profile_steps=8))
+
+
+def run(words, **variables):
+    command = [sys.executable, "train.py", *words]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=200)
+
+
+def test_nsight_systems_wraps_the_command(tiny_options, tmp_path):
+    """A stand-in for nsys that writes down what it was asked and starts the program."""
+    fake = tmp_path / "bin/nsys"
+    fake.parent.mkdir()
+    fake.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nwhile [ "$1" != "{sys.executable}" ]; do shift; done\nexec "$@"\n'
+    )
+    fake.chmod(0o755)
+    words = tiny_options(device="cpu")
+    path = f"{fake.parent}:{os.environ['PATH']}"
+    result = run(words, ENABLE_PROFILING="1", PROFILE_OUTPUT="mine", SLURM_PROCID="2", PATH=path)
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith("profile --output mine-rank2 ") and "--capture-range cudaProfilerApi" in asked
+    assert asked.strip().endswith(" ".join(["train.py", *words]))
+    assert result.returncode == 2  # the program started once, inside nsys, and found no GPU to record
+    assert "ENABLE_PROFILING=1 records a GPU, this run is on cpu: use --profile torch" in result.stderr
+
+
+def test_no_nsight_systems_is_said_at_once(tiny_options, tmp_path):
+    result = run(tiny_options(), ENABLE_PROFILING="1", PATH=str(tmp_path))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ENABLE_PROFILING=1 needs Nsight Systems") and result.stderr.count("\n") == 1

@@ -1,0 +1,172 @@
+"""The NVIDIA DALI data loader: the same samples in the same order, to float rounding the same values.
+
+A DALI pipeline asks for sample after sample, reads ahead in worker processes, copies each batch to the GPU (where there
+is one) and normalises it there, while the previous step computes. The same pipeline runs on a machine without a GPU.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from copy import copy
+from multiprocessing import resource_tracker
+
+import numpy as np
+import torch
+
+from utils.data_loader import BatchLoader
+from utils.dataset import YearFile
+from utils.errors import UsageError
+
+try:
+    from nvidia.dali import fn, pipeline_def, types
+except ImportError as error:
+    raise UsageError(
+        f"data_loader_config 'dali': NVIDIA DALI cannot be imported ({error}): "
+        "pip install -r requirements-dali.txt, or choose --data_loader_config=pytorch"
+    ) from None
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class DaliDataLoader(BatchLoader):
+    """The loader over DALI. num_workers: reading processes, for training and for validation; 0 reads in this one."""
+
+    def __init__(self, dataset, statistics, n_in, n_out, batch_size, device, num_workers):
+        super().__init__(dataset, statistics, n_in, n_out, batch_size, device)
+        self.num_workers = num_workers
+        self.streams = []  # open ones
+        self.idle = {}  # what was asked for -> a stream that gave all of it and can give it again
+
+    def close(self):
+        for stream in self.streams:
+            stream.close()
+        super().close()
+
+    def _batches(self, indices, iterations):
+        asked = indices.func, indices.args, iterations
+        stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, indices, iterations))
+        try:
+            for frames in stream:
+                yield self._split(frames)
+            self.idle[asked] = stream  # its processes wait for the next pass
+        finally:
+            if self.idle.get(asked) is not stream:  # left early
+                self.streams.remove(stream)
+                stream.close()
+
+    def _open(self, source):
+        self.streams.append(BatchStream(source, self.statistics, self.batch_size, self.device, self.num_workers))
+        return self.streams[-1]
+
+
+class BatchStream:
+    """A DALI pipeline and its processes. Each iteration over it gives all batches of the source: (B, 2, C, h, w)."""
+
+    def __init__(self, source, statistics, batch_size, device, num_workers):
+        self.device, gpu = device, None
+        if device.type == "cuda":
+            gpu = torch.cuda.current_device() if device.index is None else device.index
+        self.pipeline = normalised_samples(
+            source, statistics, parallel=num_workers > 0, on_gpu=gpu is not None, device_id=gpu, batch_size=batch_size,
+            num_threads=max(1, num_workers), py_num_workers=max(1, num_workers), py_start_method="spawn",
+        )  # fmt: skip
+        others = set(multiprocessing.active_children())
+        with stop_signals_held_back():
+            self.pipeline.build()
+        self.workers = set(multiprocessing.active_children()) - others
+
+    def __iter__(self):
+        while (frames := self._next()) is not None:
+            yield frames
+        self.pipeline.reset()
+
+    def close(self):
+        self.pipeline = None  # the only reference: DALI ends the processes and waits for them
+
+    def _next(self):
+        """The next batch, or None at the end. The memory is the tensor's own: DALI does not write to it again."""
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self._require_workers()  # DALI may wait forever for a lost one
+        try:
+            (batch,) = self.pipeline.run(stream)
+            return torch.from_dlpack(batch.as_tensor()).to(self.device)
+        except StopIteration:
+            return None
+        except Exception as error:  # a worker's comes as its text, of another class
+            self._require_workers()
+            message = str(error.__cause__)
+            if f"UsageError: {message}" not in str(error):
+                raise
+        raise UsageError(message)  # out here it does not hold DALI's frames, so the processes can end
+
+    def _require_workers(self):
+        for worker in self.workers:
+            if not worker.is_alive():
+                raise UsageError(
+                    f"a data worker ended with exit code {worker.exitcode}; if it was killed for want of memory, "
+                    "choose a smaller batch or num_data_workers"
+                ) from None
+
+
+@pipeline_def
+def normalised_samples(source, statistics, parallel, on_gpu):
+    samples = fn.external_source(source, batch=False, parallel=parallel, dtype=types.FLOAT, ndim=4)  # (2, C, h, w)
+    if on_gpu:
+        samples = samples.gpu()
+    return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])
+
+
+class SampleSource:
+    """What DALI calls for every sample: here, or in a worker process, which opens the files for itself.
+
+    indices(iteration): the samples of a batch. iterations: a range.
+    """
+
+    def __init__(self, dataset, indices, iterations):
+        self.dataset, self.indices, self.iterations = dataset, indices, iterations
+        self.unopened = []  # in a worker, before its first sample: the paths of the dataset's files
+
+    def __call__(self, info):
+        if info.iteration >= len(self.iterations):
+            raise StopIteration
+        if self.unopened:
+            self.dataset.files, self.unopened = [YearFile(path) for path in self.unopened], []
+        sample = np.empty(self.dataset.shape, np.float32)
+        self.dataset.read(self.indices(self.iterations[info.iteration])[info.idx_in_batch], sample)
+        return sample
+
+    def __getstate__(self):
+        dataset = copy(self.dataset)
+        dataset.files = []
+        return vars(self) | {"dataset": dataset, "unopened": [file.path for file in self.dataset.files]}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        threading.Thread(target=end_when_the_trainer_says_so, daemon=True).start()
+
+
+@contextmanager
+def stop_signals_held_back():
+    """Processes started inside never see the stop signals by themselves; in this one they wait until the end.
+
+    A scheduler signals the whole process group, and the trainer still needs its data to finish the step and save.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # multiprocessing's helper process; starting it unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_when_the_trainer_says_so():
+    """In a worker: end it when the trainer is gone, even killed, or when the stop signal comes from the trainer."""
+    trainer = multiprocessing.parent_process()
+    while trainer.is_alive():
+        received = signal.sigtimedwait(STOP_SIGNALS, 1)
+        if received is not None and received.si_pid == trainer.pid:
+            break
+    os._exit(0)

@@ -1,0 +1,89 @@
+"""One optimizer step on one device, eager or as one CUDA graph."""
+
+import torch
+
+from utils.loss import relative_l2_loss
+from utils.optim import learning_rate, set_learning_rate
+from utils.profiling import span
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
+
+
+class TrainingStep:
+    """Forward, loss, backward, update: step(iteration, x, y) gives the loss, a scalar on the device.
+
+    Nothing in here waits for the device, so the host runs ahead of it (with fp16, only if the optimizer is fused: it
+    then skips a step that overflowed by itself).
+    """
+
+    def __init__(self, config, device, model, optimizer):
+        self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
+        self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
+
+    def __call__(self, iteration, x, y):
+        set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
+        return self.run(x, y)
+
+    def autocast(self):
+        """The context in which the model runs: mixed precision where the config asks for it."""
+        dtype = AMP_DTYPES.get(self.config.amp_mode)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _run(self, x, y):
+        with span("forward"):
+            with self.autocast():
+                prediction = self.model(x)
+            loss = relative_l2_loss(prediction, y)
+        with span("backward"):
+            self.scaler.scale(loss).backward()
+        with span("optimizer"):
+            if self.config.clip_grad_norm:
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+class CapturedStep:
+    """A step captured once as a CUDA graph and then replayed: one launch instead of one for every kernel.
+
+    The graph reads its inputs from static buffers, so every batch must have the shape of the first; the learning rate
+    must be a tensor and the optimizer capturable. Method: the CUDA graphs section of PyTorch's documentation.
+    """
+
+    def __init__(self, step):
+        self.step, self.graph, self.warmup_left = step, None, GRAPH_WARMUP_STEPS
+        self.inputs = None
+
+    def __call__(self, *inputs):
+        """Run the step on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
+        if self.inputs is None:
+            self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+        for static, x in zip(self.inputs, inputs, strict=True):
+            if static.shape != x.shape:
+                raise ValueError(
+                    f"CUDA graph captured for a batch of shape {tuple(static.shape)}, got {tuple(x.shape)}: "
+                    "every batch must have the same shape"
+                )
+            static.copy_(x)
+        if self.warmup_left:
+            return self._warm_up()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.loss = self.step(*self.inputs)
+        self.graph.replay()
+        return self.loss.clone()  # the next replay writes over it
+
+    def _warm_up(self):
+        self.warmup_left -= 1
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            loss = self.step(*self.inputs)
+        main.wait_stream(side)
+        return loss
