@@ -2,13 +2,14 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import numpy as np
 import pytest
 import torch
 
-from utils.data_loader import build_loaders, training_indices
+from utils.data_loader import build_loaders, reading_threads, training_indices
 from utils.dataset import FieldDataset, read_statistics
 from utils.errors import UsageError
 
@@ -72,7 +73,7 @@ def test_contiguous_files_are_read_without_a_byte_too_many(tmp_path, monkeypatch
     asked, preadv = [], os.preadv
 
     def counting(descriptor, views, position):
-        asked.append(sum(len(view) for view in views))
+        asked.append(sum(memoryview(view).nbytes for view in views))
         return preadv(descriptor, views, position)
 
     monkeypatch.setattr(os, "preadv", counting)
@@ -144,6 +145,19 @@ def test_worker_threads_change_nothing(tiny_config, workers):
     threaded.close()
 
 
+def test_reading_threads_leave_the_cores_to_the_step():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with reading_threads(2) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 1
+            assert torch.get_num_threads() == 2
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_run_that_starts_in_mid_epoch_sees_the_same_batches(tiny_config):
     config = tiny_config(num_data_workers=2)
     loader = train_loader(config)
@@ -208,7 +222,7 @@ def test_bad_data_is_named(tmp_path, sample_folder):
 
 
 def test_a_chunked_file_truncated_after_the_start_is_named(tmp_path):
-    write_years(tmp_path, [6], chunks=(1, 3, 8, 16))
+    write_years(tmp_path, [6], chunks=(1, 1, 8, 16))
     dataset = FieldDataset(tmp_path, 3, (8, 16))
     os.truncate(tmp_path / "1979.h5", 3000)
     with pytest.raises(UsageError, match="1979.h5: became shorter while it was read|1979.h5: frame . cannot be read"):

@@ -2,12 +2,13 @@
 
 Natively, threads read samples straight into the batch buffers of a small ring. To a GPU the whole batch goes in one
 copy, from pinned memory, on a side stream, while the previous step computes, and is normalised there in one pass. On
-the CPU the buffer itself is the batch: the reading threads normalise each plane while it is in their cache.
+the CPU the buffer itself is the batch: the reading threads normalise what they read while it is in their cache.
 """
 
 import math
+import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 
 from utils.dataset import FieldDataset, load_statistics
 from utils.errors import UsageError
+
+CACHE_BYTES = 2**20  # a larger sample leaves the processor's cache before the whole of it is read
 
 
 @lru_cache(maxsize=2)
@@ -87,6 +90,20 @@ class Slot:
         self.copied = None  # event: the copy to the device is done, the buffer may be filled again
 
 
+def reading_threads(count):
+    """A pool of threads whose own torch operations use one core each: they must not take those of the step."""
+    usual, started = torch.get_num_threads(), threading.Barrier(count)
+
+    def use_one_core():
+        torch.get_num_threads()  # a thread takes over the usual number at its first look: before, not after
+        torch.set_num_threads(1)
+
+    pool = ThreadPoolExecutor(count, initializer=use_one_core)
+    wait([pool.submit(started.wait) for _ in range(count)])
+    torch.set_num_threads(usual)  # of this thread, and of those that start from here on
+    return pool
+
+
 class DataLoader(BatchLoader):
     """The native loader. num_workers: reading threads; 0 reads when the batch is asked for."""
 
@@ -95,10 +112,11 @@ class DataLoader(BatchLoader):
         means, stds = torch.from_numpy(statistics.means), torch.from_numpy(statistics.stds)
         self.scale = (1 / stds).to(device)
         self.bias = (-means / stds).to(device)
-        self.factors = self.scale.flatten().tolist()
-        self.finish = self._normalise_plane if device.type == "cpu" else None
+        self.by_channel = list(zip(self.bias, self.scale.flatten().tolist(), strict=True))
+        self.normalise_on_read = device.type == "cpu"
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.pool = ThreadPoolExecutor(num_workers) if num_workers else None
+        self.num_workers = num_workers
+        self.pool = reading_threads(num_workers) if num_workers else None
         shape = (batch_size, *dataset.shape)
         self.slots = [Slot(shape, device.type == "cuda") for _ in range(3 if num_workers else 1)]
 
@@ -131,12 +149,23 @@ class DataLoader(BatchLoader):
         if slot.copied is not None:
             slot.copied.synchronize()
         if self.pool is None:
-            for index, out in zip(indices, slot.array, strict=True):
-                self.dataset.read(index, out, self.finish)
+            self._read(indices, slot.array)
         else:
-            read = partial(self.pool.submit, self.dataset.read)
-            slot.reads = [read(index, out, self.finish) for index, out in zip(indices, slot.array, strict=True)]
+            parts = [slice(k, None, self.num_workers) for k in range(self.num_workers)]
+            slot.reads = [self.pool.submit(self._read, indices[part], slot.array[part]) for part in parts]
         return slot
+
+    def _read(self, indices, outs):
+        """Read samples into outs (n, 2, C, h, w); for the CPU normalise them on the way."""
+        for index, out in zip(indices, outs, strict=True):
+            if not self.normalise_on_read:
+                self.dataset.read(index, out)
+            elif out.nbytes > CACHE_BYTES:
+                self.dataset.read(index, out, self._normalise_plane)
+            else:
+                self.dataset.read(index, out)
+                frames = torch.from_numpy(out)
+                torch.addcmul(self.bias, frames, self.scale, out=frames)
 
     def _to_device(self, slot):
         if self.device.type == "cpu":
@@ -156,8 +185,8 @@ class DataLoader(BatchLoader):
         return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
 
     def _normalise_plane(self, channel, plane):
-        plane = torch.from_numpy(plane)
-        torch.add(self.bias[channel], plane, alpha=self.factors[channel], out=plane)
+        plane, (bias, scale) = torch.from_numpy(plane), self.by_channel[channel]
+        torch.add(bias, plane, alpha=scale, out=plane)
 
 
 def loader_class(name):

@@ -2,10 +2,11 @@
 
 A file holds the dataset `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`,
 `channel` and `channel_units`. A sample is the frame at t and the frame dt steps later, of the same file. The two are
-read straight into the caller's buffer: plain reads at known offsets where HDF5 stores the data contiguously (they
-release Python's lock, so threads read in parallel), HDF5's own direct read where it is chunked.
+read straight into the caller's buffer: plain reads at known offsets where HDF5 stores a frame in one piece (they
+release Python's lock, so threads read in parallel), HDF5's own direct read where it does not.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -33,9 +34,8 @@ class YearFile:
             found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
             self.file.close()
             raise UsageError(f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}")
-        self.fields = fields
-        offset = fields.id.get_offset()  # None where the data is chunked
-        self.offset = offset if fields.dtype == np.dtype("<f4") and fields.external is None else None
+        self.fields, self.shape = fields, fields.shape
+        self.frame_offsets = frame_offsets(fields)
         self.descriptor = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.descriptor).st_size
 
@@ -48,24 +48,18 @@ class YearFile:
 
         finish: called with each channel's index and plane of `out`, (h, w), right after it was read.
         """
-        _, all_channels, height, width = self.fields.shape
+        _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
         planes = [(i, c) for i in range(frames) for c in range(channels)]
-        by_plane = self.offset is not None and w == width and (finish is not None or h < height)
-        if by_plane:
+        if self.frame_offsets is None or w < width:
+            self._read_by_hdf5(frame, out, rows, columns)
+        elif finish is not None or h < height:
             for i, c in planes:
                 self._read_at(frame + i, c, rows.start, out[i, c])
                 if finish:
                     finish(c, out[i, c])
             return
-        if self.offset is None or w < width:
-            try:
-                self.fields.read_direct(out, np.s_[frame : frame + frames, :channels, rows, columns])
-            except OSError as error:
-                raise UsageError(f"{self.path}: frame {frame} cannot be read (damaged?): {error}") from None
-            if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
-                raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
-        elif channels == all_channels:
+        elif channels == all_channels and self._adjacent(frame, frames):
             self._read_at(frame, 0, 0, out)
         else:
             for i in range(frames):
@@ -74,16 +68,49 @@ class YearFile:
             for i, c in planes:
                 finish(c, out[i, c])
 
+    def _adjacent(self, frame, count):
+        """Whether `count` frames from `frame` on lie one behind the other on disk."""
+        span = self.frame_offsets[frame + count - 1] - self.frame_offsets[frame]
+        return span == (count - 1) * 4 * math.prod(self.shape[1:])
+
+    def _read_by_hdf5(self, frame, out, rows, columns):
+        window = np.s_[frame : frame + out.shape[0], : out.shape[1], rows, columns]
+        try:
+            self.fields.read_direct(out, window)
+        except OSError as error:
+            raise UsageError(f"{self.path}: frame {frame} cannot be read (damaged?): {error}") from None
+        if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
+            raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
+
     def _read_at(self, frame, channel, row, out):
         """One contiguous read that begins at a row of a channel of a frame."""
-        _, channels, height, width = self.fields.shape
-        position = self.offset + 4 * width * (row + height * (channel + channels * frame))
-        view = memoryview(out).cast("B")
-        while view:
-            count = os.preadv(self.descriptor, [view], position)
-            if count == 0:
-                raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
-            view, position = view[count:], position + count
+        position = int(self.frame_offsets[frame]) + 4 * self.shape[3] * (row + self.shape[2] * channel)
+        count = os.preadv(self.descriptor, [out], position)
+        if count < out.nbytes:  # seldom: the rest in further reads
+            view = memoryview(out).cast("B")[count:]
+            while view:
+                position += count
+                count = os.preadv(self.descriptor, [view], position)
+                if count == 0:
+                    raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
+                view = view[count:]
+
+
+def frame_offsets(fields):
+    """Where each frame of an HDF5 dataset begins in its file, (T,); None where a frame is not one plain piece.
+
+    It is one where the dataset is contiguous, or chunked by whole frames without compression.
+    """
+    if fields.dtype != np.dtype("<f4") or fields.external is not None:
+        return None
+    start = fields.id.get_offset()
+    if start is not None:
+        return start + 4 * math.prod(fields.shape[1:]) * np.arange(len(fields))
+    if fields.chunks != (1, *fields.shape[1:]) or fields.id.get_create_plist().get_nfilters():
+        return None
+    offsets = np.zeros(len(fields), np.int64)
+    fields.id.chunk_iter(lambda chunk: offsets.__setitem__(chunk.chunk_offset[0], chunk.byte_offset))
+    return offsets if offsets.all() else None  # a chunk never written has no place
 
 
 class FieldDataset:
@@ -108,7 +135,7 @@ class FieldDataset:
         except UsageError:
             self.close()
             raise
-        lengths = [file.fields.shape[0] - dt for file in self.files]
+        lengths = [file.shape[0] - dt for file in self.files]
         self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
@@ -155,12 +182,12 @@ class FieldDataset:
         return paths
 
     def _check_shape(self, file, img_size):
-        frames, channels, height, width = file.fields.shape
+        frames, channels, height, width = file.shape
         if channels < self.channels:
             raise UsageError(f"{file.path}: has {channels} channels, {self.channels} were asked for")
         if height < img_size[0] or width < img_size[1]:
             raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
-        if (height, width) != self.files[0].fields.shape[2:]:
+        if (height, width) != self.files[0].shape[2:]:
             raise UsageError(f"{file.path}: has {height} x {width} points, unlike {self.files[0].path}")
         if frames <= self.dt:
             raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt} needs at least {self.dt + 1}")
@@ -173,7 +200,7 @@ class FieldDataset:
             values = file[name].asstr()[:] if name.startswith("channel") and name in file else file.get(name)
             return (np.asarray(values) if values is not None else np.asarray(otherwise))[:length]
 
-        height, width = self.files[0].fields.shape[2:]
+        height, width = self.files[0].shape[2:]
         poles = height % 2  # an odd number of rows reaches both poles, an even one leaves out the south pole
         era5_names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), self.channels)]
         era5_units = [c.units for c in CHANNELS] + [""] * max(0, self.channels - len(CHANNELS))

@@ -86,6 +86,8 @@ def _cases(config, layouts, workers, device):
                 options = {"train_data_path": str(folder), "data_loader_config": kind, "num_data_workers": n}
                 own = config.model_copy(update=options)
                 cases[f"{title}, {layout}, {n} workers"] = lambda b, own=own: _ours(own, device, b)
+    best = config.model_copy(update={"train_data_path": str(layouts["contiguous"]), "num_data_workers": max(workers)})
+    cases[f"native, as for a GPU, {max(workers)} workers"] = lambda b: _ours(best, device, b, raw=True)
     quarter = slice(0, config.img_size[0] // 4)
     cases[f"native, 1/4 of the rows, {max(workers)} workers"] = lambda b: _band(
         config, layouts["contiguous"], quarter, device, max(workers), b
@@ -104,9 +106,12 @@ def _timed(batches, count, batch_size, device):
     return count * batch_size / (time.perf_counter() - started)
 
 
-def _ours(config, device, count):
+def _ours(config, device, count, raw=False):
+    """raw: leave the values as they are on disk, as the host does for a GPU."""
     loader, valid = build_loaders(config, device)
     valid.close()
+    if raw:
+        loader.normalise_on_read = False
     return _iterate(loader, config.seed, count, device)
 
 
