@@ -71,7 +71,10 @@ def test_only_settings_that_change_the_result_count_as_different():
         (["--img_size", "3"], "img_size: .* at least 2 items"),
         (["--yaml_config=nope.yaml"], "nope.yaml: No such file"),
         (["--depth"], "argument --depth: expected one argument"),
-        (["--local_batch_size=4", "--global_batch_size=8"], "global_batch_size 8 is not local_batch_size 4 x 1 device"),
+        (
+            ["--local_batch_size=4", "--global_batch_size=8"],
+            "global_batch_size 8 is not local_batch_size 4 x 1 devices",
+        ),
         (["--warmup=9", "--num_iters=8"], "warmup 9 is longer than num_iters 8"),
     ],
 )

@@ -63,11 +63,6 @@ def test_a_loss_that_is_not_finite_is_status_1(tiny_options):
     assert err.splitlines()[-1].startswith("error: iteration ") and "last good checkpoint: " in err
 
 
-def test_several_processes_are_refused(tiny_options):
-    status, _, err = finish(start(tiny_options(), env={**os.environ, "WORLD_SIZE": "2"}))
-    assert status == 2 and "WORLD_SIZE=2" in err
-
-
 def test_help_lists_every_option():
     status, out, _ = finish(start(["--help"]))
     assert status == 0

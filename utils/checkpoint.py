@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from utils import comm
+
 MARKER = "complete.json"
 log = logging.getLogger(__name__)
 
@@ -31,10 +33,10 @@ def collect_state(model, optimizer):
     """All tensors of a run: weights and buffers, optimizer moments by parameter name, random state."""
     weights, optimizer_state = get_state_dict(model, optimizer)
     moments = {name: _contiguous(state) for name, state in optimizer_state["state"].items()}
-    tensors = {"model": _contiguous(weights), "optimizer": moments, "random": {"cpu": torch.get_rng_state()}}
+    random = {f"cpu{comm.rank()}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors["random"]["cuda"] = torch.cuda.get_rng_state()
-    return tensors
+        random[f"cuda{comm.rank()}"] = torch.cuda.get_rng_state()
+    return {"model": _contiguous(weights), "optimizer": moments, "random": random}
 
 
 def _contiguous(tensors):
@@ -47,9 +49,9 @@ def restore_state(tensors, model, optimizer):
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
     optimizer_state = {"state": tensors["optimizer"], "param_groups": groups}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=optimizer_state)
-    torch.set_rng_state(tensors["random"]["cpu"])
-    if "cuda" in tensors["random"]:
-        torch.cuda.set_rng_state(tensors["random"]["cuda"])
+    for name, state in tensors["random"].items():
+        setter = torch.cuda.set_rng_state if name.startswith("cuda") else torch.set_rng_state
+        setter(state)
 
 
 class CheckpointFolder:
@@ -62,16 +64,23 @@ class CheckpointFolder:
         self.path, self.keep = Path(path), keep
 
     def save(self, iteration, tensors, trainer_state, val_loss=None):
-        """Write one checkpoint; returns its folder. trainer_state: anything JSON can hold."""
+        """Write one checkpoint, every rank its part; returns its folder. trainer_state: anything JSON can hold."""
         final = self.path / f"iter-{iteration:08d}"
         writing = self.path / f".{final.name}.writing"
-        shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted write
-        writing.mkdir(parents=True)
+        comm.on_main(lambda: self._begin(writing))
         with _without_single_process_warning():
             try:
                 dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
             except CheckpointException as error:  # wraps what went wrong on each rank
                 raise next(iter(error.failures.values()))[0] from None
+        comm.on_main(lambda: self._complete(writing, final, iteration, trainer_state, val_loss))
+        return final
+
+    def _begin(self, writing):
+        shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted write
+        writing.mkdir(parents=True)
+
+    def _complete(self, writing, final, iteration, trainer_state, val_loss):
         files = {path.name: _describe(path) for path in sorted(writing.iterdir())}
         marker = {"iteration": iteration, "val_loss": val_loss, "trainer": trainer_state, "files": files}
         with open(writing / MARKER, "w") as file:
@@ -81,26 +90,30 @@ class CheckpointFolder:
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
         writing.rename(final)
         self._prune()
-        return final
 
     def load_newest(self, tensors):
         """Read the newest whole checkpoint into `tensors`; returns its marker, or None where there is none.
 
         A half-written or damaged one is passed over with a warning.
         """
+        folder, marker = comm.on_main(self._newest_whole)
+        if folder is None:
+            return None
+        reader = HuggingFaceStorageReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
+        # The random state of a rank or device that the run did not have before is not there.
+        tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
+        with _without_single_process_warning():
+            dcp.load(tensors, storage_reader=reader)
+        return marker
+
+    def _newest_whole(self):
         for folder in self.folders():
             try:
-                marker = verify(folder)
+                return folder, verify(folder)
             except CheckpointError as error:
                 log.warning("%s; passing over it", error)
-                continue
-            reader = HuggingFaceStorageReader(str(folder))
-            if "random.cuda" not in reader.read_metadata().state_dict_metadata:
-                tensors["random"].pop("cuda", None)  # written by a run on the CPU
-            with _without_single_process_warning():
-                dcp.load(tensors, storage_reader=reader)
-            return marker
-        return None
+        return None, None
 
     def folders(self):
         """Checkpoint folders, newest first, damaged ones included."""

@@ -63,6 +63,9 @@ class Config(BaseModel):
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
 
+    comm_timeout: PositiveInt = key("seconds after which a rank that waits for another gives up", 600)
+    watchdog_timeout: PositiveInt = key("seconds without a finished step after which the run ends", 1800)
+
     device: Text = key("auto, cpu, cuda, cuda:1, mps, ...", "auto")
     amp_mode: Literal["none", "bf16", "fp16"] = key("automatic mixed precision", "none")
     enable_fused: bool = key("fused optimizer kernel", False)
@@ -86,7 +89,7 @@ class Config(BaseModel):
 
 # Settings that do not change what is computed: they may differ when a run is resumed.
 FREE_KEYS = {
-    "device", "expdir", "resume", "num_data_workers", "data_loader_config",
+    "comm_timeout", "watchdog_timeout", "device", "expdir", "resume", "num_data_workers", "data_loader_config",
     "log_every", "checkpoint_every", "keep_checkpoints", "profile", "profile_start", "profile_steps",
 }  # fmt: skip
 
@@ -98,17 +101,18 @@ def yaml():
     return loader
 
 
-def load_config(argv=None, description=None):
+def load_config(argv=None, description=None, world_size=1):
     """Config from the command line: `--yaml_config FILE --config NAME` and any key of the schema.
 
-    Raises UsageError naming file, config and key for whatever does not fit the schema.
+    world_size: processes that share the batch. Raises UsageError naming file, config and key for whatever does not fit
+    the schema, and where the batch cannot be shared equally.
     """
     options = _parse_command_line(sys.argv[1:] if argv is None else argv, description)
     path, name = options.pop("yaml_config"), options.pop("config")
     settings = {**read_named_config(path, name), **options}
     if "local_batch_size" in options and "global_batch_size" not in options:
-        settings["global_batch_size"] = options["local_batch_size"]  # one device
-    return check_config(settings, name, f"{path}: {name}", options)
+        settings["global_batch_size"] = options["local_batch_size"] * world_size
+    return check_config(settings, name, f"{path}: {name}", options, world_size)
 
 
 def read_named_config(path, name):
@@ -129,17 +133,25 @@ def read_named_config(path, name):
     return configs[name]
 
 
-def check_config(settings, name, where, options=()):
-    """Config from a mapping; `options` names the keys that came from the command line, for the message."""
+def check_config(settings, name, where, options=(), world_size=None):
+    """Config from a mapping; `options` names the keys that came from the command line, for the message.
+
+    world_size: None leaves unchecked how the batch is shared.
+    """
     try:
         config = Config(config=name, **settings)
     except ValidationError as error:
         problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
         raise UsageError(_explain(problems[0], where, options)) from None
-    if config.local_batch_size not in (None, config.global_batch_size):
+    batch, own = config.global_batch_size, config.local_batch_size
+    if world_size and own is not None and own * world_size != batch:
         raise UsageError(
-            f"{where}: global_batch_size {config.global_batch_size} is not local_batch_size "
-            f"{config.local_batch_size} x 1 device: give one of the two"
+            f"{where}: global_batch_size {batch} is not local_batch_size {own} x {world_size} devices: give one of them"
+        )
+    if world_size and batch % world_size:
+        raise UsageError(
+            f"{where}: global_batch_size {batch} cannot be shared by {world_size} ranks: it is not a multiple of "
+            f"{world_size}"
         )
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         raise UsageError(

@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
+from utils import comm
 from utils.dataset import FieldDataset, load_statistics
 from utils.errors import UsageError
 
@@ -41,11 +42,19 @@ def validation_indices(num_samples, batch_size, iteration):
     return np.arange(iteration * batch_size, (iteration + 1) * batch_size) % num_samples
 
 
+def rank_indices(indices, args, rank, world_size, iteration):
+    """This rank's equal part, in order, of the samples indices(*args, iteration) of all ranks."""
+    samples = indices(*args, iteration)
+    own = len(samples) // world_size
+    return samples[rank * own : (rank + 1) * own]
+
+
 class BatchLoader:
     """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, n_out, h, w).
 
     A batch is valid until the next one is asked for: its memory is used again.
-    statistics: of the channels of the dataset. A loader says in `_batches` how it reads.
+    statistics: of the channels of the dataset. batch_size: of this rank; the ranks' batches side by side are the batch
+    of a single process. A loader says in `_batches` how it reads.
     """
 
     def __init__(self, dataset, statistics, n_in, n_out, batch_size, device):
@@ -54,22 +63,29 @@ class BatchLoader:
 
     def train(self, seed, start, stop):
         """Batches of the training steps start, ..., stop - 1."""
-        size = len(self.dataset), self.batch_size
-        yield from self._batches(partial(training_indices, *size, seed), range(start, stop))
+        args = len(self.dataset), self.batch_size * comm.world_size(), seed
+        yield from self._batches(self._own(training_indices, args), range(start, stop))
 
     def valid(self):
-        """Every sample once, in order, as (input, target, count): only the first `count` of a batch are new.
+        """Every sample once over all ranks, as (input, target, count): only the first `count` of a batch are new.
 
-        The last batch is filled up with repeated samples, so that every batch has the same shape.
+        The last batch is filled up with repeated samples, so that every batch has the same shape; a rank's count may
+        be 0 there.
         """
-        size = len(self.dataset), self.batch_size
-        iterations = range(math.ceil(len(self.dataset) / self.batch_size))
-        batches = self._batches(partial(validation_indices, *size), iterations)
-        for iteration, (x, y) in zip(iterations, batches, strict=True):
-            yield x, y, min(self.batch_size, len(self.dataset) - iteration * self.batch_size)
+        size = len(self.dataset)
+        args = size, self.batch_size * comm.world_size()
+        iterations = range(math.ceil(size / args[1]))
+        for iteration, (x, y) in zip(
+            iterations, self._batches(self._own(validation_indices, args), iterations), strict=True
+        ):
+            left = size - iteration * args[1] - comm.rank() * self.batch_size
+            yield x, y, min(self.batch_size, max(0, left))
 
     def close(self):
         self.dataset.close()
+
+    def _own(self, indices, args):
+        return partial(rank_indices, indices, args, comm.rank(), comm.world_size())
 
     def _batches(self, indices, iterations):
         """One (input, target) for each of `iterations`, a range, of the samples indices(iteration)."""
@@ -202,6 +218,7 @@ def build_loaders(config, device):
     """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
     Loader = loader_class(config.data_loader_config)
     n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
+    own_batch_size = batch_size // comm.world_size()
     train, valid = (
         FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit)
         for folder, limit in (
@@ -216,6 +233,6 @@ def build_loaders(config, device):
         )
     statistics = load_statistics(config)
     return [
-        Loader(dataset, statistics, n_in, n_out, batch_size, device, config.num_data_workers)
+        Loader(dataset, statistics, n_in, n_out, own_batch_size, device, config.num_data_workers)
         for dataset in (train, valid)
     ]

@@ -1,6 +1,5 @@
 """The device of this process: whatever torch.accelerator finds, or the CPU."""
 
-import os
 import resource
 import sys
 
@@ -9,14 +8,16 @@ import torch
 from utils.errors import UsageError
 
 
-def select_device(name):
+def select_device(name, local_rank=0):
     """Turn 'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ... into a torch.device that is there.
 
+    local_rank: of this process among those of its node; an accelerator without a number becomes its own. Where each
+    process sees its own device only, that one.
     Raises UsageError for a name torch does not know or a device this machine lacks.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        return accelerator or torch.device("cpu")
+        name = accelerator.type if accelerator else "cpu"
     present = f"this machine has cpu{f' and {accelerator.type}' if accelerator else ' only'}"
     try:
         device = torch.device(name)
@@ -27,19 +28,12 @@ def select_device(name):
     if accelerator is None or device.type != accelerator.type:
         raise UsageError(f"device '{name}': not on this machine; {present}")
     count = torch.accelerator.device_count()
-    if (device.index or 0) >= count:
+    if device.index is None:
+        device = torch.device(device.type, local_rank % count)
+    if device.index >= count:
         raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
-    torch.accelerator.set_device_index(device.index or 0)
+    torch.accelerator.set_device_index(device.index)
     return device
-
-
-def require_one_process():
-    """Raise UsageError where a launcher started several processes: each would train the same model on its own."""
-    for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if os.environ.get(variable, "1") != "1":
-            raise UsageError(
-                f"{variable}={os.environ[variable]}: train.py runs on one device; start one process (srun -n 1)"
-            )
 
 
 def synchronize(device):

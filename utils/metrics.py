@@ -9,6 +9,8 @@ time mean of the training years.
 import numpy as np
 import torch
 
+from utils import comm
+
 
 def latitude_weights(latitude):
     """Relative area of the cells of each row of a regular grid, mean 1: (H,) float64.
@@ -47,9 +49,9 @@ class ForecastMetrics:
         self.correlations.append(self._mean(forecast * target) / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
     def compute(self):
-        """RMSE in physical units and ACC, each (C,), over all samples."""
-        rmse = torch.cat(self.squared_errors).cpu().double().mean(0).sqrt() * self.stds.double()
-        return rmse, torch.cat(self.correlations).cpu().double().mean(0)
+        """RMSE in physical units and ACC, each (C,), over all samples of all ranks."""
+        rmse = comm.global_mean(torch.cat(self.squared_errors)).cpu().sqrt() * self.stds.double()
+        return rmse, comm.global_mean(torch.cat(self.correlations)).cpu()
 
     def _mean(self, values):
         return (values * self.weights).sum((-2, -1))

@@ -4,8 +4,24 @@ import os
 import sys
 from pathlib import Path
 
+from torch.utils.tensorboard import SummaryWriter
+
+from utils import comm
+
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
+
+
+class _NoWriter:
+    """Takes what a SummaryWriter takes and writes nothing."""
+
+    def __getattr__(self, _name):
+        return lambda *_args, **_kwargs: None
+
+
+def open_writer(folder, purge_step):
+    """TensorBoard writer of rank 0; the other ranks write nothing. Events from purge_step on are forgotten."""
+    return SummaryWriter(folder, purge_step=purge_step) if comm.is_main() else _NoWriter()
 
 
 def write_validation(writer, scores, validator, iteration):
@@ -31,7 +47,9 @@ def skill_table(summary):
 
 
 def print_result(summary, config):
-    """What a reader wants to see at the end of a run, and the command to try next."""
+    """What a reader wants to see at the end of a run, and the command to try next; printed by rank 0."""
+    if not comm.is_main():
+        return
     print(f"\n{skill_table(summary)}\n")
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError
 from utils.files import whole_file
@@ -26,6 +27,12 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.config_file = self.path / "config.yaml"
         self.summary_file = self.path / "summary.json"
+        comm.on_main(self._open)
+        if not comm.is_main():
+            logging.getLogger().setLevel(logging.WARNING)
+
+    def _open(self):
+        config = self.config
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if self.config_file.exists():
@@ -39,9 +46,12 @@ class RunFolder:
 
     def summary(self):
         """The summary of the finished run in this folder; None where there is none."""
-        return json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None
+        return comm.on_main(lambda: json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None)
 
     def write_summary(self, summary):
+        """Written by rank 0."""
+        if not comm.is_main():
+            return
         with whole_file(self.summary_file) as part:
             part.write_text(json.dumps(summary, indent=2) + "\n")
 

@@ -11,17 +11,19 @@ import time
 from contextlib import contextmanager
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from distributed.data_parallel import data_parallel
+from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import NonFiniteLossError, UsageError
 from utils.optim import learning_rate
 from utils.profiling import build_profiler, span
-from utils.report import write_validation
+from utils.report import open_writer, write_validation
 from utils.training_step import TrainingStep
 from utils.validation import Validator
+from utils.watchdog import Watchdog
 
 WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
 
@@ -35,8 +37,8 @@ class Trainer:
         self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
         self.train_loader, self.run = train_loader, run
         self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints)
-        self.step = TrainingStep(config, device, model, optimizer)
-        self.profiler = build_profiler(config, device, run.path / "profile")
+        self.step = TrainingStep(config, device, data_parallel(model, device), optimizer)
+        self.profiler = build_profiler(config, device, run.path / "profile") if comm.is_main() else None
         self.validator = Validator(valid_loader)
 
         self.iteration = 0  # optimizer steps done
@@ -44,8 +46,10 @@ class Trainer:
         self.best_val_loss = math.inf
         self.validation_due = False  # stopped by a signal before the validation was done
         self.pending_losses = []  # on the device, not read yet
-        self.stop_signal = None
+        self.stop_signal = None  # this process was asked to stop
+        self.stopping = False  # all ranks know and stop after the same step
         self.clock = Clock()
+        self.watchdog = Watchdog(config.watchdog_timeout, run.path)
 
     def fit(self):
         """Train until num_iters; returns the summary, or None where a signal stopped the run (after a checkpoint).
@@ -56,19 +60,20 @@ class Trainer:
         config = self.config
         if self.profiler:
             self.profiler.check(config.num_iters - self.iteration)
-        self.writer = SummaryWriter(self.run.path, purge_step=self.iteration + 1)
+        self.writer = open_writer(self.run.path, purge_step=self.iteration + 1)
         batches = self.train_loader.train(config.seed, self.iteration, config.num_iters)
-        with self._catch_signals(), self._progress_bar() as bar:
+        with self._catch_signals(), self._progress_bar() as bar, self.watchdog:
             result = None
             if self.validation_due or self.iteration == config.num_iters:
                 result = self._validate()
             self.clock.start()
-            while self.iteration < config.num_iters and not self.stop_signal:
+            while self.iteration < config.num_iters and not self.stopping:
                 if self.profiler:
                     self.profiler.step()
                 self._train_step(batches)
                 bar.update()
                 result = self._after_step(bar)
+                self.watchdog.beat()
             if self.profiler:
                 self.profiler.close()
         batches.close()
@@ -92,8 +97,9 @@ class Trainer:
         end_of_epoch = epoch > self._epochs(done - 1)
         if finished and not end_of_epoch:  # the run ends within an epoch
             epoch, end_of_epoch = epoch + 1, True
-        save_due = finished or self.stop_signal or done % config.checkpoint_every == 0
-        if not (save_due or end_of_epoch or done % config.log_every == 0):
+        save_due = finished or done % config.checkpoint_every == 0
+        self.stopping = bool(self.stop_signal) and comm.world_size() == 1  # several ranks agree as they read the losses
+        if not (save_due or end_of_epoch or self.stopping or done % config.log_every == 0):
             return None
 
         self._read_losses(bar)
@@ -102,8 +108,8 @@ class Trainer:
             self._log_epoch(epoch)
             if finished or epoch % config.validate_every == 0:
                 result = self._validate()
-                save_due = save_due or self.validation_due or result["val_loss"] == self.best_val_loss
-        if save_due:
+                save_due = save_due or (result and result["val_loss"] == self.best_val_loss)
+        if save_due or self.stopping:
             self._save(result)
         self.clock.start()
         return result
@@ -113,9 +119,14 @@ class Trainer:
         return iterations * self.config.global_batch_size // len(self.train_loader.dataset)
 
     def _read_losses(self, bar):
-        """Bring the losses of the last iterations to the host: the one place where it waits for the device."""
-        losses = torch.stack(self.pending_losses).tolist()
+        """Bring the losses of the last iterations to the host: the one place where it waits for the device.
+
+        They are means over the batch of all ranks; the same reduction tells every rank whether one was asked to stop.
+        """
+        own = torch.stack(self.pending_losses)
         self.pending_losses.clear()
+        *losses, stop = comm.all_reduce(torch.cat([own, own.new_tensor([bool(self.stop_signal)])])).tolist()
+        losses, self.stopping = [loss / comm.world_size() for loss in losses], self.stopping or stop > 0
         samples = len(losses) * self.config.global_batch_size
         speed = self.clock.stop(len(losses), samples)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
@@ -144,15 +155,21 @@ class Trainer:
     def _validate(self):
         started = time.perf_counter()
         with span("validation"), self.step.autocast():
-            result = self.validator.run(self.model, stop=lambda: self.stop_signal)
+            result = self.validator.run(self.model, stop=self._validation_interrupted)
         self.validation_due = result is None
         if result is None:
+            self.stopping = True
             return None
         self.best_val_loss = min(self.best_val_loss, result["val_loss"])
         log.info("  Avg val loss=%.6f", result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
         write_validation(self.writer, result, self.validator, self.iteration)
         return result
+
+    def _validation_interrupted(self):
+        """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""
+        self.watchdog.beat()
+        return self.stop_signal and comm.world_size() == 1
 
     def _save(self, result):
         state = {
@@ -174,7 +191,7 @@ class Trainer:
         tensors = collect_state(self.model, self.optimizer)
         marker = self.checkpoints.load_newest(tensors)
         if marker is None:
-            log.info("Starting training of %d iterations on %s", self.config.num_iters, self.device)
+            log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
         restore_state(tensors, self.model, self.optimizer)
         state = marker["trainer"]
@@ -183,7 +200,11 @@ class Trainer:
         self.train_loss, self.validation_due = state["train_loss"], state["validation_due"]
         self.best_val_loss = state["best_val_loss"] if state["best_val_loss"] is not None else math.inf
         self.step.scaler.load_state_dict(state["scaler"])
-        log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self.device)
+        log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
+
+    def _where(self):
+        ranks = comm.world_size()
+        return f"{ranks} x {self.device.type}" if ranks > 1 else str(self.device)
 
     def _summary(self, result):
         synchronize(self.device)
@@ -192,11 +213,11 @@ class Trainer:
             "run": str(self.run.path),
             "iterations": self.iteration,
             "device": str(self.device),
-            "world_size": 1,
+            "world_size": comm.world_size(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "samples_per_sec": self.clock.steady_samples_per_sec(),
             "data_wait_fraction": self.clock.data_wait_fraction(),
-            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "peak_memory_bytes": int(comm.global_max(peak_memory_bytes(self.device), self.device)),
             "train_loss": self.train_loss,
             "best_val_loss": self.best_val_loss,
             **result,
@@ -206,7 +227,8 @@ class Trainer:
     def _progress_bar(self):
         """On a terminal; silent in a batch log."""
         total = self.config.num_iters
-        return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=None, leave=False)
+        hidden = None if comm.is_main() else True  # None: hidden unless this is a terminal
+        return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
 
     @contextmanager
     def _catch_signals(self):

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from utils import comm
 from utils.loss import relative_l2
 from utils.metrics import ForecastMetrics
 from utils.plots import forecast_figure
@@ -56,7 +57,7 @@ class Validator:
         self._draw(*example)
         rmse, acc = (self._by_channel(values) for values in metrics.compute())
         return {
-            "val_loss": torch.cat(losses).double().mean().item(),
+            "val_loss": comm.global_mean(torch.cat(losses)).item(),
             "rmse": rmse,
             "acc": acc,
             **self.baselines,

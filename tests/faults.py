@@ -1,0 +1,196 @@
+"""Break training runs in every way a cluster does, and see whether they end as if nothing had happened.
+
+    make faults ROUNDS=3        or        python -m tests.faults --rounds 3
+
+Each round starts a run of two ranks for every kind of fault, breaks it, starts the same command again until it is
+finished, and compares its losses with those of an undisturbed run.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.launch import finish, rank_pids, summary, torchrun
+from utils.sample_data import make_sample_data
+
+ITERATIONS, EVERY = 120, 10
+CHECKPOINT_BYTES = 600_000  # of the tiny model below, generously
+
+
+class Run:
+    """One training run of two ranks, in a folder of its own."""
+
+    def __init__(self, data, folder):
+        self.folder = Path(folder)
+        self.checkpoints = self.folder / "logs/quick/00/checkpoints"
+        self.words = [
+            "--config=quick", "--img_size", "16", "32", "--embed_dim=32", "--depth=2", "--num_heads=2",
+            "--global_batch_size=4", f"--num_iters={ITERATIONS}", "--warmup=5", f"--checkpoint_every={EVERY}",
+            "--validate_every=4", "--num_data_workers=1", "--comm_timeout=60", f"--expdir={self.folder}/logs",
+            f"--train_data_path={data}/train", f"--valid_data_path={data}/valid", f"--inf_data_path={data}/test",
+            *(f"--{name}_path={data}/stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")),
+        ]  # fmt: skip
+
+    def start(self):
+        return torchrun(self.words)
+
+    def wait_for_checkpoint(self, process):
+        """Until the first checkpoint is complete, and a random while longer."""
+        while process.poll() is None and not list(self.checkpoints.glob("iter-*")):
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 1))
+
+    def finish(self):
+        """Start until the run is finished; returns the output of the first start."""
+        first = None
+        for _ in range(3):
+            status, output = finish(self.start())
+            first = first or output
+            if status == 0:
+                return first
+        raise AssertionError(f"the run does not finish:\n{output}")
+
+    def losses(self):
+        return {key: summary(self.folder, "00")[key] for key in ("train_loss", "val_loss", "rmse")}
+
+
+def kill_a_rank(run):
+    process = run.start()
+    run.wait_for_checkpoint(process)
+    _kill(process)
+
+
+def kill_in_mid_save(run):
+    process = run.start()
+    run.wait_for_checkpoint(process)
+    while process.poll() is None and not list(run.checkpoints.glob(".iter-*.writing")):
+        pass
+    time.sleep(random.uniform(0, 0.005))
+    _kill(process)
+
+
+def _kill(process):
+    ranks = rank_pids(process)
+    if ranks:
+        os.kill(random.choice(ranks), signal.SIGKILL)
+    finish(process)
+
+
+def truncate_the_newest(run):
+    kill_a_rank(run)
+    file = _newest_file(run)
+    os.truncate(file, random.randrange(file.stat().st_size))
+
+
+def flip_a_bit_of_the_newest(run):
+    kill_a_rank(run)
+    file = _newest_file(run)
+    data = bytearray(file.read_bytes())
+    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    file.write_bytes(data)
+
+
+def _newest_file(run):
+    return random.choice(sorted(max(run.checkpoints.glob("iter-*")).iterdir()))
+
+
+def fill_the_disk(run):
+    """The run's folder is a small file system of its own, which has room for two checkpoints but not for a third."""
+    run.folder.mkdir(exist_ok=True)
+    size = 2 * CHECKPOINT_BYTES + 300_000
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(run.folder)], check=True)
+    status, output = finish(run.start())
+    assert status != 0 and "No space left on device" in output, output
+    subprocess.run(["mount", "-o", "remount,size=100m", str(run.folder)], check=True)
+
+
+FAULTS = {
+    "rank killed": kill_a_rank,
+    "rank killed in mid-save": kill_in_mid_save,
+    "newest checkpoint truncated": truncate_the_newest,
+    "bit flipped in newest checkpoint": flip_a_bit_of_the_newest,
+    "disk full while saving": fill_the_disk,
+}
+
+
+def can_mount():
+    """Whether this process may make the small file system of the full disk (root on Linux may)."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True).returncode == 0
+        if made:
+            subprocess.run(["umount", folder], check=True)
+    return made
+
+
+def inject(fault, data, folder, undisturbed):
+    """One fault in one run; returns a row of the table."""
+    run = Run(data, folder)
+    try:
+        FAULTS[fault](run)
+        lost = sum(file.stat().st_size for file in _unusable(run.checkpoints))
+        output = run.finish()
+        return {
+            "fault": fault,
+            "resumed": "Resuming at iteration" in output,
+            "losses equal": run.losses() == undisturbed,
+            "bytes lost": lost,
+        }
+    finally:
+        if os.path.ismount(run.folder):
+            subprocess.run(["umount", str(run.folder)], check=True)
+
+
+def _unusable(checkpoints):
+    """Files of checkpoints that are half written or damaged."""
+    from utils.checkpoint import CheckpointError, verify
+
+    for folder in checkpoints.iterdir():
+        try:
+            if folder.name.startswith("."):
+                raise CheckpointError
+            verify(folder)
+        except CheckpointError:
+            yield from folder.iterdir()
+
+
+def prepare(folder):
+    """Sample data, and the losses of an undisturbed run."""
+    make_sample_data(
+        folder / "data", img_size=(16, 32), train_years=[1979, 1980], valid_years=[1981], test_years=[1982], days=5
+    )
+    run = Run(folder / "data", folder / "undisturbed")
+    run.finish()
+    return folder / "data", run.losses()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=1)
+    rounds = parser.parse_args().rounds
+    rows, faults = [], [fault for fault in FAULTS if fault != "disk full while saving" or can_mount()]
+    with tempfile.TemporaryDirectory() as folder:
+        data, undisturbed = prepare(Path(folder))
+        for number in range(rounds):
+            for fault in faults:
+                rows.append(inject(fault, data, Path(folder) / "run", undisturbed))
+                print(f"round {number + 1}: {rows[-1]}", flush=True)
+                shutil.rmtree(Path(folder) / "run")
+    print(f"\n{'fault':<34}{'injected':>10}{'resumed':>10}{'losses equal':>14}{'bytes lost':>12}")
+    for fault in faults:
+        own = [row for row in rows if row["fault"] == fault]
+        counts = (len(own), sum(r["resumed"] for r in own), sum(r["losses equal"] for r in own))
+        print(f"{fault:<34}{counts[0]:>10}{counts[1]:>10}{counts[2]:>14}{sum(r['bytes lost'] for r in own):>12}")
+    if len(faults) < len(FAULTS):
+        print("disk full while saving: skipped, it needs the right to mount a file system (root)")
+    sys.exit(0 if all(row["losses equal"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

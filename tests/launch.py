@@ -1,0 +1,41 @@
+"""Start train.py under torchrun in tests."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+
+def torchrun(words, ranks=2, restarts=0, **variables):
+    """Start `train.py words` on so many ranks of this machine; returns the process of torchrun."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d",
+        "--rdzv_endpoint", "localhost:0", "--max_restarts", str(restarts), "train.py", *words,
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def finish(process, timeout=200):
+    """Exit status and output; the program must end by itself."""
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def summary(tmp_path, run_num):
+    return json.loads((tmp_path / "logs/quick" / run_num / "summary.json").read_text())
+
+
+def rank_pids(process):
+    """Process ids of the ranks that torchrun started: its children that run train.py."""
+    pids = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in pids if re.search(r"train\.py", _command(pid))]
+
+
+def _command(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,22 @@
+"""A short round of faults; `make faults` runs more."""
+
+import os
+
+import pytest
+
+from tests.faults import FAULTS, can_mount, inject, prepare
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_run_ends_like_an_undisturbed_one(fault, prepared, tmp_path):
+    if fault == "disk full while saving" and not can_mount():
+        assert "CI" not in os.environ or os.geteuid() != 0
+        pytest.skip("needs the right to mount a file system")
+    data, undisturbed = prepared
+    row = inject(fault, data, tmp_path / "run", undisturbed)
+    assert row["resumed"] and row["losses equal"], row

@@ -1,0 +1,90 @@
+"""Several ranks of this machine under torchrun: the serial result, and an end whatever happens."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.launch import finish, rank_pids, summary, torchrun
+
+COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4}
+
+
+@pytest.fixture
+def serial(tiny_options, tmp_path):
+    """The losses of one process."""
+    status, output = finish(torchrun(tiny_options(run_num="serial", **COMMON), ranks=1))
+    assert status == 0, output
+    return summary(tmp_path, "serial")
+
+
+def wait_for(path, text, process):
+    while not (path.exists() and text in path.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def same_losses(one, other, rel=1e-5):
+    for key in ("train_loss", "val_loss"):
+        assert one[key] == pytest.approx(other[key], rel=rel)
+    assert one["rmse"] == pytest.approx(other["rmse"], rel=rel)
+    assert one["persistence_rmse"] == pytest.approx(other["persistence_rmse"], rel=1e-9)
+
+
+def test_two_ranks_train_like_one_and_a_killed_rank_is_restarted(tiny_options, tmp_path, serial):
+    status, output = finish(torchrun(tiny_options(run_num="two", **COMMON)))
+    assert status == 0, output
+    two = summary(tmp_path, "two")
+    assert two["world_size"] == 2
+    same_losses(two, serial, rel=1e-4)
+
+    process = torchrun(tiny_options(run_num="killed", **COMMON), restarts=2)
+    wait_for(tmp_path / "logs/quick/killed/out.log", "Saved checkpoint iter-00000020", process)
+    time.sleep(random.uniform(0, 0.5))
+    os.kill(random.choice(rank_pids(process)), signal.SIGKILL)
+    status, output = finish(process)
+    assert status == 0, output
+    assert "Resuming at iteration" in output
+    same_losses(summary(tmp_path, "killed"), two, rel=0)
+
+
+def test_ranks_agree_on_the_step_at_which_they_stop(tiny_options, tmp_path):
+    whole = torchrun(tiny_options(run_num="whole", num_data_workers=1, **COMMON))
+    assert finish(whole)[0] == 0
+    parts = torchrun(tiny_options(run_num="parts", num_data_workers=1, **COMMON))
+    wait_for(tmp_path / "logs/quick/parts/out.log", "Starting training", parts)
+    time.sleep(random.uniform(0, 0.5))
+    os.kill(rank_pids(parts)[1], signal.SIGUSR1)  # one rank only
+    status, output = finish(parts)
+    assert status != 0 and "exitcode  : 75" in output.replace("exitcode : 75", "exitcode  : 75"), output
+    status, output = finish(torchrun(tiny_options(run_num="parts", num_data_workers=1, **COMMON)))
+    assert status == 0 and "Resuming at iteration" in output, output
+    same_losses(summary(tmp_path, "parts"), summary(tmp_path, "whole"), rel=0)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_on_every_rank(tiny_options):
+    status, output = finish(torchrun(tiny_options(global_batch_size=3)))
+    assert status != 0
+    assert output.count("error: ") >= 1 and "global_batch_size 3 cannot be shared by 2 ranks" in output
+
+
+def test_bad_data_on_every_rank_is_one_clear_line(tiny_options):
+    status, output = finish(torchrun(tiny_options(train_data_path="nowhere/train")))
+    assert status != 0 and "Traceback" not in output.split("error: rank")[0]
+    assert "nowhere/train: no such data folder" in output
+
+
+def test_a_stuck_rank_leaves_the_stacks_of_all(tiny_options, tmp_path):
+    process = torchrun(tiny_options(num_iters=100_000, watchdog_timeout=4, validate_every=10_000))
+    wait_for(tmp_path / "logs/quick/00/out.log", "Time taken for epoch 1 ", process)
+    stuck = rank_pids(process)[1]
+    os.kill(stuck, signal.SIGSTOP)
+    time.sleep(6)
+    os.kill(stuck, signal.SIGCONT)
+    status, output = finish(process)
+    assert status != 0
+    assert "no step finished within 4 s (watchdog_timeout); the stacks of all threads are in" in output
+    stacks = (tmp_path / "logs/quick/00/stacks-rank0.txt").read_text()
+    assert "train_step" in stacks and "backward" in stacks

@@ -1,0 +1,49 @@
+"""Ends a run in which nothing happens any more: a desynchronised collective, a dead file system, a deadlock."""
+
+import faulthandler
+import sys
+import threading
+import time
+
+from utils import comm
+from utils.errors import FAILED_STATUS
+
+
+class Watchdog:
+    """Within `with watchdog:`, ends this process when `timeout` seconds pass without a `beat`.
+
+    The stacks of all threads go to stacks-rank<N>.txt in `folder` first. Every rank has its own watchdog: the one that
+    is stuck and those that wait for it all leave their stacks.
+    """
+
+    def __init__(self, timeout, folder):
+        self.timeout, self.folder = timeout, folder
+        self.ended = threading.Event()
+
+    def __enter__(self):
+        self.beat()
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_error):
+        self.ended.set()
+
+    def beat(self):
+        """A step was finished."""
+        self.last = time.monotonic()
+
+    def _watch(self):
+        while not self.ended.wait(min(1.0, self.timeout / 4)):
+            if time.monotonic() - self.last > self.timeout:
+                self._end()
+
+    def _end(self):
+        path = self.folder / f"stacks-rank{comm.rank()}.txt"
+        with open(path, "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        print(
+            f"error: rank {comm.rank()}: no step finished within {self.timeout} s (watchdog_timeout); "
+            f"the stacks of all threads are in {path}",
+            file=sys.stderr,
+        )
+        comm.exit_at_once(FAILED_STATUS)
