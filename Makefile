@@ -2,7 +2,9 @@
 # make test   set up, run the whole test suite
 # make setup  the environment alone (.venv)
 # make lint   ruff: lint and format check
-.PHONY: demo setup test lint clean
+# make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
+# make faults ROUNDS=3   break running jobs in many ways and compare their losses
+.PHONY: demo setup test lint clean faults slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -20,6 +22,18 @@ test: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+faults: .venv/installed-dev
+	$(BIN)/python -m tests.faults --rounds $(or $(ROUNDS),1)
+
+slurm:
+	@tests/slurm/cluster.sh start
+
+slurm-shell:
+	@tests/slurm/cluster.sh shell
+
+slurm-stop:
+	@tests/slurm/cluster.sh stop
 
 clean:
 	rm -rf .venv

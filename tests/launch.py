@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -15,6 +16,22 @@ def torchrun(words, ranks=2, restarts=0, **variables):
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def bare_ranks(words_of_rank, ranks=2, started=None):
+    """Start ranks without a launcher that would end the others when one fails; returns their processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, "train.py", *words_of_rank(rank)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                 "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+        for rank in range(started or ranks)
+    ]  # fmt: skip
 
 
 def finish(process, timeout=200):

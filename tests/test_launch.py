@@ -2,12 +2,13 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 
 import pytest
 
-from tests.launch import finish, rank_pids, summary, torchrun
+from tests.launch import bare_ranks, finish, rank_pids, summary, torchrun
 
 COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4}
 
@@ -88,3 +89,32 @@ def test_a_stuck_rank_leaves_the_stacks_of_all(tiny_options, tmp_path):
     assert "no step finished within 4 s (watchdog_timeout); the stacks of all threads are in" in output
     stacks = (tmp_path / "logs/quick/00/stacks-rank0.txt").read_text()
     assert "train_step" in stacks and "backward" in stacks
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_named(
+    tiny_options, tmp_path, sample_folder, failing
+):
+    """No launcher ends the others here. The failing rank reads its own copy of the data, which is then cut short."""
+    shutil.copytree(sample_folder / "train", tmp_path / "train")
+    common = {"num_iters": 100_000, "comm_timeout": 30, "validate_every": 10_000}
+    other = {"train_data_path": str(tmp_path / "train")}
+    tiny = tiny_options(**common)
+    ranks = bare_ranks(lambda rank: tiny_options(**common, **other) if rank == failing else tiny)
+    wait_for(tmp_path / "logs/quick/00/out.log", "Time taken for epoch 1 ", ranks[0])
+    os.truncate(tmp_path / "train/1980.h5", 100_000)
+    ended = [finish(rank, timeout=60) for rank in ranks]
+    status, output = ended[failing]
+    assert status == 2
+    assert f"error: rank {failing}: {tmp_path}/train/1980.h5: ends before frame" in output and "Traceback" not in output
+    status, output = ended[1 - failing]
+    assert status != 0
+    assert f"error: rank {1 - failing} ends because of rank {failing}:" in output
+    assert "1980.h5: ends before frame" in output
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_path):
+    (rank,) = bare_ranks(lambda _: tiny_options(comm_timeout=3), started=1)
+    status, output = finish(rank, timeout=60)
+    assert status == 2
+    assert "error: rank 0 of 2 could not connect within 3 s through 127.0.0.1:" in output

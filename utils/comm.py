@@ -4,12 +4,14 @@
 then holds one device. The functions below work in a single process too, where they do nothing.
 """
 
+import contextlib
 import datetime
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 
@@ -21,6 +23,8 @@ from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageE
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FIRST_FAILURE = "first_failure"  # key of the store
+FAREWELL_SECONDS = 2
+_control = None  # a second connection to the store: the process group's own may be busy waiting
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,14 @@ def init(device_name="auto", timeout=600):
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     if launch.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve
-    cuda = device.type == "cuda"
+    cuda, patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
     try:
+        store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
+        # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
+        store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
-            "nccl" if cuda else "gloo", rank=launch.rank, world_size=launch.world_size,
-            timeout=datetime.timedelta(seconds=timeout), device_id=device if cuda else None,
+            "nccl" if cuda else "gloo", store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience,
+            device_id=device if cuda else None,
         )  # fmt: skip
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         line = str(error).splitlines()[0]
@@ -124,6 +131,9 @@ def init(device_name="auto", timeout=600):
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {line}"
         ) from None
+    global _control
+    _control = store.clone()
+    threading.Thread(target=_listen, daemon=True).start()
     return device
 
 
@@ -232,24 +242,40 @@ def run_ranks(main):
 
 
 def _end_this_rank(error):
+    """Say why, to people and to the other ranks, and end without waiting for them."""
+    status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
     expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
-    message = str(error) if expected else f"{type(error).__name__}: {error}"
-    first = _announce_failure(message)
-    if first is None and not expected:
-        traceback.print_exc()
-    line = f"rank {rank()}: {message}" if first is None else f"rank {rank()} ends because of {first}"
-    print(f"error: {line}", file=sys.stderr)
-    exit_at_once(USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS)
-
-
-def _announce_failure(message):
-    """Tell the other ranks why this one ends. Returns the message of the rank that failed before, if another did."""
+    message = f"rank {rank()}: {error if expected else f'{type(error).__name__}: {error}'}"
     try:
-        store = dist.distributed_c10d._get_default_store()
-        first = store.compare_set(FIRST_FAILURE, "", f"rank {rank()}: {message}").decode()
-    except (RuntimeError, ValueError):  # the store lives in rank 0, which may be gone
-        return "the loss of rank 0"
-    return None if first.startswith(f"rank {rank()}:") else first
+        first = _control.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
+    except RuntimeError:  # the store lives in rank 0, which is gone
+        first = f"{status} the loss of rank 0"
+    if first == f"{status} {message}":
+        if not expected:
+            traceback.print_exc()
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        time.sleep(FAREWELL_SECONDS)  # the others listen; rank 0 also holds the store for them
+        exit_at_once(status)
+    _end_because_of(first)
+
+
+def _end_because_of(first):
+    status, message = first.split(" ", 1)
+    print(f"error: rank {rank()} ends because of {message}", file=sys.stderr, flush=True)
+    exit_at_once(int(status))
+
+
+def _listen():
+    """In a thread of every rank: end it soon after another has failed, also while it waits in a collective."""
+    with contextlib.suppress(RuntimeError):  # rank 0 is gone: the collectives will notice
+        while dist.is_initialized():
+            time.sleep(FAREWELL_SECONDS / 4)
+            if _control.check([FIRST_FAILURE]):
+                first = _control.get(FIRST_FAILURE).decode()
+                if not first.split(" ", 1)[1].startswith(f"rank {rank()}:"):
+                    time.sleep(FAREWELL_SECONDS / 2)  # an error of its own comes first
+                    _end_because_of(first)
+                return
 
 
 def exit_at_once(status):
