@@ -28,7 +28,8 @@ def test_torchrun():
 
 
 def test_srun_alone():
-    assert read_launch(SRUN) == Launch(1, 1, 2, 1, "127.0.0.1", 20000 + 123456 % 20000)
+    assert read_launch(SRUN) == Launch(1, 1, 2, 1, "127.0.0.1", 12000 + 123456 % 20000)
+    assert read_launch(SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}) == Launch(1, 1, 2, 1, "b", 7)
 
 
 def test_srun_on_nodes_whose_names_do_not_resolve_uses_the_address_of_srun():

@@ -63,7 +63,8 @@ def read_launch(env=os.environ):
     elif tasks > 1:
         launch = Launch(
             _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), tasks,
-            _number(env, "SLURM_STEP_NUM_NODES"), _slurm_master(env), 20000 + _number(env, "SLURM_JOB_ID") % 20000,
+            _number(env, "SLURM_STEP_NUM_NODES"), env.get("MASTER_ADDR") or _slurm_master(env),
+            _number(env, "MASTER_PORT") if "MASTER_PORT" in env else 12000 + _number(env, "SLURM_JOB_ID") % 20000,
         )  # fmt: skip
     else:
         return Launch()
@@ -196,11 +197,6 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     if world_size() > 1:
         dist.all_reduce(tensor, op)
     return tensor
-
-
-def barrier():
-    if world_size() > 1:
-        dist.barrier()
 
 
 def global_mean(values):
