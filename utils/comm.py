@@ -24,6 +24,7 @@ from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageE
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FIRST_FAILURE = "first_failure"  # key of the store
 FAREWELL_SECONDS = 2
+_listener, _leaving = None, threading.Event()
 _control = None  # a second connection to the store: the process group's own may be busy waiting
 
 
@@ -132,15 +133,18 @@ def init(device_name="auto", timeout=600):
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {line}"
         ) from None
-    global _control
+    global _control, _listener
     _control = store.clone()
-    threading.Thread(target=_listen, daemon=True).start()
+    _listener = threading.Thread(target=_listen, daemon=True)
+    _listener.start()
     return device
 
 
 def shutdown(timeout=10):
     """Leave the process group. Never hangs: after `timeout` seconds the group is left to the end of the process."""
     if dist.is_initialized():
+        _leaving.set()
+        _listener.join(timeout)  # Python must not end while a thread is in the store
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(timeout)
@@ -264,8 +268,7 @@ def _end_because_of(first):
 def _listen():
     """In a thread of every rank: end it soon after another has failed, also while it waits in a collective."""
     with contextlib.suppress(RuntimeError):  # rank 0 is gone: the collectives will notice
-        while dist.is_initialized():
-            time.sleep(FAREWELL_SECONDS / 4)
+        while not _leaving.wait(FAREWELL_SECONDS / 4):
             if _control.check([FIRST_FAILURE]):
                 first = _control.get(FIRST_FAILURE).decode()
                 if not first.split(" ", 1)[1].startswith(f"rank {rank()}:"):

@@ -1,0 +1,30 @@
+# shellcheck shell=sh
+# Sourced in each task of a Slurm job step: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for torch.
+# Sourced in the batch script: MASTER_ADDR and MASTER_PORT, which srun then hands to the tasks. Outside Slurm: nothing.
+#
+# The device of a task is LOCAL_RANK modulo the number of devices it sees: --gpus-per-node shows all of the node's
+# devices to each task, --gpus-per-task each its own.
+
+if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
+    export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_STEP_NUM_TASKS"
+fi
+
+if [ -n "${SLURM_JOB_ID:-}" ]; then
+    if [ -z "${MASTER_ADDR:-}" ]; then
+        # The batch script runs on the first node, where rank 0 will be: its own name is known to the others.
+        MASTER_ADDR=$(hostname)
+        if [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ]; then # srun without a batch script: this may be another node
+            MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
+        fi
+        export MASTER_ADDR
+    fi
+    if [ -z "${MASTER_PORT:-}" ]; then
+        # By the job, since jobs may share a node; 12000-31999 is below the ports that systems hand out (32768 on).
+        MASTER_PORT=$((12000 + SLURM_JOB_ID % 20000))
+        # Only the batch script may look for a free one: all tasks must agree.
+        while [ -z "${SLURM_STEP_ID:-}" ] && bash -c ": < /dev/tcp/127.0.0.1/$MASTER_PORT" 2>/dev/null; do
+            MASTER_PORT=$((12000 + (MASTER_PORT - 12000 + 37) % 20000))
+        done
+        export MASTER_PORT
+    fi
+fi

@@ -1,0 +1,124 @@
+# shellcheck shell=bash
+# The body that all submit_*.sh share: source sites/launch.sh SCRIPT.py ARGUMENTS...
+# Starts the script once per task of the job, sees that it may save before the job ends, and requeues what it saved.
+# docs/launch.md describes the variables.
+
+fail() { echo "error: $1" >&2; exit 2; }
+
+script=$1
+shift
+[[ -f $script ]] || fail "$script: not in $PWD; this rung is not here yet, or the job was not submitted from the repository"
+[[ ${SLURM_JOB_ID:-} ]] || fail "no Slurm job here: submit with sbatch, or run python $script"
+
+# The site: paths, modules, container.
+if [[ ! ${SITE:-} ]]; then
+    case ${NERSC_HOST:-}:${LMOD_SYSTEM_NAME:-}:${SLURM_CLUSTER_NAME:-} in
+        perlmutter:* | *:perlmutter) SITE=perlmutter ;;
+        *:frontier:* | *:frontier) SITE=frontier ;;
+        *) SITE=generic ;;
+    esac
+fi
+site_file=sites/$SITE.sh
+[[ $SITE == */* ]] && site_file=$SITE
+[[ -f $site_file ]] || fail "SITE=$SITE: no file $site_file; there are $(cd sites && echo [!l]*.sh)"
+unset MASTER_ADDR MASTER_PORT # what the login shell held is not of this job; a site file may set them
+# shellcheck source=/dev/null
+source "$site_file"
+if [[ ${MODULES:-} ]]; then
+    # shellcheck disable=SC2086 # a list
+    module load $MODULES || fail "$site_file: module load $MODULES failed"
+fi
+
+# The command of one task.
+folders=("$PWD" ${DATA_DIR:+"$DATA_DIR"} ${LOG_DIR:+"$LOG_DIR"})
+passed=(SLURM_ CUDA_ ROCR_ HIP_ NVIDIA_ NCCL_ FI_ TORCH OMP_ PROFILE_) # prefixes; podman starts with an empty environment
+read -ra container <<<"${CONTAINER_FLAGS:-}"
+case ${CONTAINER:=none} in
+    none) container=() ;;
+    shifter) container=(shifter "--image=${IMAGE:-}" "${container[@]}") ;;
+    podman-hpc)
+        container=(podman-hpc run --rm --gpu --ipc=host --network=host --workdir="$PWD" "${container[@]}")
+        container+=("${folders[@]/#/--volume=}") # one folder a word, the same path inside
+        for ((i = 0; i < ${#container[@]}; i++)); do
+            [[ ${container[i]} == --volume=/* && ${container[i]} != *:* ]] && container[i]+=:${container[i]#--volume=}
+        done
+        for name in RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT ENABLE_PROFILING; do container+=("--env=$name"); done
+        for name in "${passed[@]}"; do container+=("--env=$name*"); done
+        container+=("${IMAGE:-}")
+        ;;
+    apptainer)
+        container=(apptainer exec --pwd="$PWD" "${folders[@]/#/--bind=}" "${container[@]}" "${IMAGE:-}")
+        ;;
+    *) fail "CONTAINER=$CONTAINER: use shifter, podman-hpc, apptainer or none" ;;
+esac
+[[ $CONTAINER == none || ${IMAGE:-} ]] || fail "CONTAINER=$CONTAINER needs IMAGE, the image's name"
+if [[ ! ${PYTHON:-} ]]; then
+    PYTHON=python
+    if [[ $CONTAINER == none && -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
+fi
+paths=() # before the user's arguments, which win
+if [[ ${DATA_DIR:-} ]]; then
+    paths=("--train_data_path=$DATA_DIR/train" "--valid_data_path=$DATA_DIR/valid" "--inf_data_path=$DATA_DIR/test")
+    for name in global_means global_stds time_means; do paths+=("--${name}_path=$DATA_DIR/stats/$name.npy"); done
+fi
+if [[ ${LOG_DIR:-} ]]; then
+    mkdir -p "$LOG_DIR" || fail "LOG_DIR=$LOG_DIR: cannot be made"
+    paths+=("--expdir=$LOG_DIR")
+fi
+
+# Tasks: as many as asked for, else one per GPU. Each gets its share of the node's CPUs.
+nodes=$SLURM_JOB_NUM_NODES
+layout=("--nodes=$nodes")
+if [[ ${SLURM_NTASKS:-} ]]; then
+    per_node=${SLURM_NTASKS_PER_NODE:-$(((SLURM_NTASKS + nodes - 1) / nodes))}
+    layout+=("--ntasks=$SLURM_NTASKS")
+else
+    per_node=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+    per_node=${per_node##*:} # a100:4
+    layout+=("--ntasks=$((nodes * per_node))" "--ntasks-per-node=$per_node")
+fi
+cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / per_node))}
+layout+=("--cpus-per-task=$((cpus > 0 ? cpus : 1))")
+unset SLURM_CPUS_PER_GPU # excludes --cpus-per-task
+if [[ ${SLURM_GPUS_PER_TASK:-} == 0 ]]; then unset SLURM_GPUS_PER_TASK; fi # srun refuses a 0 that sbatch accepts
+
+source ./export_DDP_vars.sh # the address and the port, the same for all tasks
+
+# Signals. USR1 comes --signal seconds before the time limit, TERM with preemption and scancel. srun hands USR1 on to
+# every task, and the script saves and exits with status 75.
+warned='' interrupted=''
+# shellcheck disable=SC2317 # called by the traps
+on_signal() {
+    interrupted=1
+    echo "launch: $1: asking the tasks to save and stop"
+    kill -USR1 "$srun_pid" 2>/dev/null
+}
+trap 'warned=1; on_signal "the time limit is near"' USR1
+trap 'on_signal "to be preempted or cancelled"' TERM
+
+echo "launch: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}: $script on $nodes node(s) x $per_node task(s) ($SLURM_JOB_NODELIST), site $SITE"
+# A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
+# shellcheck disable=SC2016 # expanded by the task
+srun --export=ALL --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" \
+    bash -c 'source ./export_DDP_vars.sh && exec "$@"' task \
+    "${container[@]}" "$PYTHON" "$script" "${paths[@]}" "$@" &
+srun_pid=$!
+while :; do # a trap ends `wait` early
+    interrupted=''
+    wait "$srun_pid"
+    status=$?
+    [[ $interrupted ]] || break
+done
+
+if [[ $warned && $status == 75 && ${REQUEUE:-1} != 0 ]]; then
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        echo "launch: saved and requeued; the run goes on when the job starts again"
+    else
+        echo "launch: saved, but the job may not be requeued: submit it again to continue"
+    fi
+elif [[ $status == 75 ]]; then
+    echo "launch: saved and stopped: submit it again to continue"
+elif [[ $warned && $status == 138 ]]; then
+    echo "launch: the warning came before training had begun: nothing was saved, not requeued; ask for more time (-t)" >&2
+fi
+exit "$status"
