@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_data_loader import write_years
 
 import train
+from tests.test_data_loader import write_years
 from utils.data_loader import build_loaders, loader_class
 from utils.dataset import FieldDataset, Statistics
 from utils.errors import UsageError

@@ -5,7 +5,8 @@ import math
 import h5py
 import numpy as np
 import pytest
-from era5_examples import (
+
+from tests.era5_examples import (
     FRAMES,
     LEVELS,
     SETTINGS,
@@ -24,7 +25,6 @@ from era5_examples import (
     wb2_hourly,
     wb2_regridded,
 )
-
 from utils import prepare_era5, year_files
 from utils.atmosphere import GRAVITY
 from utils.channels import CHANNELS

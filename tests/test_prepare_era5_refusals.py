@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from era5_examples import H, W, build, convert, save_netcdf, save_zarr, wb2_regridded
 
+from tests.era5_examples import H, W, build, convert, save_netcdf, save_zarr, wb2_regridded
 from utils import era5_store, year_files
 from utils.errors import UsageError
 

@@ -251,10 +251,11 @@ def _end_this_rank(error):
     except RuntimeError:  # the store lives in rank 0, which is gone
         first = f"{status} the loss of rank 0"
     if first == f"{status} {message}":
+        print(f"error: {message}", file=sys.stderr, flush=True)
         if not expected:
             traceback.print_exc()
-        print(f"error: {message}", file=sys.stderr, flush=True)
         time.sleep(FAREWELL_SECONDS)  # the others listen; rank 0 also holds the store for them
+        shutdown()
         exit_at_once(status)
     _end_because_of(first)
 
