@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from utils import comm
 from utils.errors import UsageError
 
 
@@ -15,6 +16,10 @@ def apply_compute_options(config, device, model):
     """
     if config.enable_cuda_graphs and device.type != "cuda":
         raise UsageError(f"--enable_cuda_graphs needs a GPU with CUDA or ROCm; this run is on {device}")
+    if config.enable_cuda_graphs and comm.world_size() > 1:
+        raise UsageError(
+            f"--enable_cuda_graphs captures the step of one device; this run has {comm.world_size()} ranks"
+        )
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.enable_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.enable_tf32
