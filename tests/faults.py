@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.launch import finish, rank_pids, summary, torchrun
 from utils.sample_data import make_sample_data
 
-ITERATIONS, EVERY = 120, 10
+ITERATIONS, EVERY = 240, 10
 CHECKPOINT_BYTES = 600_000  # of the tiny model below, generously
 
 
