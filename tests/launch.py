@@ -1,11 +1,13 @@
 """Start train.py under torchrun in tests."""
 
+import contextlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
+
+import psutil
 
 
 def torchrun(words, ranks=2, restarts=0, **variables):
@@ -46,13 +48,9 @@ def summary(tmp_path, run_num):
 
 def rank_pids(process):
     """Process ids of the ranks that torchrun started: its children that run train.py."""
-    pids = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    return [int(pid) for pid in pids if re.search(r"train\.py", _command(pid))]
-
-
-def _command(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            return file.read()
-    except OSError:
-        return ""
+    pids = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "train.py" in child.cmdline():
+                pids.append(child.pid)
+    return pids
