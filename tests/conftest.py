@@ -8,6 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors; processes of a test must no
 import pytest
 import torch
 
+from tests.workers import Workers
 from utils.config import check_config, read_named_config
 from utils.sample_data import make_sample_data
 
@@ -70,6 +71,14 @@ def tiny_options(data_keys, tmp_path):
         return words
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Call as ranks(world_size, function, ...): see tests/workers.py."""
+    workers = Workers()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(autouse=True)

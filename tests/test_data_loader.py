@@ -3,14 +3,15 @@
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
 
-from utils.data_loader import build_loaders, reading_threads, training_indices
-from utils.dataset import FieldDataset, read_statistics
+from utils.data_loader import DataLoader, build_loaders, reading_threads, training_indices
+from utils.dataset import FieldDataset, Statistics, read_statistics
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -28,9 +29,13 @@ def write_years(folder, lengths, shape=(3, 8, 16), **storage):
 
 
 def read_all(dataset):
+    """All samples, read; where samples can be mapped, also that these are the same."""
     out = np.empty((len(dataset), *dataset.shape), np.float32)
     for index in range(len(dataset)):
         dataset.read(index, out[index])
+        if dataset.mappable:
+            with dataset.mapped(index) as frames:
+                np.testing.assert_array_equal(frames, out[index])
     return out
 
 
@@ -86,6 +91,38 @@ def test_contiguous_files_are_read_without_a_byte_too_many(tmp_path, monkeypatch
         out = np.empty(dataset.shape, np.float32)
         dataset.read(1, out)
         assert (len(asked), sum(asked)) == (reads, out.nbytes)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_frames_in_one_piece_are_normalised_from_the_page_cache(tmp_path, storage):
+    (year,) = write_years(tmp_path, [6], **STORAGES[storage])
+    one = np.ones((3, 1, 1), np.float32)
+    for window in ({}, {"rows": slice(2, 5)}, {"columns": slice(3, 9)}):
+        dataset = FieldDataset(tmp_path, 3, (8, 16), **window)
+        assert dataset.mappable == (storage in ("contiguous", "chunk per frame"))
+        loader = DataLoader(dataset, Statistics(2 * one, 4 * one, None), 3, 3, 2, CPU, num_workers=0)
+        x, y = next(loader.train(seed=0, start=0, stop=1))
+        first = year[training_indices(5, 2, 0, 0)][:, :, window.get("rows", slice(8)), window.get("columns", slice(16))]
+        np.testing.assert_allclose(x, (first - 2) / 4, rtol=1e-6, atol=1e-6)
+        assert y.shape == x.shape
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells which pages a process has mapped")
+def test_mapped_frames_do_not_stay_in_the_memory_of_the_process(tmp_path):
+    write_years(tmp_path, [40], shape=(4, 64, 128))
+
+    def mapped_kilobytes():
+        with open("/proc/self/smaps") as lines:
+            ours = False
+            for line in lines:
+                ours = "1979.h5" in line or (ours and ":" in line.split()[0])
+                if ours and line.startswith("Rss:"):
+                    return int(line.split()[1])
+
+    dataset = FieldDataset(tmp_path, 4, (64, 128))
+    with dataset.mapped(20) as frames:
+        assert frames.sum() and mapped_kilobytes() >= 2 * 4 * 64 * 128 * 4 // 1024
+    assert mapped_kilobytes() == 0
 
 
 def test_coordinates_and_names_come_from_the_file_or_are_those_of_era5(tmp_path, sample_folder):

@@ -2,11 +2,12 @@
 
 Natively, threads read samples straight into the batch buffers of a small ring. To a GPU the whole batch goes in one
 copy, from pinned memory, on a side stream, while the previous step computes, and is normalised there in one pass. On
-the CPU the buffer itself is the batch: the reading threads normalise what they read while it is in their cache.
+the CPU the buffer itself is the batch: the reading threads normalise each frame from the page cache into its place.
 """
 
 import math
 import threading
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache, partial
@@ -18,7 +19,8 @@ from utils import comm
 from utils.dataset import FieldDataset, load_statistics
 from utils.errors import UsageError
 
-CACHE_BYTES = 2**20  # a larger sample leaves the processor's cache before the whole of it is read
+# A frame seen in its file is only read.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
 
 
 @lru_cache(maxsize=2)
@@ -128,7 +130,9 @@ class DataLoader(BatchLoader):
         means, stds = torch.from_numpy(statistics.means), torch.from_numpy(statistics.stds)
         self.scale = (1 / stds).to(device)
         self.bias = (-means / stds).to(device)
-        self.by_channel = list(zip(self.bias, self.scale.flatten().tolist(), strict=True))
+        # Batch normalisation with given statistics: weight, bias, mean 0, variance 1.
+        self.affine = self.scale.flatten(), self.bias.flatten(), torch.zeros(len(means)), torch.ones(len(means))
+        self.no_moments = torch.empty(0), torch.empty(0)
         self.normalise_on_read = device.type == "cpu"
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.num_workers = num_workers
@@ -176,12 +180,12 @@ class DataLoader(BatchLoader):
         for index, out in zip(indices, outs, strict=True):
             if not self.normalise_on_read:
                 self.dataset.read(index, out)
-            elif out.nbytes > CACHE_BYTES:
-                self.dataset.read(index, out, self._normalise_plane)
+            elif self.dataset.mappable:
+                with self.dataset.mapped(index) as frames:
+                    self._normalise_into(out, frames)
             else:
                 self.dataset.read(index, out)
-                frames = torch.from_numpy(out)
-                torch.addcmul(self.bias, frames, self.scale, out=frames)
+                self._normalise_into(out, out)
 
     def _to_device(self, slot):
         if self.device.type == "cpu":
@@ -200,9 +204,16 @@ class DataLoader(BatchLoader):
     def _normalise(self, frames):
         return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
 
-    def _normalise_plane(self, channel, plane):
-        plane, (bias, scale) = torch.from_numpy(plane), self.by_channel[channel]
-        torch.add(bias, plane, alpha=scale, out=plane)
+    def _normalise_into(self, out, frames):
+        """The same on the host, in one pass over the memory: (2, C, h, w)."""
+        frames, out = torch.from_numpy(frames), torch.from_numpy(out)
+        if frames[0].is_contiguous():
+            for frame, place in zip(frames.split(1), out.split(1), strict=True):
+                torch.native_batch_norm(frame, *self.affine, False, 0, 0, out=(place, *self.no_moments))
+        else:  # a part of the image
+            planes = zip(out.unbind(1), frames.unbind(1), self.bias, self.affine[0].tolist(), strict=True)
+            for place, plane, bias, scale in planes:
+                torch.add(bias, plane, alpha=scale, out=place)
 
 
 def loader_class(name):

@@ -3,10 +3,13 @@
 A file holds the dataset `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`,
 `channel` and `channel_units`. A sample is the frame at t and the frame dt steps later, of the same file. The two are
 read straight into the caller's buffer: plain reads at known offsets where HDF5 stores a frame in one piece (they
-release Python's lock, so threads read in parallel), HDF5's own direct read where it does not.
+release Python's lock, so threads read in parallel), HDF5's own direct read where it does not. Frames in one piece can
+also be looked at where they lie, in the page cache, without a copy.
 """
 
+import contextlib
 import math
+import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -38,35 +41,60 @@ class YearFile:
         self.frame_offsets = frame_offsets(fields)
         self.descriptor = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.descriptor).st_size
+        self.map = None
+        if (
+            self.frame_offsets is not None
+            and not (self.frame_offsets % 4).any()
+            and (np.diff(self.frame_offsets) > 0).all()
+        ):
+            self.map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
 
     def close(self):
+        if self.map is not None:
+            self.map.close()
         os.close(self.descriptor)
         self.file.close()
 
-    def read(self, frame, out, rows, columns, finish=None):
-        """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points.
+    @contextlib.contextmanager
+    def mapped(self, frame, later, channels, rows, columns):
+        """Two frames, first C channels, a window of points, as an array over the file itself, (2, C, h, w).
 
-        finish: called with each channel's index and plane of `out`, (h, w), right after it was read.
+        A context manager; only where there is a map: each frame is one piece of the file. The array cannot be written
+        to. A file that has become shorter is noticed at the start; one that does so inside the block ends the process
+        with SIGBUS.
         """
+        if os.fstat(self.descriptor).st_size < self.size:
+            raise UsageError(f"{self.path}: ends before frame {later}: the file was truncated")
+        _, _, height, width = self.shape
+        starts = [int(self.frame_offsets[f]) for f in (frame, later)]
+        strides = (starts[1] - starts[0], 4 * height * width, 4 * width, 4)
+        frames = np.ndarray((2, channels, height, width), "<f4", self.map, starts[0], strides)
+        window = frames[:, :, rows, columns]
+        if window.shape == frames.shape:
+            self._advise(mmap.MADV_WILLNEED, starts, channels)  # where it is not in the page cache, read it in one go
+        yield window
+        self._advise(mmap.MADV_DONTNEED, starts, channels)  # mapped pages would count as memory of this process
+
+    def _advise(self, advice, starts, channels):
+        for start in starts:
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.map.madvise(advice, page, start - page + 4 * channels * math.prod(self.shape[2:]))
+
+    def read(self, frame, out, rows, columns):
+        """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points."""
         _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
-        planes = [(i, c) for i in range(frames) for c in range(channels)]
         if self.frame_offsets is None or w < width:
             self._read_by_hdf5(frame, out, rows, columns)
-        elif finish is not None or h < height:
-            for i, c in planes:
-                self._read_at(frame + i, c, rows.start, out[i, c])
-                if finish:
-                    finish(c, out[i, c])
-            return
+        elif h < height:
+            for i in range(frames):
+                for c in range(channels):
+                    self._read_at(frame + i, c, rows.start, out[i, c])
         elif channels == all_channels and self._adjacent(frame, frames):
             self._read_at(frame, 0, 0, out)
         else:
             for i in range(frames):
                 self._read_at(frame + i, 0, 0, out[i])
-        if finish:
-            for i, c in planes:
-                finish(c, out[i, c])
 
     def _adjacent(self, frame, count):
         """Whether `count` frames from `frame` on lie one behind the other on disk."""
@@ -154,18 +182,28 @@ class FieldDataset:
             self.columns.stop - self.columns.start,
         )
 
-    def read(self, index, out, finish=None):
-        """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape.
+    @property
+    def mappable(self):
+        """Whether `mapped` can be used."""
+        return all(file.map is not None for file in self.files)
 
-        finish: called as finish(channel, plane) for each plane of `out` once it is read, while it is in the cache.
-        """
-        number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
-        file, frame = self.files[number], int(index - self.first_sample[number])
+    def read(self, index, out):
+        """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape."""
+        file, frame = self._locate(index)
         if self.dt == 1:
-            file.read(frame, out, self.rows, self.columns, finish)  # adjacent on disk: one read
+            file.read(frame, out, self.rows, self.columns)  # adjacent on disk: one read
         else:
-            file.read(frame, out[:1], self.rows, self.columns, finish)
-            file.read(frame + self.dt, out[1:], self.rows, self.columns, finish)
+            file.read(frame, out[:1], self.rows, self.columns)
+            file.read(frame + self.dt, out[1:], self.rows, self.columns)
+
+    def mapped(self, index):
+        """Sample `index` where it lies, an array of self.shape inside a `with`: see YearFile.mapped."""
+        file, frame = self._locate(index)
+        return file.mapped(frame, frame + self.dt, self.channels, self.rows, self.columns)
+
+    def _locate(self, index):
+        number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
+        return self.files[number], int(index - self.first_sample[number])
 
     def close(self):
         while self.files:
