@@ -9,12 +9,15 @@ after saving a checkpoint (the same command continues).
 
 import torch
 
-from networks.vit import ViT
+from distributed.data_parallel import data_parallel, shard_size
 from utils import comm
 from utils.compute import apply_compute_options
 from utils.config import load_config
 from utils.data_loader import build_loaders
-from utils.errors import STOPPED_STATUS, reported_as_usage_error
+from utils.errors import STOPPED_STATUS
+from utils.launch import read_launch
+from utils.layout import Layout
+from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.profiling import restart_under_nsys
 from utils.report import print_result
@@ -23,26 +26,18 @@ from utils.trainer import Trainer
 
 
 def main(argv=None):
-    config = load_config(argv, __doc__, comm.read_launch().world_size)
+    ranks = read_launch().world_size
+    config = load_config(argv, __doc__, ranks)
+    layout = Layout(ranks, shard=shard_size(config, ranks))
     restart_under_nsys()
     device = comm.init(config.device, config.comm_timeout)
+    comm.build_mesh(device, layout)
 
     train_loader, valid_loader = comm.agree(lambda: build_loaders(config, device))
 
-    torch.manual_seed(config.seed)
-    with reported_as_usage_error(ValueError, config.config):
-        model = ViT(
-            config.img_size,
-            config.patch_size,
-            config.n_in_channels,
-            config.n_out_channels,
-            config.embed_dim,
-            config.depth,
-            config.num_heads,
-            config.mlp_ratio,
-            config.dropout,
-        ).to(device)
+    model = build_model(config)  # names and shapes; memory comes when it is known who holds what
     apply_compute_options(config, device, model)
+    parallel = data_parallel(model, config, device, initial_weights(config))
     optimizer = build_optimizer(config, model, device)
     torch.manual_seed(config.seed + comm.rank())  # dropout: every rank its own
 
@@ -51,7 +46,7 @@ def main(argv=None):
     if summary and comm.is_main():
         print(f"{run.path} is a finished run; its result:")
     if not summary:
-        summary = Trainer(config, device, model, optimizer, train_loader, valid_loader, run).fit()
+        summary = Trainer(config, device, model, parallel, optimizer, train_loader, valid_loader, run).fit()
         if summary is None:
             return STOPPED_STATUS
         run.write_summary(summary)

@@ -1,17 +1,130 @@
-"""Data parallel: every rank holds the whole model and its part of the batch; gradients are averaged."""
+"""Data parallel: every rank computes on its part of the batch. The strategies differ in what a rank keeps.
 
+| strategy | parameters | gradients | optimizer state | collectives of a step |
+|---|---|---|---|---|
+| ddp | all | all | all | all-reduce of the gradients, bucket by bucket during the backward pass |
+| zero1 | all | all | 1/N | the same, then each rank broadcasts the parameters that it has updated |
+| zero2 | 1/N, gathered from forward to backward | 1/N | 1/N | all-gather and reduce-scatter of every unit |
+| fsdp | 1/N, a unit gathered while it computes | 1/N | 1/N | two all-gathers and a reduce-scatter of every unit |
+| hsdp | as fsdp inside a group of ranks, copied from group to group | | | also an all-reduce between the groups |
+
+Li et al. 2020 (DDP, arXiv:2006.15704), Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), Zhao et al. 2023 (FSDP,
+arXiv:2304.11277). Whatever the strategy, the update is that of one device with the whole batch.
+"""
+
+import os
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.initialise import initialise
 from utils import comm
 
+SHARDED = ("zero2", "fsdp", "hsdp")
+DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-def data_parallel(model, device):
-    """Wrap the model so that its backward pass averages gradients over all ranks (Li et al. 2020, arXiv:2006.15704).
 
-    The weights of rank 0 are broadcast first. In a single process the model is returned as it is.
+def shard_size(config, dp_size):
+    """Ranks that share one copy of the parameters: all of them, or with hsdp those of one node."""
+    if config.data_parallel != "hsdp":
+        return None
+    return config.dp_shard or min(
+        dp_size, int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count() or 1))
+    )
+
+
+def shard_parameters(model, config, device):
+    """Split the parameters over the data-parallel ranks, with zero2, fsdp or hsdp; the others keep them whole.
+
+    The model may lie on the meta device: nothing is allocated here.
     """
-    if comm.world_size() == 1:
-        return model
-    return DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    if config.data_parallel not in SHARDED or comm.get_size("dp_cp") == 1:
+        return
+    mesh = comm.get_mesh("dp_replicate", "dp_shard_cp") if config.data_parallel == "hsdp" else comm.get_mesh("dp_cp")
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": config.data_parallel != "zero2",
+        "mp_policy": MixedPrecisionPolicy(DTYPES[config.gather_dtype], torch.float32, torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
+    }
+    units = sharded_units(model, config.wrap_policy, config.wrap_min_params)
+    for unit in units:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)  # what no unit holds
+    if config.prefetch:
+        for ahead, direction in ((units, "forward"), (units[::-1], "backward")):
+            for i, unit in enumerate(ahead):
+                getattr(unit, f"set_modules_to_{direction}_prefetch")(ahead[i + 1 : i + 1 + config.prefetch])
+
+
+def sharded_units(model, policy, min_params):
+    """Modules whose parameters are gathered together, in the order in which they compute.
+
+    block: each transformer block. size: the smallest modules that hold min_params parameters. none: the whole model
+    is one unit, and all of it is gathered at once.
+    """
+    if policy == "none":
+        return []
+    if policy == "block":
+        return list(model.blocks)
+    units = []
+
+    def visit(module):
+        """Parameters of the module that no unit holds."""
+        left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        if left < min_params or isinstance(module, nn.ModuleList) or module is model:
+            return left
+        units.append(module)
+        return 0
+
+    visit(model)
+    return units
+
+
+def data_parallel(model, config, device, weights):
+    """Distribute a model that lies on the meta device; returns it as a DataParallel, in memory and initialised.
+
+    weights: (name, full tensor) of every parameter, the same on every rank.
+    """
+    shard_parameters(model, config, device)
+    initialise(model, weights, "cpu" if config.cpu_offload else device)
+    return DataParallel(model, config, device)
+
+
+class DataParallel:
+    """The model as the training step calls it: `module(x)`, and when its gradients are reduced."""
+
+    def __init__(self, model, config, device):
+        self.config, self.module = config, model
+        self.replicated = config.data_parallel not in SHARDED and comm.get_size("dp_cp") > 1 and not config.noddp
+        if self.replicated:
+            self.module = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                process_group=comm.get_group("dp_cp"),
+                bucket_cap_mb=config.bucket_cap_mb,
+                gradient_as_bucket_view=True,
+                static_graph=config.gradient_accumulation == 1,
+            )
+            if config.gradient_compression == "bf16":
+                self.module.register_comm_hook(None, bf16_compress_hook)
+
+    def reduction(self, wanted):
+        """Context of the forward and backward pass of a micro-batch; only the last one of a step reduces gradients."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(wanted)
+        elif self.replicated and not wanted:
+            return self.module.no_sync()
+        return nullcontext()
+
+
+def build_zero1_optimizer(optimizer_class, parameters, **options):
+    """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them."""
+    return ZeroRedundancyOptimizer(
+        parameters, optimizer_class, process_group=comm.get_group("dp_cp"), parameters_as_bucket_view=True, **options
     )

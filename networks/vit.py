@@ -130,18 +130,32 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        self.reset_parameters()
+        if not self.pos_embed.is_meta:
+            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Draw initial weights, in a fixed order, from the default random generator."""
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        for module in self.modules():
+        for name, value in self.initial_weights():
+            self.get_parameter(name).copy_(value)
+
+    def initial_weights(self, generator=None):
+        """Yield (name, tensor) for every parameter, in a fixed order, drawn on the CPU one after the other.
+
+        The values depend on the generator alone (torch's default one if none is given), not on where the model's
+        parameters lie or how they are split; a model on the meta device can be asked too.
+        """
+
+        def normal(shape):
+            return nn.init.trunc_normal_(torch.empty(shape, device="cpu"), std=0.02, generator=generator)
+
+        yield "pos_embed", normal(self.pos_embed.shape)
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+                yield f"{name}.weight", normal(module.weight.shape)
+                yield f"{name}.bias", torch.zeros(module.bias.shape, device="cpu")
             elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+                yield f"{name}.weight", torch.ones(module.weight.shape, device="cpu")
+                yield f"{name}.bias", torch.zeros(module.bias.shape, device="cpu")
 
     def forward(self, x):
         x = self.pos_drop(self.patch_embed(x) + self.pos_embed)  # (B, N, D)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from distributed.data_parallel import data_parallel
 from networks.vit import ViT
 from utils.compute import apply_compute_options, checkpoint_activations
 from utils.errors import UsageError
+from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.training_step import TrainingStep
 
@@ -14,12 +16,10 @@ CPU = torch.device("cpu")
 
 def build(config, device=CPU):
     torch.manual_seed(0)
-    model = ViT(
-        config.img_size, config.patch_size, 20, 20, config.embed_dim, config.depth, config.num_heads,
-        config.mlp_ratio, config.dropout,
-    ).to(device)  # fmt: skip
+    model = build_model(config)
     apply_compute_options(config, device, model)
-    return model, TrainingStep(config, device, model, build_optimizer(config, model, device))
+    parallel = data_parallel(model, config, device, initial_weights(config))
+    return model, TrainingStep(config, device, parallel, build_optimizer(config, model, device))
 
 
 def batch(config, device=CPU):
@@ -37,6 +37,9 @@ def losses_and_weights(config, steps=5, device=CPU):
     "options",
     [
         {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full", "checkpointing_interval": 2},
+        {"gradient_accumulation": 2},
         {"enable_channels_last": True},
         {"enable_jit": True},
         {"enable_fused": True},

@@ -1,108 +1,35 @@
-"""The processes of a run: who they are, how they connect, and how they end.
+"""The processes of a run: how they connect, in which groups they work together, and how they end.
 
-`init` understands plain python (one process), torchrun, and srun, with or without export_DDP_vars.sh. Every process
-then holds one device. The functions below work in a single process too, where they do nothing.
+Every process holds one device. Ranks form a mesh with named dimensions: dp data parallel (dp_replicate x dp_shard where
+parameters are sharded inside smaller groups), cp context parallel, tp tensor parallel, pp pipeline parallel. The
+functions below work in a single process too, where they do nothing.
+
+    python -m utils.comm --world_size 8 --tensor_parallel 4 --parallel_order tp-dp     shows the groups as a table
 """
 
-import contextlib
 import datetime
 import os
-import socket
-import subprocess
-import sys
 import threading
-import time
-import traceback
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from utils.device import select_device
-from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError, run_main
+from utils.errors import ArgumentParser, UsageError, run_main
+from utils.failure import FailureListener
+from utils.launch import read_launch
+from utils.layout import ORDER, Layout
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-FIRST_FAILURE = "first_failure"  # key of the store
-FAREWELL_SECONDS = 2
-_listener, _leaving = None, threading.Event()
-_control = None  # a second connection to the store: the process group's own may be busy waiting
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher says of this process."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    nodes: int = 1
-    master_addr: str = ""
-    master_port: int = 0
-
-
-def read_launch(env=os.environ):
-    """The Launch in the environment: of torchrun or export_DDP_vars.sh, else of srun, else a single process.
-
-    Raises UsageError where variables are missing, are no numbers, or contradict each other.
-    """
-    tasks = _number(env, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in env else 1
-    if "RANK" in env or "WORLD_SIZE" in env:
-        missing = [name for name in VARIABLES if name not in env]
-        if missing:
-            raise UsageError(
-                f"{'RANK' if 'RANK' in env else 'WORLD_SIZE'} is set, but {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not: start with torchrun, srun or plain python, or unset it"
-            )
-        rank, local_rank, size, port = (_number(env, n) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
-        launch = Launch(rank, local_rank, size, _nodes(env, size), env["MASTER_ADDR"], port)
-        by_srun = tasks > 1 and "TORCHELASTIC_RUN_ID" not in env
-        if by_srun and (rank, size) != (_number(env, "SLURM_PROCID"), tasks):
-            raise UsageError(
-                f"RANK {rank} of {size} contradicts srun's task {env['SLURM_PROCID']} of {tasks}: source "
-                "export_DDP_vars.sh inside each task, not in the batch script"
-            )
-    elif tasks > 1:
-        launch = Launch(
-            _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), tasks,
-            _number(env, "SLURM_STEP_NUM_NODES"), env.get("MASTER_ADDR") or _slurm_master(env),
-            _number(env, "MASTER_PORT") if "MASTER_PORT" in env else 12000 + _number(env, "SLURM_JOB_ID") % 20000,
-        )  # fmt: skip
-    else:
-        return Launch()
-    if not 0 <= launch.rank < launch.world_size:
-        raise UsageError(f"RANK {launch.rank} is not one of the {launch.world_size} ranks of WORLD_SIZE")
-    return launch
-
-
-def _nodes(env, size):
-    if "LOCAL_WORLD_SIZE" in env:  # torchrun
-        return -(-size // max(1, _number(env, "LOCAL_WORLD_SIZE")))
-    return _number(env, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in env else 1
-
-
-def _number(env, name):
-    try:
-        return int(env[name])
-    except KeyError:
-        raise UsageError(f"{name} is not set, although srun started several tasks") from None
-    except ValueError:
-        raise UsageError(f"{name}='{env[name]}' is not a whole number") from None
-
-
-def _slurm_master(env):
-    """The address of rank 0: the first node of the step, or the node of srun where that name does not resolve."""
-    if env.get("SLURM_STEP_NUM_NODES") == "1":
-        return "127.0.0.1"
-    nodes = env.get("SLURM_STEP_NODELIST", "")
-    try:
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-        first = listed.stdout.split()[0]
-        socket.getaddrinfo(first, None)
-        return first
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        if "SLURM_LAUNCH_NODE_IPADDR" not in env:
-            raise UsageError(f"no address for rank 0 of the nodes '{nodes}': set MASTER_ADDR") from None
-        return env["SLURM_LAUNCH_NODE_IPADDR"]
+# Dimensions that also work together as one.
+COMBINED = {
+    "dp": {"dp_replicate", "dp_shard"},
+    "dp_cp": {"dp_replicate", "dp_shard", "cp"},
+    "dp_shard_cp": {"dp_shard", "cp"},
+    "model": {"cp", "tp", "pp"},
+}
+_listener = None
+_meshes = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
 
 
 def init(device_name="auto", timeout=600):
@@ -133,21 +60,60 @@ def init(device_name="auto", timeout=600):
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {line}"
         ) from None
-    global _control, _listener
-    _control = store.clone()
-    _listener = threading.Thread(target=_listen, daemon=True)
-    _listener.start()
+    global _listener
+    _listener = FailureListener(store.clone(), launch.rank)
     return device
 
 
 def shutdown(timeout=10):
     """Leave the process group. Never hangs: after `timeout` seconds the group is left to the end of the process."""
     if dist.is_initialized():
-        _leaving.set()
-        _listener.join(timeout)  # Python must not end while a thread is in the store
+        if _listener:
+            _listener.stop(timeout)
+        _meshes.clear()
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(timeout)
+
+
+def build_mesh(device, layout):
+    """Arrange all ranks as a Layout says, with one group for every dimension and combination."""
+    _meshes.clear()
+    if world_size() == 1:
+        return
+    dims = layout.mesh_dims
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    _meshes[""] = mesh
+    for name in dims:
+        _meshes[name] = mesh[name]
+    for name, parts in COMBINED.items():
+        _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
+
+
+def get_mesh(*names):
+    """The mesh of one or more dimensions; None in a single process."""
+    if not _meshes:
+        return None
+    return _meshes[names[0]] if len(names) == 1 else _meshes[""][names]
+
+
+def get_group(name):
+    """The process group of this rank along a dimension; None in a single process."""
+    return _meshes[name].get_group() if _meshes else None
+
+
+def get_size(name):
+    """Ranks along a dimension. All are data parallel until a mesh is built."""
+    if _meshes:
+        return _meshes[name].size()
+    return world_size() if name in ("dp", "dp_cp", "dp_shard", "dp_shard_cp") else 1
+
+
+def get_rank(name):
+    """This rank's place along a dimension."""
+    if _meshes:
+        return _meshes[name].get_local_rank()
+    return rank() if name in ("dp", "dp_cp", "dp_shard", "dp_shard_cp") else 0
 
 
 def world_size():
@@ -232,8 +198,8 @@ def run_ranks(main):
         try:
             status = main()
         except (Exception, KeyboardInterrupt) as error:
-            if world_size() > 1:
-                _end_this_rank(error)
+            if _listener:
+                _listener.end_this_rank(error, shutdown)
             raise
         shutdown()
         return status
@@ -241,45 +207,22 @@ def run_ranks(main):
     run_main(guarded)
 
 
-def _end_this_rank(error):
-    """Say why, to people and to the other ranks, and end without waiting for them."""
-    status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
-    expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
-    message = f"rank {rank()}: {error if expected else f'{type(error).__name__}: {error}'}"
-    try:
-        first = _control.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
-    except RuntimeError:  # the store lives in rank 0, which is gone
-        first = f"{status} the loss of rank 0"
-    if first == f"{status} {message}":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        if not expected:
-            traceback.print_exc()
-        time.sleep(FAREWELL_SECONDS)  # the others listen; rank 0 also holds the store for them
-        shutdown()
-        exit_at_once(status)
-    _end_because_of(first)
+def main(argv=None):
+    parser = ArgumentParser(description="Show the groups of a parallel layout.")
+    parser.add_argument("--world_size", type=int, required=True)
+    for name in ("tensor", "context", "pipeline"):
+        parser.add_argument(f"--{name}_parallel", type=int, default=1)
+    parser.add_argument("--dp_shard", type=int, help="data-parallel ranks that share one copy of sharded parameters")
+    parser.add_argument("--parallel_order", default=ORDER, help="default: %(default)s")
+    parser.add_argument("--ranks_per_node", type=int, default=4, help="default: %(default)s")
+    o = parser.parse_args(argv)
+    if min(o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.ranks_per_node) < 1:
+        raise UsageError("sizes are 1 or more")
+    layout = Layout(
+        o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.dp_shard, o.parallel_order
+    )
+    print(layout.table(o.ranks_per_node))
 
 
-def _end_because_of(first):
-    status, message = first.split(" ", 1)
-    print(f"error: rank {rank()} ends because of {message}", file=sys.stderr, flush=True)
-    exit_at_once(int(status))
-
-
-def _listen():
-    """In a thread of every rank: end it soon after another has failed, also while it waits in a collective."""
-    with contextlib.suppress(RuntimeError):  # rank 0 is gone: the collectives will notice
-        while not _leaving.wait(FAREWELL_SECONDS / 4):
-            if _control.check([FIRST_FAILURE]):
-                first = _control.get(FIRST_FAILURE).decode()
-                if not first.split(" ", 1)[1].startswith(f"rank {rank()}:"):
-                    time.sleep(FAREWELL_SECONDS / 2)  # an error of its own comes first
-                    _end_because_of(first)
-                return
-
-
-def exit_at_once(status):
-    """End this process without waiting for others: they may wait for this one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+if __name__ == "__main__":
+    run_main(main)

@@ -3,10 +3,19 @@
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from utils import comm
 from utils.errors import UsageError
+
+EXPENSIVE = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 def apply_compute_options(config, device, model):
@@ -25,16 +34,23 @@ def apply_compute_options(config, device, model):
         torch.backends.cudnn.allow_tf32 = config.enable_tf32
     if config.enable_channels_last:
         model.to(memory_format=torch.channels_last)  # the convolution of the patch embedding
-    if config.activation_checkpointing == "full":
-        checkpoint_activations(model.blocks)
+    if config.activation_checkpointing != "none":
+        blocks = list(model.blocks)[config.checkpointing_interval - 1 :: config.checkpointing_interval]
+        checkpoint_activations(blocks, selective=config.activation_checkpointing == "selective")
     if config.enable_jit:
-        model.compile(fullgraph=True)  # one graph: a graph break is an error
+        # A graph break is an error. Several ranks compile each block alone: between two blocks gradients are reduced
+        # and parameters gathered, while the others compute.
+        for module in [model] if comm.world_size() == 1 else model.blocks:
+            module.forward = torch.compile(module.forward, fullgraph=True)
 
 
-def checkpoint_activations(blocks):
+def checkpoint_activations(blocks, selective=False):
     """Keep only the input of each block for the backward pass, which computes the block a second time.
 
-    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+    selective: also keep the results of matrix products and attention, so that only cheap operations are repeated.
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174); Korthikanti et al. 2022,
+    "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
     """
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, EXPENSIVE)} if selective else {}
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)

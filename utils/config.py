@@ -56,7 +56,10 @@ class Config(BaseModel):
     local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
     num_iters: PositiveInt = key("optimizer steps of the whole run")
     optimizer: Literal["Adam", "AdamW"] = key("optimizer")
-    lr: PositiveFloat = key("peak learning rate")
+    gradient_accumulation: PositiveInt = key("micro-batches that a device computes for one optimizer step", 1)
+    lr: PositiveFloat = key("peak learning rate, of base_batch_size where it is scaled")
+    lr_scaling: Literal["none", "linear", "sqrt"] = key("how lr grows with global_batch_size / base_batch_size", "none")
+    base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = key("Adam betas")
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
     warmup: NonNegativeInt = key("iterations of linear warmup", 0)
@@ -73,7 +76,21 @@ class Config(BaseModel):
     enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False)
     enable_tf32: bool = key("TF32 in float32 matrix products and convolutions on a GPU", False)
     enable_channels_last: bool = key("channels-last memory format in convolutions", False)
-    activation_checkpointing: Literal["none", "full"] = key("full: recompute each block in the backward pass", "none")
+    activation_checkpointing: Literal["none", "full", "selective"] = key(
+        "recompute blocks in the backward pass: whole, or all but matrix products and attention", "none"
+    )
+    checkpointing_interval: PositiveInt = key("recompute only every k-th block", 1)
+
+    data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key("what the data-parallel ranks share", "ddp")
+    noddp: bool = key("no gradient reduction: to measure what it costs; ranks train apart", False)
+    bucket_cap_mb: PositiveFloat = key("ddp, zero1: MiB of gradients in one reduction", 25)
+    gradient_compression: Literal["none", "bf16"] = key("ddp: reduce gradients in bfloat16", "none")
+    dp_shard: PositiveInt | None = key("hsdp: ranks that share one copy; null: those of a node", None)
+    wrap_policy: Literal["block", "size", "none"] = key("zero2, fsdp, hsdp: what is gathered at once", "block")
+    wrap_min_params: PositiveInt = key("parameters of a unit with wrap_policy size", 1_000_000)
+    prefetch: NonNegativeInt = key("zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0)
+    gather_dtype: Literal["none", "bf16", "fp16"] = key("zero2, fsdp, hsdp: dtype of gathered parameters", "none")
+    cpu_offload: bool = key("zero2, fsdp, hsdp: parameters, gradients and optimizer in host memory", False)
 
     expdir: Text = key("folder of all runs", "./logs")
     run_num: Text = key("name of this run: its folder is <expdir>/<config>/<run_num>", "00")
@@ -91,6 +108,8 @@ class Config(BaseModel):
 FREE_KEYS = {
     "comm_timeout", "watchdog_timeout", "device", "expdir", "resume", "num_data_workers", "data_loader_config",
     "log_every", "checkpoint_every", "keep_checkpoints", "profile", "profile_start", "profile_steps",
+    "gradient_accumulation", "activation_checkpointing", "checkpointing_interval", "data_parallel", "bucket_cap_mb",
+    "dp_shard", "wrap_policy", "wrap_min_params", "prefetch", "cpu_offload",
 }  # fmt: skip
 
 
@@ -148,11 +167,16 @@ def check_config(settings, name, where, options=(), world_size=None):
         raise UsageError(
             f"{where}: global_batch_size {batch} is not local_batch_size {own} x {world_size} devices: give one of them"
         )
-    if world_size and batch % world_size:
+    parts = (world_size or 1) * config.gradient_accumulation
+    if world_size and batch % parts:
+        accumulated = f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""
         raise UsageError(
-            f"{where}: global_batch_size {batch} cannot be shared by {world_size} ranks: it is not a multiple of "
-            f"{world_size}"
+            f"{where}: global_batch_size {batch} cannot be shared by {world_size} ranks{accumulated}: it is not a "
+            f"multiple of {parts}"
         )
+    if config.lr_scaling != "none" and config.base_batch_size is None:
+        raise UsageError(f"{where}: lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to")
+    _check_data_parallel(config, where)
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         raise UsageError(
             f"{where}: enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a "
@@ -161,6 +185,20 @@ def check_config(settings, name, where, options=(), world_size=None):
     if config.warmup > config.num_iters:
         raise UsageError(f"{where}: warmup {config.warmup} is longer than num_iters {config.num_iters}")
     return config
+
+
+def _check_data_parallel(config, where):
+    sharded = config.data_parallel in ("zero2", "fsdp", "hsdp")
+    defaults = Config.model_fields
+    for names, belongs, to in (
+        (("wrap_policy", "prefetch", "gather_dtype", "cpu_offload"), sharded, "zero2, fsdp and hsdp"),
+        (("bucket_cap_mb",), not sharded, "ddp and zero1"),
+        (("noddp", "gradient_compression"), config.data_parallel == "ddp", "ddp"),
+        (("dp_shard",), config.data_parallel == "hsdp", "hsdp"),
+    ):
+        for name in names:
+            if not belongs and getattr(config, name) != defaults[name].default:
+                raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
 
 
 def write_config(config, path):

@@ -65,7 +65,7 @@ class BatchLoader:
 
     def train(self, seed, start, stop):
         """Batches of the training steps start, ..., stop - 1."""
-        args = len(self.dataset), self.batch_size * comm.world_size(), seed
+        args = len(self.dataset), self.batch_size * comm.get_size("dp"), seed
         yield from self._batches(self._own(training_indices, args), range(start, stop))
 
     def valid(self):
@@ -75,19 +75,19 @@ class BatchLoader:
         be 0 there.
         """
         size = len(self.dataset)
-        args = size, self.batch_size * comm.world_size()
+        args = size, self.batch_size * comm.get_size("dp")
         iterations = range(math.ceil(size / args[1]))
         for iteration, (x, y) in zip(
             iterations, self._batches(self._own(validation_indices, args), iterations), strict=True
         ):
-            left = size - iteration * args[1] - comm.rank() * self.batch_size
+            left = size - iteration * args[1] - comm.get_rank("dp") * self.batch_size
             yield x, y, min(self.batch_size, max(0, left))
 
     def close(self):
         self.dataset.close()
 
     def _own(self, indices, args):
-        return partial(rank_indices, indices, args, comm.rank(), comm.world_size())
+        return partial(rank_indices, indices, args, comm.get_rank("dp"), comm.get_size("dp"))
 
     def _batches(self, indices, iterations):
         """One (input, target) for each of `iterations`, a range, of the samples indices(iteration)."""
@@ -229,7 +229,7 @@ def build_loaders(config, device):
     """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
     Loader = loader_class(config.data_loader_config)
     n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
-    own_batch_size = batch_size // comm.world_size()
+    own_batch_size = batch_size // comm.get_size("dp")
     train, valid = (
         FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit)
         for folder, limit in (

@@ -4,32 +4,48 @@ import math
 
 import torch
 
+from distributed.data_parallel import build_zero1_optimizer
+from utils import comm
+
 
 def build_optimizer(config, model, device):
     """Adam or AdamW as the config says; fused: one kernel updates all parameters.
 
     For CUDA graphs the optimizer keeps everything on the device, the learning rate too.
     """
-    captured = config.enable_cuda_graphs
-    lr = torch.tensor(config.lr, device=device) if captured else config.lr
+    captured, peak = config.enable_cuda_graphs, peak_learning_rate(config)
+    lr = torch.tensor(peak, device=device) if captured else peak
     fused = config.enable_fused or None  # None: torch's own choice, one kernel for each operation (foreach)
-    return getattr(torch.optim, config.optimizer)(
-        model.parameters(), lr=lr, betas=tuple(config.betas), fused=fused, capturable=captured
-    )
+    options = {"lr": lr, "betas": tuple(config.betas), "fused": fused, "capturable": captured}
+    optimizer_class = getattr(torch.optim, config.optimizer)
+    if config.data_parallel == "zero1" and comm.get_size("dp_cp") > 1:
+        return build_zero1_optimizer(optimizer_class, model.parameters(), **options)
+    return optimizer_class(model.parameters(), **options)
+
+
+def peak_learning_rate(config):
+    """config.lr, scaled from base_batch_size to global_batch_size.
+
+    linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD; sqrt: Krizhevsky 2014 (arXiv:1404.5997), Malladi et al. 2022
+    (arXiv:2205.10287) for Adam.
+    """
+    ratio = config.global_batch_size / (config.base_batch_size or config.global_batch_size)
+    return config.lr * {"none": 1, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
 
 def learning_rate(config, iteration):
-    """Learning rate of an iteration (from 0): linear warmup to config.lr, then a cosine to zero or a constant.
+    """Learning rate of an iteration (from 0): linear warmup to the peak, then a cosine to zero or a constant.
 
     A function of the iteration alone, so that a resumed run needs no state for it. Cosine: Loshchilov and Hutter
     2017 (arXiv:1608.03983), without restarts.
     """
+    peak = peak_learning_rate(config)
     if iteration < config.warmup:
-        return config.lr * (iteration + 1) / config.warmup
+        return peak * (iteration + 1) / config.warmup
     if config.lr_schedule == "constant":
-        return config.lr
+        return peak
     progress = (iteration - config.warmup) / max(1, config.num_iters - config.warmup)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def set_learning_rate(optimizer, value):

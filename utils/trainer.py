@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from distributed.data_parallel import data_parallel
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.device import peak_memory_bytes, synchronize
@@ -33,11 +32,11 @@ log = logging.getLogger(__name__)
 class Trainer:
     """Trains `model` as `config` says, in the folder `run`."""
 
-    def __init__(self, config, device, model, optimizer, train_loader, valid_loader, run):
+    def __init__(self, config, device, model, parallel, optimizer, train_loader, valid_loader, run):
         self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
         self.train_loader, self.run = train_loader, run
         self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints)
-        self.step = TrainingStep(config, device, data_parallel(model, device), optimizer)
+        self.step = TrainingStep(config, device, parallel, optimizer)
         self.profiler = build_profiler(config, device, run.path / "profile") if comm.is_main() else None
         self.validator = Validator(valid_loader)
 
@@ -45,6 +44,7 @@ class Trainer:
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
         self.best_val_loss = math.inf
         self.validation_due = False  # stopped by a signal before the validation was done
+        self.resumed = False  # and no step made since
         self.pending_losses = []  # on the device, not read yet
         self.stop_signal = None  # this process was asked to stop
         self.stopping = False  # all ranks know and stop after the same step
@@ -86,6 +86,9 @@ class Trainer:
                 waited = time.perf_counter()
                 x, y = next(batches)
                 self.clock.data_wait += time.perf_counter() - waited
+            if self.resumed:
+                self.step.settle(x)
+                self.resumed = False
             self.pending_losses.append(self.step(self.iteration, x, y))
         self.iteration += 1
 
@@ -194,6 +197,7 @@ class Trainer:
             log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
         restore_state(tensors, self.model, self.optimizer)
+        self.resumed = True
         state = marker["trainer"]
         self.iteration = marker["iteration"]
         self.epoch_loss, self.epoch_iterations = state["epoch_loss"], state["epoch_iterations"]
@@ -204,7 +208,7 @@ class Trainer:
 
     def _where(self):
         ranks = comm.world_size()
-        return f"{ranks} x {self.device.type}" if ranks > 1 else str(self.device)
+        return f"{ranks} x {self.device.type}, {self.config.data_parallel}" if ranks > 1 else str(self.device)
 
     def _summary(self, result):
         synchronize(self.device)

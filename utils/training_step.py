@@ -1,4 +1,4 @@
-"""One optimizer step on one device, eager or as one CUDA graph."""
+"""One optimizer step, eager or as one CUDA graph."""
 
 import torch
 
@@ -17,8 +17,8 @@ class TrainingStep:
     then skips a step that overflowed by itself).
     """
 
-    def __init__(self, config, device, model, optimizer):
-        self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
+    def __init__(self, config, device, parallel, optimizer):
+        self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
         self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
 
@@ -31,21 +31,36 @@ class TrainingStep:
         dtype = AMP_DTYPES.get(self.config.amp_mode)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
+    def settle(self, x):
+        """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
+
+        Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
+        """
+        if self.parallel.replicated:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
+                self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
     def _run(self, x, y):
-        with span("forward"):
-            with self.autocast():
-                prediction = self.model(x)
-            loss = relative_l2_loss(prediction, y)
-        with span("backward"):
-            self.scaler.scale(loss).backward()
+        micro_batches = self.config.gradient_accumulation
+        losses = []
+        for i, (x_part, y_part) in enumerate(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True), 1):
+            with self.parallel.reduction(wanted=i == micro_batches):
+                with span("forward"):
+                    with self.autocast():
+                        prediction = self.parallel.module(x_part)
+                    losses.append(relative_l2_loss(prediction, y_part) / micro_batches)
+                with span("backward"):
+                    self.scaler.scale(losses[-1]).backward()
+                losses[-1] = losses[-1].detach()
         with span("optimizer"):
             if self.config.clip_grad_norm:
                 self.scaler.unscale_(self.optimizer)
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+                torch.nn.utils.clip_grad_norm_(self.parallel.module.parameters(), self.config.clip_grad_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return sum(losses)
 
 
 class CapturedStep:

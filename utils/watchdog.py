@@ -7,6 +7,7 @@ import time
 
 from utils import comm
 from utils.errors import FAILED_STATUS
+from utils.failure import exit_at_once
 
 
 class Watchdog:
@@ -46,4 +47,4 @@ class Watchdog:
             f"the stacks of all threads are in {path}",
             file=sys.stderr,
         )
-        comm.exit_at_once(FAILED_STATUS)
+        exit_at_once(FAILED_STATUS)

@@ -13,13 +13,14 @@ import traceback
 
 import torch
 
-from networks.vit import ViT
+from distributed.data_parallel import data_parallel
 from utils.benchmarks.report import format_table, machine, write_bars, write_json
 from utils.compute import apply_compute_options
 from utils.data_loader import build_loaders
 from utils.device import peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError
 from utils.flops import training_flops
+from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.training_step import AMP_DTYPES, TrainingStep
 
@@ -154,13 +155,10 @@ def _serve(pipe, config):
     device = select_device(config.device)
     loader, valid_loader = build_loaders(config, device)
     valid_loader.close()
-    torch.manual_seed(config.seed)
-    model = ViT(
-        config.img_size, config.patch_size, config.n_in_channels, config.n_out_channels, config.embed_dim,
-        config.depth, config.num_heads, config.mlp_ratio, config.dropout,
-    ).to(device)  # fmt: skip
+    model = build_model(config)
     apply_compute_options(config, device, model)
-    step = TrainingStep(config, device, model, build_optimizer(config, model, device))
+    parallel = data_parallel(model, config, device, initial_weights(config))
+    step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
     batches = loader.train(config.seed, 0, 10**9)
     losses, wait = [], 0.0
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from utils.comm import Launch, read_launch
 from utils.errors import UsageError
+from utils.launch import Launch, read_launch
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
