@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.initialise import initialise
@@ -125,6 +124,8 @@ class DataParallel:
 
 def build_zero1_optimizer(optimizer_class, parameters, **options):
     """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
     return ZeroRedundancyOptimizer(
         parameters, optimizer_class, process_group=comm.get_group("dp_cp"), parameters_as_bucket_view=True, **options
     )

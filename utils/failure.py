@@ -1,0 +1,72 @@
+"""When one rank fails, every rank ends, and says why.
+
+A rank that fails writes its error into the store of the process group; a thread of every other rank looks there, so
+that a rank that waits in a collective ends too. The first error written is the one that all of them name.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+
+from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError
+
+FIRST_FAILURE = "first_failure"  # key of the store
+FAREWELL_SECONDS = 2
+
+
+class FailureListener:
+    """Of one rank. store: a connection of its own, since the process group's may be busy waiting."""
+
+    def __init__(self, store, rank):
+        self.store, self.rank = store, rank
+        self.leaving = threading.Event()
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+
+    def stop(self, timeout):
+        """Python must not end while the thread is in the store."""
+        self.leaving.set()
+        self.thread.join(timeout)
+
+    def end_this_rank(self, error, shutdown):
+        """Say why, to people and to the other ranks, and end without waiting for them."""
+        status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
+        expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
+        message = f"rank {self.rank}: {error if expected else f'{type(error).__name__}: {error}'}"
+        try:
+            first = self.store.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
+        except RuntimeError:  # the store lives in rank 0, which is gone
+            first = f"{status} the loss of rank 0"
+        if first == f"{status} {message}":
+            print(f"error: {message}", file=sys.stderr, flush=True)
+            if not expected:
+                traceback.print_exc()
+            time.sleep(FAREWELL_SECONDS)  # the others listen; rank 0 also holds the store for them
+            shutdown()
+            exit_at_once(status)
+        self._end_because_of(first)
+
+    def _end_because_of(self, first):
+        status, message = first.split(" ", 1)
+        print(f"error: rank {self.rank} ends because of {message}", file=sys.stderr, flush=True)
+        exit_at_once(int(status))
+
+    def _listen(self):
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone: the collectives will notice
+            while not self.leaving.wait(FAREWELL_SECONDS / 4):
+                if self.store.check([FIRST_FAILURE]):
+                    first = self.store.get(FIRST_FAILURE).decode()
+                    if not first.split(" ", 1)[1].startswith(f"rank {self.rank}:"):
+                        time.sleep(FAREWELL_SECONDS / 2)  # an error of its own comes first
+                        self._end_because_of(first)
+                    return
+
+
+def exit_at_once(status):
+    """End this process without waiting for others: they may wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,87 @@
+"""Who this process is: what plain python, torchrun or srun, with or without export_DDP_vars.sh, say of it."""
+
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+
+from utils.errors import UsageError
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says of this process."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    nodes: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+
+
+def read_launch(env=os.environ):
+    """The Launch in the environment: of torchrun or export_DDP_vars.sh, else of srun, else a single process.
+
+    Raises UsageError where variables are missing, are no numbers, or contradict each other.
+    """
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in env else 1
+    if "RANK" in env or "WORLD_SIZE" in env:
+        missing = [name for name in VARIABLES if name not in env]
+        if missing:
+            raise UsageError(
+                f"{'RANK' if 'RANK' in env else 'WORLD_SIZE'} is set, but {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not: start with torchrun, srun or plain python, or unset it"
+            )
+        rank, local_rank, size, port = (_number(env, n) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
+        launch = Launch(rank, local_rank, size, _nodes(env, size), env["MASTER_ADDR"], port)
+        by_srun = tasks > 1 and "TORCHELASTIC_RUN_ID" not in env
+        if by_srun and (rank, size) != (_number(env, "SLURM_PROCID"), tasks):
+            raise UsageError(
+                f"RANK {rank} of {size} contradicts srun's task {env['SLURM_PROCID']} of {tasks}: source "
+                "export_DDP_vars.sh inside each task, not in the batch script"
+            )
+    elif tasks > 1:
+        launch = Launch(
+            _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), tasks,
+            _number(env, "SLURM_STEP_NUM_NODES"), env.get("MASTER_ADDR") or _slurm_master(env),
+            _number(env, "MASTER_PORT") if "MASTER_PORT" in env else 12000 + _number(env, "SLURM_JOB_ID") % 20000,
+        )  # fmt: skip
+    else:
+        return Launch()
+    if not 0 <= launch.rank < launch.world_size:
+        raise UsageError(f"RANK {launch.rank} is not one of the {launch.world_size} ranks of WORLD_SIZE")
+    return launch
+
+
+def _nodes(env, size):
+    if "LOCAL_WORLD_SIZE" in env:  # torchrun
+        return -(-size // max(1, _number(env, "LOCAL_WORLD_SIZE")))
+    return _number(env, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in env else 1
+
+
+def _number(env, name):
+    try:
+        return int(env[name])
+    except KeyError:
+        raise UsageError(f"{name} is not set, although srun started several tasks") from None
+    except ValueError:
+        raise UsageError(f"{name}='{env[name]}' is not a whole number") from None
+
+
+def _slurm_master(env):
+    """The address of rank 0: the first node of the step, or the node of srun where that name does not resolve."""
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        return "127.0.0.1"
+    nodes = env.get("SLURM_STEP_NODELIST", "")
+    try:
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        first = listed.stdout.split()[0]
+        socket.getaddrinfo(first, None)
+        return first
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        if "SLURM_LAUNCH_NODE_IPADDR" not in env:
+            raise UsageError(f"no address for rank 0 of the nodes '{nodes}': set MASTER_ADDR") from None
+        return env["SLURM_LAUNCH_NODE_IPADDR"]
