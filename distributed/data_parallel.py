@@ -44,17 +44,18 @@ def shard_parameters(model, config, device):
     """
     if config.data_parallel not in SHARDED or comm.get_size("dp_cp") == 1:
         return
-    mesh = comm.get_mesh("dp_replicate", "dp_shard_cp") if config.data_parallel == "hsdp" else comm.get_mesh("dp_cp")
+    hsdp = ("dp_replicate", "dp_shard" if comm.get_size("cp") == 1 else "dp_shard_cp")
+    dtype = DTYPES[config.gather_dtype]
     options = {
-        "mesh": mesh,
+        "mesh": comm.get_mesh(*hsdp) if config.data_parallel == "hsdp" else comm.get_mesh("dp_cp"),
         "reshard_after_forward": config.data_parallel != "zero2",
-        "mp_policy": MixedPrecisionPolicy(DTYPES[config.gather_dtype], torch.float32, torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     units = sharded_units(model, config.wrap_policy, config.wrap_min_params)
     for unit in units:
-        fully_shard(unit, **options)
-    fully_shard(model, **options)  # what no unit holds
+        fully_shard(unit, **options, mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32))
+    rest = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    fully_shard(model, **options, mp_policy=rest)  # what no unit holds
     if config.prefetch:
         for ahead, direction in ((units, "forward"), (units[::-1], "backward")):
             for i, unit in enumerate(ahead):
@@ -95,6 +96,11 @@ def data_parallel(model, config, device, weights):
     return DataParallel(model, config, device)
 
 
+def reduce_in_bf16(group, bucket):
+    """torch's hook, which DDP itself accepts with NCCL only; gloo reduces bfloat16 too."""
+    return bf16_compress_hook(group, bucket)
+
+
 class DataParallel:
     """The model as the training step calls it: `module(x)`, and when its gradients are reduced."""
 
@@ -111,7 +117,7 @@ class DataParallel:
                 static_graph=config.gradient_accumulation == 1,
             )
             if config.gradient_compression == "bf16":
-                self.module.register_comm_hook(None, bf16_compress_hook)
+                self.module.register_comm_hook(comm.get_group("dp_cp"), reduce_in_bf16)
 
     def reduction(self, wanted):
         """Context of the forward and backward pass of a micro-batch; only the last one of a step reduces gradients."""

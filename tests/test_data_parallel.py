@@ -43,12 +43,23 @@ def train(config, steps=STEPS):
 
 
 def assert_same_training(results, serial, tolerance=1e-5):
-    """The update of every weight, relative to the largest one of its tensor, is that of the serial run."""
+    """Every loss and every weight is that of the serial run, on every rank."""
     for losses, weights in results:
         torch.testing.assert_close(losses, serial[0], rtol=tolerance, atol=0)
         for name, expected in serial[1].items():
             error = (weights[name] - expected).norm() / expected.norm().clamp_min(1e-3)
             assert error < tolerance, (name, error)
+
+
+def assert_nearly_same_training(results, serial, config, tolerance):
+    """The losses, and all that the weights have moved: half precision rounds differently when a batch is split."""
+    start = torch.cat([value.flatten() for _, value in initial_weights(config)])
+    expected = torch.cat([serial[1][name].flatten() for name, _ in initial_weights(config)])
+    for losses, weights in results:
+        torch.testing.assert_close(losses, serial[0], rtol=1e-3, atol=0)
+        found = torch.cat([weights[name].flatten() for name, _ in initial_weights(config)])
+        error = (found - expected).norm() / (expected - start).norm()
+        assert error < tolerance, error
 
 
 # Adam divides by the root of a gradient's square: where a gradient is rounding noise alone, its sign decides.
@@ -73,3 +84,122 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, size, strategy,
     serial = train(tiny_config(**options))
     config = tiny_config(**options, data_parallel=strategy, dp_shard=size // 2 if strategy == "hsdp" else None)
     assert_same_training(ranks(size, train, config), serial)
+
+
+SHARDED_OPTIONS = {
+    "offload": {"cpu_offload": True},
+    "prefetch": {"prefetch": 2},
+    "one unit": {"wrap_policy": "none"},
+    "units by size": {"wrap_policy": "size", "wrap_min_params": 5000},
+    "compiled blocks": {"enable_jit": True},
+    "compiled, recomputed": {"enable_jit": True, "activation_checkpointing": "selective"},
+}
+
+
+@pytest.mark.parametrize("variant", SHARDED_OPTIONS)
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp"])
+def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, variant):
+    serial = train(tiny_config(**PARITY))
+    config = tiny_config(**PARITY, **SHARDED_OPTIONS[variant], data_parallel=strategy, dp_shard=None)
+    assert_same_training(ranks(2, train, config), serial)
+
+
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.01}, {"enable_jit": True}], ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, strategy, options):
+    serial = train(tiny_config(**PARITY))
+    assert_same_training(ranks(2, train, tiny_config(**PARITY, **options, data_parallel=strategy)), serial)
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "hsdp"])
+def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
+    options = PARITY | {"embed_dim": 34}
+    serial = train(tiny_config(**options))
+    assert_same_training(ranks(3, train, tiny_config(**options, data_parallel=strategy)), serial)
+
+
+@pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, strategy, amp_mode):
+    options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.1}
+    serial = train(tiny_config(**options))
+    config = tiny_config(**options, data_parallel=strategy, dp_shard=1 if strategy == "hsdp" else None)
+    assert_nearly_same_training(ranks(2, train, config), serial, config, tolerance=0.02)
+
+
+@pytest.mark.parametrize(
+    "options", [{"data_parallel": "fsdp", "gather_dtype": "bf16"}, {"gradient_compression": "bf16"}]
+)
+def test_halved_messages_train_nearly_the_same(ranks, tiny_config, options):
+    serial = train(tiny_config(**PARITY))
+    config = tiny_config(**PARITY, **options)
+    results = ranks(2, train, config)
+    assert_nearly_same_training(results, serial, config, tolerance=0.05)
+    with pytest.raises(AssertionError):  # they are halved
+        assert_same_training(results, serial)
+
+
+def overflow_on_the_last_rank(config):
+    """Whether this rank's weights change in a step in which only the last rank's part of a gradient overflows."""
+    model, step = build(config)
+    before = [p.detach().to_local().clone() for p in model.parameters()]
+    update = step.scaler.step
+
+    def overflow(optimizer):
+        if comm.rank() == comm.world_size() - 1:
+            model.blocks[0].mlp.fc1.weight.grad.to_local()[0, 0] = torch.inf
+        update(optimizer)
+
+    step.scaler.step = overflow
+    step(0, *torch.randn(2, 2, 20, *config.img_size))
+    unchanged = all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
+    return unchanged, step.scaler.get_scale()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, tiny_config, strategy):
+    config = tiny_config(**PARITY, amp_mode="fp16", data_parallel=strategy)
+    for unchanged, scale in ranks(2, overflow_on_the_last_rank, config):
+        assert unchanged and scale == 2**15
+
+
+def test_without_the_reduction_ranks_train_apart(ranks, tiny_config):
+    results = ranks(2, train, tiny_config(**PARITY, noddp=True))
+    name = "blocks.0.mlp.fc1.weight"
+    assert not torch.equal(results[0][1][name], results[1][1][name])
+    with pytest.raises(AssertionError):
+        assert_same_training(results, train(tiny_config(**PARITY)))
+
+
+def shared_parts(config):
+    """What this rank keeps of each parameter and of its optimizer state, in numbers."""
+    model, step = build(config)
+    step(0, *torch.randn(2, 2, 20, *config.img_size))
+    optimizer = getattr(step.optimizer, "optim", step.optimizer)
+    states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states)]
+    count = len(list(model.parameters()))
+    return sum(t.numel() for t in local[:count]), sum(t.numel() for t in local[count:])
+
+
+def test_each_strategy_keeps_what_it_says(ranks, tiny_config):
+    whole_model = sum(p.numel() for p in build_model(tiny_config(**PARITY)).parameters())
+    for strategy, parameters, states in (
+        ("ddp", 1, 2),
+        ("zero1", 1, 2 / 4),
+        ("zero2", 1 / 4, 2 / 4),
+        ("fsdp", 1 / 4, 2 / 4),
+    ):
+        parts = ranks(4, shared_parts, tiny_config(**PARITY, data_parallel=strategy))
+        assert sum(p for p, _ in parts) == pytest.approx(4 * parameters * whole_model, rel=0.01)
+        assert sum(s for _, s in parts) == pytest.approx(4 * states * whole_model, rel=0.01)
+        assert max(s for _, s in parts) <= 1.1 * states * whole_model  # a tensor is not divided by zero1
+
+
+def test_units_are_the_blocks_or_modules_of_a_size(tiny_config):
+    model = build_model(tiny_config(depth=3))
+    assert sharded_units(model, "block", 1) == list(model.blocks)
+    assert sharded_units(model, "none", 1) == []
+    large = [part for block in model.blocks for part in (block.attn, block.mlp.fc1, block.mlp.fc2)]
+    assert sharded_units(model, "size", 4100) == [model.patch_embed.proj, *large, model.head.proj]
+    assert sharded_units(model, "size", 12_000) == [model.patch_embed, *model.blocks][1:]
