@@ -43,11 +43,12 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
         self.proj = nn.Linear(embed_dim, embed_dim)
+        self.attend = F.scaled_dot_product_attention  # from q, k, v of the tokens that this model holds
 
     def forward(self, x):
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, N, heads, 3, d)
         q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, heads, N, d)
-        x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        x = self.attend(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         return self.proj(x.transpose(1, 2).flatten(2))
 
 
@@ -125,7 +126,8 @@ class ViT(nn.Module):
         grid = tuple(s // p for s, p in zip(img_size, patch_size, strict=True))
 
         self.patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
-        self.pos_embed = nn.Parameter(torch.empty(1, math.prod(grid), embed_dim))
+        self.pos_embed = nn.Parameter(torch.empty(math.prod(grid), embed_dim))
+        self.tokens = slice(0, math.prod(grid))  # of the image, those that this model holds: all
         self.pos_drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
@@ -158,7 +160,7 @@ class ViT(nn.Module):
                 yield f"{name}.bias", torch.zeros(module.bias.shape, device="cpu")
 
     def forward(self, x):
-        x = self.pos_drop(self.patch_embed(x) + self.pos_embed)  # (B, N, D)
+        x = self.pos_drop(self.patch_embed(x) + self.pos_embed[self.tokens])  # (B, N, D)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel, shard_size, sharded_units
 from utils import comm
 from utils.compute import apply_compute_options
@@ -203,3 +204,45 @@ def test_units_are_the_blocks_or_modules_of_a_size(tiny_config):
     large = [part for block in model.blocks for part in (block.attn, block.mlp.fc1, block.mlp.fc2)]
     assert sharded_units(model, "size", 4100) == [model.patch_embed.proj, *large, model.head.proj]
     assert sharded_units(model, "size", 12_000) == [model.patch_embed, *model.blocks][1:]
+
+
+def collectives_of_a_step(config):
+    """Calls by kind in the fifth optimizer step, when everything has settled."""
+    _, step = build(config)
+    x, y = torch.randn(2, config.global_batch_size // comm.get_size("dp"), 20, *config.img_size)
+    for i in range(4):
+        step(i, x, y)
+    with CollectiveCounter() as counted:
+        step(4, x, y)
+    return dict(counted.calls), dict(counted.bytes)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_are_reduced_once_a_step(ranks, tiny_config, accumulation):
+    options = PARITY | {"gradient_accumulation": accumulation}
+    size = 4 * sum(p.numel() for p in build_model(tiny_config(**options)).parameters())
+    units = options["depth"] + 1  # the blocks, and what is left
+
+    def counted(strategy):
+        return ranks(2, collectives_of_a_step, tiny_config(**options, data_parallel=strategy))[0]
+
+    assert counted("ddp") == ({"all_reduce": 1}, {"all_reduce": size})
+    assert counted("zero1") == ({"all_reduce": 1, "broadcast": 2}, {"all_reduce": size, "broadcast": size})
+    calls, sent = counted("fsdp")
+    assert calls == {"all_gather": 2 * units * accumulation, "reduce_scatter": units}
+    assert sent == {"all_gather": size * accumulation, "reduce_scatter": size // 2}
+    calls, sent = counted("zero2")
+    assert calls == {"all_gather": units * (1 if accumulation == 1 else accumulation), "reduce_scatter": units}
+
+
+def test_smaller_buckets_are_more_reductions_of_the_same_bytes(ranks, tiny_config):
+    one, many = (ranks(2, collectives_of_a_step, tiny_config(**PARITY, bucket_cap_mb=mib))[0] for mib in (25, 0.05))
+    assert many[0]["all_reduce"] > one[0]["all_reduce"] == 1
+    assert many[1] == one[1]
+
+
+def test_hsdp_reduces_inside_a_group_then_between_groups(ranks, tiny_config):
+    config = tiny_config(**PARITY, data_parallel="hsdp", dp_shard=2)
+    units = PARITY["depth"] + 1
+    calls, _ = ranks(4, collectives_of_a_step, config)[0]
+    assert calls == {"all_gather": 2 * units, "reduce_scatter": units, "all_reduce": units}

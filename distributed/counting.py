@@ -1,0 +1,94 @@
+"""Count the collectives of a piece of code, and the bytes that this rank sends in them.
+
+    with CollectiveCounter() as counted:
+        loss.backward()
+    counted.calls     # Counter({"all_reduce": 2})
+    counted.bytes     # Counter({"all_reduce": 66355200})
+
+Seen are functional collectives, eager or compiled, torch.distributed's own, and those of DDP and fully_shard.
+"""
+
+import math
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What an operator's name begins with, its underscores taken out, and the kind that it is.
+KINDS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "isend": "send",
+    "recv": "recv",
+    "irecv": "recv",
+    "barrier": "barrier",
+}
+INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "input_list")
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts by kind: `calls`, and `bytes` that this rank sends under the best algorithm for large messages.
+
+    An all-reduce is worth a reduce-scatter and an all-gather of the same tensor. Uneven shards count with the padding
+    that is sent. A broadcast, reduce, gather or scatter counts its tensor once on every rank.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    @classmethod
+    def is_infra_mode(cls):
+        return True  # torch.compile does not run under other modes; what compiled code sends comes by here as well
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._opname.replace("_", "")
+            kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+            if kind:
+                names = (argument.name for argument in func._schema.arguments)
+                self.calls[kind] += 1
+                self.bytes[kind] += _sent(kind, dict(zip(names, args, strict=False)) | kwargs)
+        return func(*args, **kwargs)
+
+
+def _sent(kind, arguments):
+    """Bytes that this rank sends at least, from the arguments of the operator by name."""
+    if kind in ("recv", "barrier"):
+        return 0
+    group = _group(arguments)
+    size = _nbytes([arguments[name] for name in INPUTS if name in arguments])
+    if kind == "all_reduce":
+        return 2 * size * (group.size() - 1) // group.size()
+    if kind == "all_gather":
+        return size * (group.size() - 1)
+    if kind == "reduce_scatter":
+        return size * (group.size() - 1) // group.size()
+    if kind == "all_to_all":
+        rows = arguments.get("input_split_sizes") or [1] * group.size()
+        return size * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
+    return size
+
+
+def _group(arguments):
+    group = arguments["group_name"] if "group_name" in arguments else arguments["process_group"]
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(group)
+    return dist.ProcessGroup.unbox(group)
+
+
+def _nbytes(values):
+    if isinstance(values, torch.Tensor):
+        return math.prod(values.shape) * values.element_size()
+    return sum(map(_nbytes, values))
