@@ -9,14 +9,13 @@ after saving a checkpoint (the same command continues).
 
 import torch
 
-from distributed.data_parallel import data_parallel, shard_size
+from distributed.data_parallel import data_parallel
 from utils import comm
 from utils.compute import apply_compute_options
 from utils.config import load_config
 from utils.data_loader import build_loaders
 from utils.errors import STOPPED_STATUS
 from utils.launch import read_launch
-from utils.layout import Layout
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.profiling import restart_under_nsys
@@ -26,9 +25,9 @@ from utils.trainer import Trainer
 
 
 def main(argv=None):
-    ranks = read_launch().world_size
-    config = load_config(argv, __doc__, ranks)
-    layout = Layout(ranks, shard=shard_size(config, ranks))
+    launch = read_launch()
+    config = load_config(argv, __doc__, launch.world_size)
+    layout = config.layout(launch.world_size, launch.ranks_per_node)
     restart_under_nsys()
     device = comm.init(config.device, config.comm_timeout)
     comm.build_mesh(device, layout)

@@ -12,7 +12,6 @@ Li et al. 2020 (DDP, arXiv:2006.15704), Rajbhandari et al. 2020 (ZeRO, arXiv:191
 arXiv:2304.11277). Whatever the strategy, the update is that of one device with the whole batch.
 """
 
-import os
 from contextlib import nullcontext
 
 import torch
@@ -26,15 +25,6 @@ from utils import comm
 
 SHARDED = ("zero2", "fsdp", "hsdp")
 DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def shard_size(config, dp_size):
-    """Ranks that share one copy of the parameters: all of them, or with hsdp those of one node."""
-    if config.data_parallel != "hsdp":
-        return None
-    return config.dp_shard or min(
-        dp_size, int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count() or 1))
-    )
 
 
 def shard_parameters(model, config, device):

@@ -4,6 +4,8 @@ import pytest
 
 from utils.config import Config, differing_keys, load_config, read_named_config, write_config
 from utils.errors import UsageError
+from utils.layout import Layout
+from utils.optim import peak_learning_rate
 
 
 def test_base_is_the_reference_experiment():
@@ -34,10 +36,11 @@ def test_options_win_over_the_file_and_booleans_go_both_ways(tmp_path):
 def test_every_key_is_an_option():
     for name, field in Config.model_fields.items():
         if field.annotation is bool:
-            assert getattr(load_config([f"--{name}"]), name) is True
+            strategy = "fsdp" if name == "cpu_offload" else "ddp"
+            assert getattr(load_config([f"--{name}", f"--data_parallel={strategy}"]), name) is True
             assert getattr(load_config([f"--no-{name}"]), name) is False
         elif name != "config":
-            with pytest.raises(UsageError, match=f"argument --{name}: expected"):
+            with pytest.raises(UsageError, match=f"argument --{name}.*: expected"):
                 load_config([f"--{name}"])
 
 
@@ -55,6 +58,75 @@ def test_local_batch_size_sets_the_global_one_on_one_device():
 def test_only_settings_that_change_the_result_count_as_different():
     one, other = load_config([]), load_config(["--num_data_workers=3", "--lr=1", "--depth=2", "--log_every=1"])
     assert differing_keys(one, other) == ["depth", "lr"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "line"),
+    [
+        (3, [], "config/ViT.yaml: base: global_batch_size 16 cannot be shared by 3 ranks: it is not a multiple of 3"),
+        (4, ["--gradient_accumulation=3"], "by 4 ranks in 3 micro-batches: it is not a multiple of 12"),
+        (4, ["--data_parallel=hsdp", "--dp_shard=3"], "4 data-parallel ranks cannot be split into groups of 3"),
+        (
+            8,
+            ["--tensor_parallel=3", "--context_parallel=2"],
+            "8 ranks cannot be split as tp 3 x cp 2 x dp: 8 is not a m",
+        ),
+        (
+            8,
+            ["--row_parallel_size=4", "--local_batch_size=3", "--global_batch_size=4"],
+            "is not local_batch_size 3 x 2 d",
+        ),
+        (
+            4,
+            ["--tensor_parallel=4", "--parallel_order=tp-xx"],
+            "parallel_order 'tp-xx': name each of dp, cp, tp, pp at m",
+        ),
+        (
+            4,
+            ["--tensor_parallel=2", "--tp_backend=dtensor"],
+            "tp_backend dtensor goes with data_parallel zero2, fsdp or",
+        ),
+        (4, ["--pipeline_parallel=4"], "pp_schedule 1f1b over 4 stages needs at least as many micro-batches"),
+        (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2, fsdp and hsdp, not to ddp"),
+        (1, ["--noddp", "--data_parallel=fsdp"], "noddp belongs to data_parallel ddp, not to fsdp"),
+        (1, ["--lr_scaling=sqrt"], "lr_scaling sqrt needs base_batch_size"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_with_the_arithmetic(ranks, words, line):
+    with pytest.raises(UsageError, match=line):
+        load_config(words, world_size=ranks, model_parallel=True)
+
+
+def test_a_model_is_not_split_by_the_script_of_another_rung():
+    with pytest.raises(UsageError, match="tensor_parallel 2: the model is split by train_mp.py"):
+        load_config(["--tensor_parallel=2"], world_size=2)
+
+
+@pytest.mark.parametrize(("words", "dims"), [
+    ([], {"pp": 1, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 1}),
+    (["--data_parallel=hsdp"], {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}),
+    (["--data_parallel=hsdp", "--dp_shard=2"], {"pp": 1, "dp_replicate": 4, "dp_shard": 2, "cp": 1, "tp": 1}),
+    (["--tensor_parallel=4"], {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4}),
+    (["--tensor_parallel=4", "--parallel_order=dp-tp"], {"pp": 1, "cp": 1, "tp": 4, "dp_replicate": 1, "dp_shard": 2}),
+])  # fmt: skip
+def test_the_mesh_of_eight_ranks_on_two_nodes(words, dims):
+    layout = load_config(words, world_size=8, model_parallel=True).layout(8, ranks_per_node=4)
+    assert list(layout.mesh_dims.items()) == list(dims.items())
+
+
+def test_groups_of_a_layout_are_those_of_the_order():
+    layout = Layout(8, tp=4, order="tp-dp")
+    assert layout.groups("tp").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert layout.groups("dp").tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert "tp           2 x 4  inside a node" in layout.table(ranks_per_node=4)
+    assert "dp           4 x 2  4 of 4 cross nodes" in layout.table(ranks_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr"), [("bs16_opt", 5e-4), ("bs64_opt", 1e-3), ("bs256_opt", 2e-3), ("bs1024_opt", 4e-3)]
+)
+def test_the_learning_rate_grows_with_the_root_of_the_batch(name, lr):
+    assert peak_learning_rate(load_config([f"--config={name}"])) == pytest.approx(lr)
 
 
 @pytest.mark.parametrize(

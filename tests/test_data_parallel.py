@@ -5,10 +5,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.counting import CollectiveCounter
-from distributed.data_parallel import data_parallel, shard_size, sharded_units
+from distributed.data_parallel import data_parallel, sharded_units
 from utils import comm
 from utils.compute import apply_compute_options
-from utils.layout import Layout
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.training_step import TrainingStep
@@ -19,7 +18,7 @@ STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
 
 def build(config):
-    comm.build_mesh(CPU, Layout(comm.world_size(), shard=shard_size(config, comm.world_size())))
+    comm.build_mesh(CPU, config.layout(comm.world_size()))
     model = build_model(config)
     apply_compute_options(config, CPU, model)
     parallel = data_parallel(model, config, CPU, initial_weights(config))

@@ -8,109 +8,14 @@ import argparse
 import difflib
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from utils.errors import ArgumentParser, UsageError
-
-Text = Annotated[str, Field(min_length=1)]
-
-
-def key(description, default=...):
-    return Field(default, description=description)
-
-
-class Config(BaseModel):
-    """The schema. Types are strict: a number in quotes is not a number."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    config: Text = key("name of the configuration in the YAML file")
-
-    embed_dim: PositiveInt = key("embedding size")
-    depth: PositiveInt = key("number of transformer blocks")
-    num_heads: PositiveInt = key("attention heads")
-    mlp_ratio: PositiveFloat = key("hidden size of the MLP / embedding size")
-    patch_size: PositiveInt = key("grid points along one side of a patch")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
-
-    img_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = key("points: latitude longitude")
-    n_in_channels: PositiveInt = key("channels of the input, the first ones of the file")
-    n_out_channels: PositiveInt = key("channels to forecast, the first ones of the file")
-    dt: PositiveInt = key("forecast lead, in time steps of the file")
-    train_data_path: Text = key("folder of the training years (.h5)")
-    valid_data_path: Text = key("folder of the validation years")
-    inf_data_path: Text = key("folder of the test years")
-    global_means_path: Text = key("mean of each channel (.npy)")
-    global_stds_path: Text = key("standard deviation of each channel (.npy)")
-    time_means_path: Text = key("time mean of each channel at each point (.npy), the climatology")
-    limit_nsamples: PositiveInt | None = key("train on the first samples only", None)
-    limit_nsamples_val: PositiveInt | None = key("validate on the first samples only", None)
-    data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch")
-    num_data_workers: NonNegativeInt = key("threads (DALI: processes) that read ahead; 0: none", 0)
-
-    global_batch_size: PositiveInt = key("samples of one optimizer step, over all devices")
-    local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
-    num_iters: PositiveInt = key("optimizer steps of the whole run")
-    optimizer: Literal["Adam", "AdamW"] = key("optimizer")
-    gradient_accumulation: PositiveInt = key("micro-batches that a device computes for one optimizer step", 1)
-    lr: PositiveFloat = key("peak learning rate, of base_batch_size where it is scaled")
-    lr_scaling: Literal["none", "linear", "sqrt"] = key("how lr grows with global_batch_size / base_batch_size", "none")
-    base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = key("Adam betas")
-    lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
-    warmup: NonNegativeInt = key("iterations of linear warmup", 0)
-    clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
-    seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
-
-    comm_timeout: PositiveInt = key("seconds after which a rank that waits for another gives up", 600)
-    watchdog_timeout: PositiveInt = key("seconds without a finished step after which the run ends", 1800)
-
-    device: Text = key("auto, cpu, cuda, cuda:1, mps, ...", "auto")
-    amp_mode: Literal["none", "bf16", "fp16"] = key("automatic mixed precision", "none")
-    enable_fused: bool = key("fused optimizer kernel", False)
-    enable_jit: bool = key("torch.compile the model", False)
-    enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False)
-    enable_tf32: bool = key("TF32 in float32 matrix products and convolutions on a GPU", False)
-    enable_channels_last: bool = key("channels-last memory format in convolutions", False)
-    activation_checkpointing: Literal["none", "full", "selective"] = key(
-        "recompute blocks in the backward pass: whole, or all but matrix products and attention", "none"
-    )
-    checkpointing_interval: PositiveInt = key("recompute only every k-th block", 1)
-
-    data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key("what the data-parallel ranks share", "ddp")
-    noddp: bool = key("no gradient reduction: to measure what it costs; ranks train apart", False)
-    bucket_cap_mb: PositiveFloat = key("ddp, zero1: MiB of gradients in one reduction", 25)
-    gradient_compression: Literal["none", "bf16"] = key("ddp: reduce gradients in bfloat16", "none")
-    dp_shard: PositiveInt | None = key("hsdp: ranks that share one copy; null: those of a node", None)
-    wrap_policy: Literal["block", "size", "none"] = key("zero2, fsdp, hsdp: what is gathered at once", "block")
-    wrap_min_params: PositiveInt = key("parameters of a unit with wrap_policy size", 1_000_000)
-    prefetch: NonNegativeInt = key("zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0)
-    gather_dtype: Literal["none", "bf16", "fp16"] = key("zero2, fsdp, hsdp: dtype of gathered parameters", "none")
-    cpu_offload: bool = key("zero2, fsdp, hsdp: parameters, gradients and optimizer in host memory", False)
-
-    expdir: Text = key("folder of all runs", "./logs")
-    run_num: Text = key("name of this run: its folder is <expdir>/<config>/<run_num>", "00")
-    resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto")
-    log_every: PositiveInt = key("iterations between two readings of the loss", 10)
-    validate_every: PositiveInt = key("epochs between two validations", 1)
-    checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000)
-    keep_checkpoints: PositiveInt = key("newest checkpoints to keep, besides the best", 2)
-    profile: Literal["none", "torch"] = key("record a window of steps with torch.profiler", "none")
-    profile_start: NonNegativeInt = key("steps of this process before the window", 20)
-    profile_steps: PositiveInt = key("steps in the window", 10)
-
-
-# Settings that do not change what is computed: they may differ when a run is resumed.
-FREE_KEYS = {
-    "comm_timeout", "watchdog_timeout", "device", "expdir", "resume", "num_data_workers", "data_loader_config",
-    "log_every", "checkpoint_every", "keep_checkpoints", "profile", "profile_start", "profile_steps",
-    "gradient_accumulation", "activation_checkpointing", "checkpointing_interval", "data_parallel", "bucket_cap_mb",
-    "dp_shard", "wrap_policy", "wrap_min_params", "prefetch", "cpu_offload",
-}  # fmt: skip
+from utils.schema import ALIASES, FREE_KEYS, Config
 
 
 def yaml():
@@ -120,18 +25,23 @@ def yaml():
     return loader
 
 
-def load_config(argv=None, description=None, world_size=1):
+def load_config(argv=None, description=None, world_size=1, yaml_config="config/ViT.yaml", model_parallel=False):
     """Config from the command line: `--yaml_config FILE --config NAME` and any key of the schema.
 
-    world_size: processes that share the batch. Raises UsageError naming file, config and key for whatever does not fit
-    the schema, and where the batch cannot be shared equally.
+    world_size: ranks of the run. model_parallel: whether this program can split a model. Raises UsageError naming file,
+    config and key for whatever does not fit the schema, and where ranks or batch cannot be shared equally.
     """
-    options = _parse_command_line(sys.argv[1:] if argv is None else argv, description)
+    options = _parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
     path, name = options.pop("yaml_config"), options.pop("config")
     settings = {**read_named_config(path, name), **options}
     if "local_batch_size" in options and "global_batch_size" not in options:
-        settings["global_batch_size"] = options["local_batch_size"] * world_size
-    return check_config(settings, name, f"{path}: {name}", options, world_size)
+        dp = check_config(settings, name, f"{path}: {name}", options).layout(world_size).dp
+        settings["global_batch_size"] = options["local_batch_size"] * dp
+    config = check_config(settings, name, f"{path}: {name}", options, world_size)
+    for key_name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+        if getattr(config, key_name) > 1 and not model_parallel:
+            raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by train_mp.py")
+    return config
 
 
 def read_named_config(path, name):
@@ -162,18 +72,8 @@ def check_config(settings, name, where, options=(), world_size=None):
     except ValidationError as error:
         problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
         raise UsageError(_explain(problems[0], where, options)) from None
-    batch, own = config.global_batch_size, config.local_batch_size
-    if world_size and own is not None and own * world_size != batch:
-        raise UsageError(
-            f"{where}: global_batch_size {batch} is not local_batch_size {own} x {world_size} devices: give one of them"
-        )
-    parts = (world_size or 1) * config.gradient_accumulation
-    if world_size and batch % parts:
-        accumulated = f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""
-        raise UsageError(
-            f"{where}: global_batch_size {batch} cannot be shared by {world_size} ranks{accumulated}: it is not a "
-            f"multiple of {parts}"
-        )
+    if world_size:
+        _check_shares(config, where, world_size)
     if config.lr_scaling != "none" and config.base_batch_size is None:
         raise UsageError(f"{where}: lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to")
     _check_data_parallel(config, where)
@@ -187,11 +87,38 @@ def check_config(settings, name, where, options=(), world_size=None):
     return config
 
 
+def _check_shares(config, where, world_size):
+    """The batch is shared by the data-parallel ranks, and each one's part by its micro-batches."""
+    dp, batch, own = config.layout(world_size).dp, config.global_batch_size, config.local_batch_size
+    ranks = f"{dp} ranks" if dp == world_size else f"{dp} data-parallel ranks"
+    if own is not None and own * dp != batch:
+        raise UsageError(
+            f"{where}: global_batch_size {batch} is not local_batch_size {own} x {ranks}: give one of them"
+        )
+    parts = dp * config.gradient_accumulation
+    if batch % parts:
+        accumulated = f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""
+        why = f"it is not a multiple of {parts}"
+        raise UsageError(f"{where}: global_batch_size {batch} cannot be shared by {ranks}{accumulated}: {why}")
+    if config.tp_backend == "dtensor" and config.tensor_parallel > 1:
+        if config.data_parallel in ("ddp", "zero1") and dp * config.context_parallel > 1:
+            raise UsageError(
+                f"{where}: tp_backend dtensor goes with data_parallel zero2, fsdp or hsdp, not {config.data_parallel}"
+            )
+        if config.sequence_parallel or config.dropout:
+            raise UsageError(f"{where}: tp_backend dtensor goes without sequence_parallel and dropout: use native")
+    if config.pp_schedule != "gpipe" and config.gradient_accumulation < config.pipeline_parallel:
+        raise UsageError(
+            f"{where}: pp_schedule {config.pp_schedule} over {config.pipeline_parallel} stages needs at least as many "
+            f"micro-batches: gradient_accumulation is {config.gradient_accumulation}"
+        )
+
+
 def _check_data_parallel(config, where):
     sharded = config.data_parallel in ("zero2", "fsdp", "hsdp")
     defaults = Config.model_fields
     for names, belongs, to in (
-        (("wrap_policy", "prefetch", "gather_dtype", "cpu_offload"), sharded, "zero2, fsdp and hsdp"),
+        (("cpu_offload", "gather_dtype", "prefetch", "wrap_policy"), sharded, "zero2, fsdp and hsdp"),
         (("bucket_cap_mb",), not sharded, "ddp and zero1"),
         (("noddp", "gradient_compression"), config.data_parallel == "ddp", "ddp"),
         (("dp_shard",), config.data_parallel == "hsdp", "hsdp"),
@@ -238,12 +165,12 @@ def _scalar(text):
         return text
 
 
-def _parse_command_line(argv, description):
+def _parse_command_line(argv, description, yaml_config):
     parser = ArgumentParser(
         description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--yaml_config", default="config/ViT.yaml", metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--yaml_config", default=yaml_config, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--config", default="base", metavar="NAME", help="named config in FILE, default: %(default)s")
     for name, field in Config.model_fields.items():
         if name == "config":
@@ -257,7 +184,9 @@ def _parse_command_line(argv, description):
             how = {"type": _scalar, "nargs": "+", "metavar": "X"}
         else:
             how = {"type": _scalar, "metavar": "X"}
-        parser.add_argument(f"--{name}", help=field.description, **how)
+        parser.add_argument(
+            *(f"--{n}" for n in (name, *ALIASES.get(name, ()))), dest=name, help=field.description, **how
+        )
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]

@@ -21,6 +21,10 @@ class Launch:
     master_addr: str = ""
     master_port: int = 0
 
+    @property
+    def ranks_per_node(self):
+        return -(-self.world_size // self.nodes)
+
 
 def read_launch(env=os.environ):
     """The Launch in the environment: of torchrun or export_DDP_vars.sh, else of srun, else a single process.
