@@ -32,13 +32,12 @@ def main(argv=None):
     device = comm.init(config.device, config.comm_timeout)
     comm.build_mesh(device, layout)
 
-    train_loader, valid_loader = comm.agree(lambda: build_loaders(config, device))
-
     model = build_model(config)  # names and shapes; memory comes when it is known who holds what
     apply_compute_options(config, device, model)
+    train_loader, valid_loader = comm.agree(lambda: build_loaders(config, device))
     parallel = data_parallel(model, config, device, initial_weights(config))
     optimizer = build_optimizer(config, model, device)
-    torch.manual_seed(config.seed + comm.rank())  # dropout: every rank its own
+    torch.manual_seed(config.seed + comm.dropout_stream())
 
     run = RunFolder(config)
     summary = run.summary()

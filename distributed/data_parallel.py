@@ -12,15 +12,16 @@ Li et al. 2020 (DDP, arXiv:2006.15704), Rajbhandari et al. 2020 (ZeRO, arXiv:191
 arXiv:2304.11277). Whatever the strategy, the update is that of one device with the whole batch.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.collectives import shard_sizes
 from distributed.initialise import initialise
+from distributed.parallel_model import ParallelModel, Split
+from distributed.pipeline import Pipeline
 from utils import comm
 
 SHARDED = ("zero2", "fsdp", "hsdp")
@@ -76,46 +77,49 @@ def sharded_units(model, policy, min_params):
     return units
 
 
-def data_parallel(model, config, device, weights):
-    """Distribute a model that lies on the meta device; returns it as a DataParallel, in memory and initialised.
+def data_parallel(model, config, device, weights, split=None):
+    """Distribute a model that lies on the meta device; returns it as a ParallelModel, in memory and initialised.
 
-    weights: (name, full tensor) of every parameter, the same on every rank.
+    weights: (name, full tensor) of every parameter of the whole model, the same on every rank. split: what model
+    parallelism has made of the model before.
     """
-    shard_parameters(model, config, device)
-    initialise(model, weights, "cpu" if config.cpu_offload else device)
-    return DataParallel(model, config, device)
+    split = split or Split()
+    modules = split.stages or [model]
+    for module in modules:
+        shard_parameters(module, config, device)
+        module.to_empty(device="cpu" if config.cpu_offload else device)
+    initialise(model, weights, split.dims)
+    replicated = config.data_parallel not in SHARDED and comm.get_size("dp_cp") > 1 and not config.noddp
+    if replicated:
+        modules = [replicate(module, config, device) for module in modules]
+    pipeline = None
+    if split.stages:
+        pipeline = Pipeline(modules, comm.get_group("pp"), config.pp_schedule, config.gradient_accumulation, device)
+    bands = shard_sizes(config.img_size[0] // config.patch_size, comm.get_size("cp"))
+    bands = [rows * config.patch_size for rows in bands]
+    return ParallelModel(model, modules[0], split, replicated, bands, pipeline)
+
+
+def replicate(module, config, device):
+    """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
+    ddp = DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        process_group=comm.get_group("dp_cp"),
+        bucket_cap_mb=config.bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        static_graph=config.gradient_accumulation == 1 and config.pipeline_parallel == 1,
+        # The pipeline calls forward and backward apart, from which DDP cannot learn the order of its buckets.
+        find_unused_parameters=config.pipeline_parallel > 1,
+    )
+    if config.gradient_compression == "bf16":
+        ddp.register_comm_hook(comm.get_group("dp_cp"), reduce_in_bf16)
+    return ddp
 
 
 def reduce_in_bf16(group, bucket):
     """torch's hook, which DDP itself accepts with NCCL only; gloo reduces bfloat16 too."""
     return bf16_compress_hook(group, bucket)
-
-
-class DataParallel:
-    """The model as the training step calls it: `module(x)`, and when its gradients are reduced."""
-
-    def __init__(self, model, config, device):
-        self.config, self.module = config, model
-        self.replicated = config.data_parallel not in SHARDED and comm.get_size("dp_cp") > 1 and not config.noddp
-        if self.replicated:
-            self.module = DistributedDataParallel(
-                model,
-                device_ids=[device] if device.type == "cuda" else None,
-                process_group=comm.get_group("dp_cp"),
-                bucket_cap_mb=config.bucket_cap_mb,
-                gradient_as_bucket_view=True,
-                static_graph=config.gradient_accumulation == 1,
-            )
-            if config.gradient_compression == "bf16":
-                self.module.register_comm_hook(comm.get_group("dp_cp"), reduce_in_bf16)
-
-    def reduction(self, wanted):
-        """Context of the forward and backward pass of a micro-batch; only the last one of a step reduces gradients."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(wanted)
-        elif self.replicated and not wanted:
-            return self.module.no_sync()
-        return nullcontext()
 
 
 def build_zero1_optimizer(optimizer_class, parameters, **options):

@@ -1,25 +1,37 @@
 """The same initial weights for every layout, without ever holding the whole model."""
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from distributed.collectives import shard
+from utils import comm
 
 
 @torch.no_grad()
-def initialise(model, weights, device):
-    """Give a model on the meta device its memory, on `device`, and its initial weights.
+def initialise(model, weights, split_dims):
+    """Fill the parameters of a model, whole or parts of whole ones, with their initial values.
 
-    weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. A parameter that is
-    sharded keeps its part; nothing is communicated.
+    weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split_dims: of the
+    plain parameters split over tp, which dimension. Nothing is communicated.
     """
-    model.to_empty(device=device)
     parameters = dict(model.named_parameters())
-    for name, full in weights:
-        if name not in parameters:
+    for name, value in weights:
+        if name not in parameters:  # of another stage
             continue
         parameter = parameters[name]
+        if name in split_dims:
+            value = shard(value, split_dims[name], comm.get_rank("tp"), comm.get_size("tp"))
         if isinstance(parameter, DTensor):
-            full = full.to(parameter.device_mesh.device_type)
-            part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(part.to_local())
-        else:
-            parameter.copy_(full)
+            value, parameter = local_part(value, parameter), parameter.to_local()
+        parameter.copy_(value)
+
+
+def local_part(full, parameter):
+    """This rank's part of the full value of a DTensor: split over tp first, then over the data-parallel ranks."""
+    mesh = parameter.device_mesh
+    dims = zip(mesh.mesh_dim_names, parameter.placements, mesh.shape, mesh.get_coordinate(), strict=True)
+    for _, placement, size, rank in sorted(dims, key=lambda item: item[0] != "tp"):
+        if hasattr(placement, "dim"):  # sharded
+            chunks = full.chunk(size, placement.dim)
+            full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
+    return full

@@ -28,6 +28,21 @@ class PatchEmbed(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
+class PositionEmbedding(nn.Module):
+    """Add a learned vector to each token: (B, N, D) -> (B, N, D).
+
+    tokens: which of the image's tokens come, a slice; all of them, unless the model is given a part of the image.
+    """
+
+    def __init__(self, num_tokens, embed_dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_tokens, embed_dim))
+        self.tokens = slice(0, num_tokens)
+
+    def forward(self, x):
+        return x + self.weight[self.tokens]
+
+
 class Attention(nn.Module):
     """Multi-head self-attention: (B, N, D) -> (B, N, D).
 
@@ -126,13 +141,12 @@ class ViT(nn.Module):
         grid = tuple(s // p for s, p in zip(img_size, patch_size, strict=True))
 
         self.patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
-        self.pos_embed = nn.Parameter(torch.empty(math.prod(grid), embed_dim))
-        self.tokens = slice(0, math.prod(grid))  # of the image, those that this model holds: all
+        self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
         self.pos_drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        if not self.pos_embed.is_meta:
+        if not self.pos_embed.weight.is_meta:
             self.reset_parameters()
 
     @torch.no_grad()
@@ -150,7 +164,7 @@ class ViT(nn.Module):
         def normal(shape):
             return nn.init.trunc_normal_(torch.empty(shape, device="cpu"), std=0.02, generator=generator)
 
-        yield "pos_embed", normal(self.pos_embed.shape)
+        yield "pos_embed.weight", normal(self.pos_embed.weight.shape)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
                 yield f"{name}.weight", normal(module.weight.shape)
@@ -160,7 +174,7 @@ class ViT(nn.Module):
                 yield f"{name}.bias", torch.zeros(module.bias.shape, device="cpu")
 
     def forward(self, x):
-        x = self.pos_drop(self.patch_embed(x) + self.pos_embed[self.tokens])  # (B, N, D)
+        x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

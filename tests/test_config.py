@@ -145,7 +145,7 @@ def test_the_learning_rate_grows_with_the_root_of_the_batch(name, lr):
         (["--depth"], "argument --depth: expected one argument"),
         (
             ["--local_batch_size=4", "--global_batch_size=8"],
-            "global_batch_size 8 is not local_batch_size 4 x 1 devices",
+            "global_batch_size 8 is not local_batch_size 4 x 1 ranks",
         ),
         (["--warmup=9", "--num_iters=8"], "warmup 9 is longer than num_iters 8"),
     ],

@@ -1,27 +1,39 @@
-"""Checkpoints: complete or not there, and never unpickled.
+"""Checkpoints: complete or not there, written while training goes on, read by any layout, and never unpickled.
 
-One folder per checkpoint, `iter-00000500`: tensors by torch.distributed.checkpoint in safetensors files, everything
-else (iteration, running sums, scaler state) in `complete.json`. That file is the completion marker: written last, it
-lists every other file with size and SHA-256. The folder is written under a temporary name and then renamed.
+One folder per checkpoint, `iter-00000500`: every rank's tensors in a safetensors file, by torch.distributed.checkpoint,
+which reshards them for whoever loads them; everything else (iteration, running sums, scaler state, config) in
+`complete.json`. That file is the completion marker: written last, it lists every other file with size and SHA-256. The
+folder is written under a temporary name and then renamed.
+
+    python -m utils.checkpoint show logs/quick/00                          # what is in it, and is it whole
+    python -m utils.checkpoint export logs/quick/00 model.safetensors      # the weights alone, unsharded
 """
 
+import atexit
 import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+import threading
+import time
 import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from utils import comm
+from utils.checkpoint_files import ShardWriter, describe
+from utils.errors import run_main
 
 MARKER = "complete.json"
+EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 log = logging.getLogger(__name__)
 
 
@@ -30,8 +42,18 @@ class CheckpointError(Exception):
 
 
 def collect_state(model, optimizer):
-    """All tensors of a run: weights and buffers, optimizer moments by parameter name, random state."""
+    """This rank's tensors of a run: weights and buffers, optimizer moments by parameter name, random state.
+
+    model: without a DistributedDataParallel around it; its parameters may be sharded by fully_shard (DTensor).
+    optimizer: of torch.optim, or a ZeroRedundancyOptimizer, of which each rank gives the moments that it owns.
+    The tensors are the run's own, not copies. An optimizer that has not made a step yet gets moments of zero.
+    """
+    optimizer = _local(optimizer)
+    fresh = not optimizer.state
     weights, optimizer_state = get_state_dict(model, optimizer)
+    if fresh:  # torch made the moments by a step of learning rate zero, and counted it
+        for state in optimizer.state.values():
+            state["step"].zero_()
     moments = {name: _contiguous(state) for name, state in optimizer_state["state"].items()}
     random = {f"cpu{comm.rank()}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -39,13 +61,9 @@ def collect_state(model, optimizer):
     return {"model": _contiguous(weights), "optimizer": moments, "random": random}
 
 
-def _contiguous(tensors):
-    """The tensors themselves, copies only of those in another memory format (channels last)."""
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
 def restore_state(tensors, model, optimizer):
     """Put the tensors of `collect_state` back. The hyperparameters of the optimizer stay those of the config."""
+    optimizer = _local(optimizer)
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
     optimizer_state = {"state": tensors["optimizer"], "param_groups": groups}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=optimizer_state)
@@ -54,35 +72,93 @@ def restore_state(tensors, model, optimizer):
         setter(state)
 
 
+def _local(optimizer):
+    """The optimizer that holds this rank's moments: the one inside a ZeroRedundancyOptimizer, else itself."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def _contiguous(tensors):
+    """The tensors themselves, copies only of those in another memory format (channels last)."""
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
 class CheckpointFolder:
     """The checkpoints of a run. Keeps the newest `keep` and the best one (lowest val_loss).
 
-    Raises OSError where the disk refuses; a checkpoint that was there before stays whole.
+    config: what JSON can hold, kept in every checkpoint.
+    stall_seconds: how long the last `save` held up its caller; write_seconds: how long the last write took, which goes
+    on in the background. Both None before the first.
+    `save`, `wait` and `load_newest` are called by all ranks together. They raise OSError, on every rank, where the disk
+    refuses, be it this write or the one before; a checkpoint that was there before stays whole.
     """
 
-    def __init__(self, path, keep):
-        self.path, self.keep = Path(path), keep
+    def __init__(self, path, keep, config=None):
+        self.path, self.keep, self.config = Path(path), keep, config
+        self.stall_seconds = self.write_seconds = None
+        self._thread = self._error = self._group = None
+        cuda = torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
 
-    def save(self, iteration, tensors, trainer_state, val_loss=None):
-        """Write one checkpoint, every rank its part; returns its folder. trainer_state: anything JSON can hold."""
+    def save(self, iteration, tensors, trainer_state, val_loss=None, wait=False):
+        """Write one checkpoint, every rank its part; returns the folder that it will have.
+
+        The tensors are copied to host memory, into the buffers of the save before, and written in the background: they
+        may change as soon as this returns. Only one write is in flight: the one before is waited for.
+        trainer_state: anything JSON can hold. wait: return when the checkpoint is complete.
+        """
+        started = time.perf_counter()
+        self.wait()
+        self._connect()
         final = self.path / f"iter-{iteration:08d}"
-        writing = self.path / f".{final.name}.writing"
-        comm.on_main(lambda: self._begin(writing))
-        with _without_single_process_warning():
-            try:
-                dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
-            except CheckpointException as error:  # wraps what went wrong on each rank
-                raise next(iter(error.failures.values()))[0] from None
-        comm.on_main(lambda: self._complete(writing, final, iteration, trainer_state, val_loss))
+        marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
+        marker |= {"config": self.config, "trainer": trainer_state}
+        marker = json.loads(json.dumps(marker))  # as it is now: training goes on
+        self._thread = threading.Thread(
+            target=self._write, args=(self._stager.stage(tensors), marker, final), daemon=True, name="checkpoint"
+        )
+        self._thread.start()
+        atexit.register(self._thread.join, EXIT_SECONDS)
+        if wait:
+            self.wait()
+        self.stall_seconds = time.perf_counter() - started
         return final
 
-    def _begin(self, writing):
-        shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted write
-        writing.mkdir(parents=True)
+    def wait(self):
+        """Return when no write is in flight. Raises what went wrong in the last one, once."""
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-    def _complete(self, writing, final, iteration, trainer_state, val_loss):
-        files = {path.name: _describe(path) for path in sorted(writing.iterdir())}
-        marker = {"iteration": iteration, "val_loss": val_loss, "trainer": trainer_state, "files": files}
+    def _join(self):
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._thread.join)
+            self._thread = None
+
+    def _connect(self):
+        """Before a write or a read: several ranks need a process group of the background's own, on the CPU.
+
+        Its collectives must not meet those of training, which run at the same time.
+        """
+        hush_single_process_warning()
+        if self._group is None and comm.world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+
+    def _write(self, tensors, marker, final):
+        """In the background, on every rank."""
+        started = time.perf_counter()
+        writing = self.path / f".{final.name}.writing"
+        writer = ShardWriter(writing, lambda files: self._complete(writing, final, {**marker, "files": files}))
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # wraps what went wrong on each rank; every rank gets it
+            self._error = next(iter(error.failures.values()))[0]
+        except Exception as error:
+            self._error = error
+        self.write_seconds = time.perf_counter() - started
+
+    def _complete(self, writing, final, marker):
         with open(writing / MARKER, "w") as file:
             json.dump({"sha256": _digest(marker), **marker}, file, indent=1)
             file.flush()
@@ -94,20 +170,23 @@ class CheckpointFolder:
     def load_newest(self, tensors):
         """Read the newest whole checkpoint into `tensors`; returns its marker, or None where there is none.
 
+        tensors: of `collect_state`, in any layout; each rank reads what it holds.
         A half-written or damaged one is passed over with a warning.
         """
-        folder, marker = comm.on_main(self._newest_whole)
+        self.wait()
+        self._connect()
+        folder, marker = comm.on_main(self.newest_whole)
         if folder is None:
             return None
         reader = HuggingFaceStorageReader(str(folder))
         stored = reader.read_metadata().state_dict_metadata
         # The random state of a rank or device that the run did not have before is not there.
         tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
-        with _without_single_process_warning():
-            dcp.load(tensors, storage_reader=reader)
+        dcp.load(tensors, storage_reader=reader, process_group=self._group)
         return marker
 
-    def _newest_whole(self):
+    def newest_whole(self):
+        """Folder and marker of the newest whole checkpoint, (None, None) where there is none. For one rank."""
         for folder in self.folders():
             try:
                 return folder, verify(folder)
@@ -120,7 +199,8 @@ class CheckpointFolder:
         return sorted(self.path.glob("iter-*"), reverse=True)
 
     def newest_name(self):
-        """Name of the newest complete checkpoint, for messages."""
+        """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""
+        self._join()
         return next((folder.name for folder in self.folders() if (folder / MARKER).is_file()), "none")
 
     def _prune(self):
@@ -144,7 +224,7 @@ def read_marker(folder):
         return marker
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {folder}: was not written to its end") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {error}") from None
 
 
@@ -155,25 +235,21 @@ def verify(folder):
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder}: {name} is missing")
-        if _describe(path) != written:
+        if describe(path) != written:
             raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
     return marker
-
-
-def _describe(path):
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def _digest(marker):
     return hashlib.sha256(json.dumps(marker).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _without_single_process_warning():
+def hush_single_process_warning():
     """torch warns whenever a checkpoint is written or read without a process group; one process needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+if __name__ == "__main__":
+    from utils.checkpoint_tools import main
+
+    run_main(main)

@@ -26,7 +26,7 @@ COMBINED = {
     "dp": {"dp_replicate", "dp_shard"},
     "dp_cp": {"dp_replicate", "dp_shard", "cp"},
     "dp_shard_cp": {"dp_shard", "cp"},
-    "model": {"cp", "tp", "pp"},
+    "tp_pp": {"tp", "pp"},
 }
 _listener = None
 _meshes = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
@@ -114,6 +114,15 @@ def get_rank(name):
     if _meshes:
         return _meshes[name].get_local_rank()
     return rank() if name in ("dp", "dp_cp", "dp_shard", "dp_shard_cp") else 0
+
+
+def dropout_stream(sequence_parallel=False):
+    """A number to seed dropout with: the same on ranks that hold the same activations, another on all others.
+
+    Tensor-parallel ranks hold the same ones, except under sequence parallelism.
+    """
+    stream = get_rank("dp_cp") * get_size("pp") + get_rank("pp")
+    return stream * get_size("tp") + get_rank("tp") if sequence_parallel else stream
 
 
 def world_size():

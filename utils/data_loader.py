@@ -14,7 +14,9 @@ from functools import lru_cache, partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from distributed.context_parallel import latitude_band
 from utils import comm
 from utils.dataset import FieldDataset, load_statistics
 from utils.errors import UsageError
@@ -66,7 +68,7 @@ class BatchLoader:
     def train(self, seed, start, stop):
         """Batches of the training steps start, ..., stop - 1."""
         args = len(self.dataset), self.batch_size * comm.get_size("dp"), seed
-        yield from self._batches(self._own(training_indices, args), range(start, stop))
+        yield from self._shared_batches(self._own(training_indices, args), range(start, stop))
 
     def valid(self):
         """Every sample once over all ranks, as (input, target, count): only the first `count` of a batch are new.
@@ -78,7 +80,7 @@ class BatchLoader:
         args = size, self.batch_size * comm.get_size("dp")
         iterations = range(math.ceil(size / args[1]))
         for iteration, (x, y) in zip(
-            iterations, self._batches(self._own(validation_indices, args), iterations), strict=True
+            iterations, self._shared_batches(self._own(validation_indices, args), iterations), strict=True
         ):
             left = size - iteration * args[1] - comm.get_rank("dp") * self.batch_size
             yield x, y, min(self.batch_size, max(0, left))
@@ -93,9 +95,33 @@ class BatchLoader:
         """One (input, target) for each of `iterations`, a range, of the samples indices(iteration)."""
         raise NotImplementedError
 
+    def _shared_batches(self, indices, iterations):
+        """The same where several ranks train on the same samples: the first one reads and sends them to the others."""
+        group = comm.get_group("tp_pp")
+        if comm.get_size("tp_pp") == 1:
+            yield from self._batches(indices, iterations)
+        elif reads_samples():
+            for batch in self._batches(indices, iterations):
+                batch = [tensor.contiguous() for tensor in batch]
+                for tensor in batch:
+                    dist.broadcast(tensor, group=group, group_src=0)
+                yield batch
+        else:
+            h, w = self.dataset.shape[2:]
+            for _ in iterations:
+                batch = [torch.empty(self.batch_size, n, h, w, device=self.device) for n in (self.n_in, self.n_out)]
+                for tensor in batch:
+                    dist.broadcast(tensor, group=group, group_src=0)
+                yield batch
+
     def _split(self, frames):
         """Input and target of normalised samples (B, 2, C, h, w)."""
         return frames[:, 0, : self.n_in], frames[:, 1, : self.n_out]
+
+
+def reads_samples():
+    """Whether this rank reads; of ranks that are alike in data and context parallelism only the first does."""
+    return comm.get_rank("tp_pp") == 0
 
 
 class Slot:
@@ -227,11 +253,14 @@ def loader_class(name):
 
 def build_loaders(config, device):
     """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
-    Loader = loader_class(config.data_loader_config)
+    Loader = partial(loader_class(config.data_loader_config), num_workers=config.num_data_workers)
+    if not reads_samples():
+        Loader = BatchLoader
     n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
     own_batch_size = batch_size // comm.get_size("dp")
+    rows = latitude_band(config.img_size, config.patch_size, comm.get_rank("cp"), comm.get_size("cp"))
     train, valid = (
-        FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit)
+        FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, rows)
         for folder, limit in (
             (config.train_data_path, config.limit_nsamples),
             (config.valid_data_path, config.limit_nsamples_val),
@@ -243,7 +272,4 @@ def build_loaders(config, device):
             f"{len(train)} samples in {config.train_data_path}"
         )
     statistics = load_statistics(config)
-    return [
-        Loader(dataset, statistics, n_in, n_out, own_batch_size, device, config.num_data_workers)
-        for dataset in (train, valid)
-    ]
+    return [Loader(dataset, statistics, n_in, n_out, own_batch_size, device) for dataset in (train, valid)]

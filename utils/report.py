@@ -54,4 +54,5 @@ def print_result(summary, config):
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
     print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")
-    print(f"try next:         {programs}/python train.py --config={config.config} --run_num=bf16 --amp_mode=bf16")
+    command = f"{programs}/python {Path(sys.argv[0]).name} --config={config.config}"
+    print(f"try next:         {command} --run_num=bf16 --amp_mode=bf16")

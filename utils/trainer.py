@@ -17,6 +17,7 @@ from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import NonFiniteLossError, UsageError
+from utils.model import build_model
 from utils.optim import learning_rate
 from utils.profiling import build_profiler, span
 from utils.report import open_writer, write_validation
@@ -158,7 +159,7 @@ class Trainer:
     def _validate(self):
         started = time.perf_counter()
         with span("validation"), self.step.autocast():
-            result = self.validator.run(self.model, stop=self._validation_interrupted)
+            result = self.validator.run(self.step.parallel, stop=self._validation_interrupted)
         self.validation_due = result is None
         if result is None:
             self.stopping = True
@@ -218,7 +219,7 @@ class Trainer:
             "iterations": self.iteration,
             "device": str(self.device),
             "world_size": comm.world_size(),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": sum(p.numel() for p in build_model(self.config).parameters()),
             "samples_per_sec": self.clock.steady_samples_per_sec(),
             "data_wait_fraction": self.clock.data_wait_fraction(),
             "peak_memory_bytes": int(comm.global_max(peak_memory_bytes(self.device), self.device)),

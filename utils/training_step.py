@@ -1,7 +1,12 @@
 """One optimizer step, eager or as one CUDA graph."""
 
-import torch
+from contextlib import contextmanager
+from functools import partial
 
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from utils import comm
 from utils.loss import relative_l2_loss
 from utils.optim import learning_rate, set_learning_rate
 from utils.profiling import span
@@ -19,7 +24,10 @@ class TrainingStep:
 
     def __init__(self, config, device, parallel, optimizer):
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
+        self.model_parallel = bool(parallel.split.dims or parallel.pipeline)
+        # Ranks with different parameters must agree whether a step has overflowed.
+        Scaler = ShardedGradScaler if self.model_parallel else torch.amp.GradScaler
+        self.scaler = Scaler(device.type, enabled=config.amp_mode == "fp16")
         self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
 
     def __call__(self, iteration, x, y):
@@ -31,36 +39,40 @@ class TrainingStep:
         dtype = AMP_DTYPES.get(self.config.amp_mode)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
+    @contextmanager
+    def _forward(self):
+        with span("forward"), self.autocast():
+            yield
+
     def settle(self, x):
         """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
 
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
         """
-        if self.parallel.replicated:
+        if self.parallel.replicated and not self.parallel.pipeline:
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
                 self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
             self.optimizer.zero_grad(set_to_none=True)
 
     def _run(self, x, y):
-        micro_batches = self.config.gradient_accumulation
-        losses = []
-        for i, (x_part, y_part) in enumerate(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True), 1):
-            with self.parallel.reduction(wanted=i == micro_batches):
-                with span("forward"):
-                    with self.autocast():
-                        prediction = self.parallel.module(x_part)
-                    losses.append(relative_l2_loss(prediction, y_part) / micro_batches)
-                with span("backward"):
-                    self.scaler.scale(losses[-1]).backward()
-                losses[-1] = losses[-1].detach()
+        micro_batches, losses = self.config.gradient_accumulation, []
+
+        def loss(prediction, target):
+            value = relative_l2_loss(prediction, target, comm.get_group("cp")) / micro_batches
+            losses.append(value.detach())
+            return self.scaler.scale(value)
+
+        self.parallel.forward_backward(x, y, loss, micro_batches, self._forward, partial(span, "backward"))
         with span("optimizer"):
-            if self.config.clip_grad_norm:
+            if self.config.clip_grad_norm or self.model_parallel:
                 self.scaler.unscale_(self.optimizer)
-                torch.nn.utils.clip_grad_norm_(self.parallel.module.parameters(), self.config.clip_grad_norm)
+            if self.config.clip_grad_norm:
+                self.parallel.clip_gradients(self.config.clip_grad_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-        return sum(losses)
+        total = sum(losses[-micro_batches:], torch.zeros((), device=self.device))  # a pipeline tries its loss out first
+        return total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
 
 
 class CapturedStep:

@@ -27,22 +27,22 @@ class Validator:
         self.figures = {}  # pictured channel -> figure, of the last pass
 
     @torch.no_grad()
-    def run(self, model, stop=lambda: False):
-        """Scores of one pass, or None where `stop()` became true on the way."""
-        model.eval()
+    def run(self, parallel, stop=lambda: False):
+        """Scores of one pass of a ParallelModel, or None where `stop()` became true on the way."""
+        parallel.model.eval()
         try:
-            return self._run(model, stop)
+            return self._run(parallel, stop)
         finally:
-            model.train()
+            parallel.model.train()
 
-    def _run(self, model, stop):
+    def _run(self, parallel, stop):
         metrics, persistence, climatology = self.new_metrics(), self.new_metrics(), self.new_metrics()
         losses, example = [], None
         for x, y, count in self.loader.valid():
             if stop():
                 return None
-            prediction = model(x)[:count]
-            x, y = x[:count], y[:count]
+            prediction = parallel.forecast(x, self.loader.n_out)[:count]
+            x, y = parallel.whole_images(x)[:count], parallel.whole_images(y)[:count]
             losses.append(relative_l2(prediction, y))
             metrics.update(prediction, y)
             if not self.baselines:

@@ -1,0 +1,181 @@
+"""Attention over tokens that are split over a context-parallel group, in contiguous pieces of any sizes.
+
+Every rank has the queries, keys and values of its own tokens and needs the keys and values of all. Three ways:
+
+| method | forward | backward | bytes sent by a rank, forward | good for |
+|---|---|---|---|---|
+| gather | 1 all-gather | 1 reduce-scatter | 2 (size - 1) n B D | few ranks: one kernel for all keys |
+| ring | size - 1 exchanges | 2 (size - 1) exchanges | the same | long sequences: all keys are never held |
+| all_to_all | 2 all-to-alls | 2 all-to-alls | 4 (size - 1) / size n B D | many ranks, more heads |
+
+Ring attention: Liu et al. 2023 (arXiv:2310.01889); merging blocks by their log-sum-exp: Dao et al. 2022
+(arXiv:2205.14135). All-to-all: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
+
+Each function stands in for F.scaled_dot_product_attention: q, k, v (B, heads, n, d) -> (B, heads, n, d), where n is
+sizes[rank], this rank's tokens of all N; it may be 0, but not with gather. The dtype is kept. Heads may at the same
+time be split over another group.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from distributed.collectives import all_gather, all_to_all, start_shift
+
+
+def gather_attention(q, k, v, dropout_p=0.0, *, sizes, group):
+    """Own queries attend to the gathered keys and values of all ranks."""
+    kv = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), 1)  # (n, 2, B, heads, d): one collective, no copy
+    k, v = all_gather(kv, 0, sizes, group).permute(1, 2, 3, 0, 4).unbind()  # (B, heads, N, d)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+
+
+def all_to_all_attention(q, k, v, dropout_p=0.0, *, sizes, group):
+    """Own tokens of all heads are exchanged for all tokens of own heads, and back.
+
+    Raises ValueError where the group's size does not divide the heads.
+    """
+    heads, n, parts = q.shape[1], q.shape[2], group.size
+    if heads % parts:
+        raise ValueError(f"context parallel: all_to_all cannot split {heads} heads over {parts} ranks")
+    # Rows to a rank are its heads of own tokens, tokens outermost: what arrives, in the order of ranks, is all tokens.
+    qkv = torch.stack((q, k, v)).unflatten(2, (parts, -1))  # (3, B, size, heads / size, n, d)
+    qkv = qkv.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)  # (size * n, 3, B, heads / size, d)
+    qkv = all_to_all(qkv, (n,) * parts, sizes, group)  # (N, 3, B, heads / size, d)
+    q, k, v = qkv.permute(1, 2, 3, 0, 4).unbind()  # (B, heads / size, N, d)
+    x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+    x = all_to_all(x.permute(2, 0, 1, 3), sizes, (n,) * parts, group)  # (size * n, B, heads / size, d)
+    return x.unflatten(0, (parts, n)).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
+def ring_attention(q, k, v, dropout_p=0.0, *, sizes, group):
+    """Keys and values go round the ring of ranks; each block that comes by is attended to and merged.
+
+    While a rank computes with one block, the next is under way. Accumulators are float32 at least. Raises ValueError
+    for dropout of the attention: its masks of blocks cannot be replayed in the backward pass. Under torch.compile the
+    blocks of the forward pass are kept for the backward pass: size - 1 exchanges less there, for the memory of gather.
+    """
+    if dropout_p:
+        raise ValueError("context parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
+    return _Ring.apply(q, k, v, sizes, group)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sizes, group):
+        kernel = _kernel(q)
+        ctx.sizes, ctx.group = sizes, group
+        kv = torch.stack((k, v))  # (2, B, heads, n, d)
+        out = lse = None
+        for step in range(group.size):
+            if step < group.size - 1:
+                arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
+            if q.numel() and kv.numel():
+                out, lse = _merge(out, lse, *kernel.forward(q, *kv.unbind()))
+            if step < group.size - 1:
+                kv = arrive()
+        out = torch.zeros_like(q) if out is None else out.to(q.dtype)  # None: this rank has no tokens
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        """The blocks go round again; a block's gradient follows it, gathers every rank's part and ends at its owner."""
+        (q, k, v, out, lse), sizes, group = ctx.saved_tensors, ctx.sizes, ctx.group
+        kernel = _kernel(q)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
+        own = arrive_grad = None
+        for step in range(group.size):
+            if step < group.size - 1:
+                arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
+            dkv = torch.zeros_like(kv, dtype=wide)
+            if q.numel() and kv.numel():
+                dq_part, *dkv_part = kernel.backward(grad, q, *kv.unbind(), out, lse)
+                dq, dkv = dq + dq_part, torch.stack(dkv_part).to(wide)
+            if step == 0:
+                own = dkv
+            else:
+                dkv = dkv + arrive_grad() if step > 1 else dkv
+                arrive_grad = start_shift(dkv, _block_shape(dkv, sizes, group, step + 1), group)
+            if step < group.size - 1:
+                kv = arrive()
+        if arrive_grad is not None:
+            own = own + arrive_grad()
+        dk, dv = own.to(k.dtype).unbind()
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+def _block_shape(block, sizes, group, step):
+    """Shape of the block that a rank holds at a step of the ring: its own at first, then the previous ranks'."""
+    return (*block.shape[:3], sizes[(group.rank - step) % group.size], block.shape[4])
+
+
+def _merge(out, lse, block_out, block_lse):
+    """Attention to two sets of keys from attention to each, weighted by their sums of exponentials.
+
+    out: (B, heads, n, d), lse: (B, heads, n), None at the start.
+    """
+    block_out = block_out.to(block_lse.dtype)
+    if out is None:
+        return block_out, block_lse
+    total = torch.logaddexp(lse, block_lse)
+    weight, block_weight = (lse - total).exp().unsqueeze(-1), (block_lse - total).exp().unsqueeze(-1)
+    return out * weight + block_out * block_weight, total
+
+
+def _kernel(q):
+    """The fused kernel that also returns the log-sum-exp, or plain tensor operations where there is none."""
+    if q.device.type == "cpu":
+        return _CpuFlash
+    half, d = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    return _CudaFlash if q.device.type == "cuda" and half and d % 8 == 0 and d <= 256 else _Plain
+
+
+# In each kernel: forward gives the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n); backward,
+# given these two over *all* keys, gives this block's part of the gradients of q, k, v.
+
+
+class _CpuFlash:
+    @staticmethod
+    def forward(q, k, v):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
+
+
+class _CudaFlash:
+    @staticmethod
+    def forward(q, k, v):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse):
+        unused = torch.empty(2, dtype=torch.int64, device=q.device)  # random state of the dropout
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused
+        )
+
+
+class _Plain:
+    @staticmethod
+    def forward(q, k, v):
+        scores = _scores(q, k)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse):
+        weights = (_scores(q, k) - lse.unsqueeze(-1)).exp()  # (B, heads, n, n_block)
+        grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
+        dscores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        return dscores @ k, dscores.mT @ q, weights.mT @ grad
+
+
+def _scores(q, k):
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
+
+
+METHODS = {"gather": gather_attention, "ring": ring_attention, "all_to_all": all_to_all_attention}

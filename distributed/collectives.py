@@ -1,0 +1,171 @@
+"""Collectives of model parallelism, each an autograd function: what runs forward, and its transpose that runs backward.
+
+A rank's activation is either *replicated* (the same on every rank of the group), *sharded* along a dimension, or
+*partial* (the sum over the ranks is meant). Each function below goes from one to another:
+
+    function            forward                      backward
+    copy_to_region      identity                     all-reduce         replicated -> replicated, used differently
+    reduce_from_region  all-reduce                   identity           partial -> replicated
+    scatter_to_region   own slice                    all-gather         replicated -> sharded
+    gather_from_region  all-gather                   own slice          sharded -> replicated
+    all_gather          all-gather                   reduce-scatter     sharded -> replicated, used differently
+    reduce_scatter      reduce-scatter               all-gather         partial -> sharded
+    all_to_all          all-to-all                   all-to-all back    sharded -> sharded along another dimension
+
+"Used differently": every rank goes on with it in its own way, so each holds a part of its gradient. The first two are f
+and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). The dtype is kept. A group of one rank communicates
+nothing. All is built on torch's functional collectives, which torch.compile traces without a graph break.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+ops = torch.ops._c10d_functional
+
+
+class Group(NamedTuple):
+    """What a layer knows of its process group: plain values, so that a model can be copied and traced."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def as_group(group):
+    """The Group of a ProcessGroup, of a DeviceMesh with one dimension, or of None (this process alone)."""
+    if isinstance(group, Group):
+        return group
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    return Group(group.group_name, dist.get_rank(group), group.size()) if group is not None else Group("", 0, 1)
+
+
+def shard_sizes(length, size):
+    """Cut `length` into `size` contiguous pieces as even as can be, the longer first: (45, 4) -> (12, 11, 11, 11)."""
+    return tuple(length // size + (rank < length % size) for rank in range(size))
+
+
+def shard(full, dim, rank, size):
+    """The piece of a tensor that belongs to a rank of a group, a view: (..., n, ...) -> (..., n_rank, ...)."""
+    sizes = shard_sizes(full.shape[dim], size)
+    return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
+
+
+def copy_to_region(x, group):
+    """The same tensor; backward adds up the gradients that the ranks hold."""
+    return _apply(_identity, _all_reduce, x, group)
+
+
+def reduce_from_region(x, group):
+    """The sum of the ranks' tensors; the gradient, the same on every rank, passes as it is."""
+    return _apply(_all_reduce, _identity, x, group)
+
+
+def scatter_to_region(x, dim, sizes, group):
+    """This rank's slice of a replicated tensor: (..., N, ...) -> (..., sizes[rank], ...)."""
+    return _apply(_own_slice, _all_gather, x, group, dim, sizes)
+
+
+def gather_from_region(x, dim, sizes, group):
+    """All ranks' slices, joined, (..., sizes[rank], ...) -> (..., N, ...), where all ranks go on in the same way."""
+    return _apply(_all_gather, _own_slice, x, group, dim, sizes)
+
+
+def all_gather(x, dim, sizes, group):
+    """All ranks' slices, joined, (..., sizes[rank], ...) -> (..., N, ...), where every rank goes on in its own way."""
+    return _apply(_all_gather, _reduce_scatter, x, group, dim, sizes)
+
+
+def reduce_scatter(x, dim, sizes, group):
+    """This rank's slice of the sum of the ranks' tensors: (..., N, ...) -> (..., sizes[rank], ...)."""
+    return _apply(_reduce_scatter, _all_gather, x, group, dim, sizes)
+
+
+def all_to_all(x, sent, received, group):
+    """Send sent[i] rows to rank i, receive received[i] rows from it: (sum(sent), ...) -> (sum(received), ...)."""
+    return _apply(_all_to_all, _all_to_all_back, x, group, sent, received)
+
+
+def sum_over_ranks(x, group):
+    """The sum of the ranks' tensors, where every rank makes the same loss of it and their *mean* is minimized.
+
+    Backward multiplies the gradient by the number of ranks: the transpose of the sum adds up one equal gradient from
+    every rank's loss. Data parallelism, which averages the gradients of the weights over the ranks, undoes the factor.
+    """
+    return _apply(_all_reduce, _times_size, x, group)
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward, *args):
+        ctx.transpose, ctx.args = backward, args
+        return forward(x, *args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transpose(grad, *ctx.args), None, None, *(None for _ in ctx.args)
+
+
+def _apply(forward, backward, x, group, *args):
+    return x if group.size == 1 else _Pair.apply(x, forward, backward, group, *args)
+
+
+def _identity(x, group):
+    return x.view_as(x)
+
+
+def _times_size(x, group):
+    return x * group.size
+
+
+def _own_slice(x, group, dim, sizes):
+    return x.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank])
+
+
+def _all_reduce(x, group):
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.name))
+
+
+def _all_gather(x, group, dim, sizes):
+    # The collective wants equal sizes: shorter slices are padded on the way.
+    x = _pad(x, dim, max(sizes)).contiguous()
+    joined = ops.wait_tensor(ops.all_gather_into_tensor(x, group.size, group.name))  # (size * n_0, n_1, ...)
+    joined = joined.unflatten(0, (group.size, x.shape[0]))
+    if min(sizes) == max(sizes):
+        return joined.movedim(0, dim).flatten(dim, dim + 1)  # no copy where nothing lies before dim
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(joined.unbind(), sizes, strict=True)], dim)
+
+
+def _reduce_scatter(x, group, dim, sizes):
+    if dim > 0 or min(sizes) < max(sizes):  # else the slices lie one behind the other already
+        x = torch.cat([_pad(part, dim, max(sizes)) for part in x.split(sizes, dim)])
+    summed = ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
+    return ops.wait_tensor(summed).narrow(dim, 0, sizes[group.rank])
+
+
+def _pad(x, dim, length):
+    return x if x.shape[dim] == length else F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, length - x.shape[dim]])
+
+
+def _all_to_all(x, group, sent, received):
+    return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), received, sent, group.name))
+
+
+def _all_to_all_back(grad, group, sent, received):
+    return _all_to_all(grad, group, received, sent)
+
+
+def start_shift(x, shape, group):
+    """Send x to the next rank of the ring; call the result to get what the previous rank sent, a tensor of `shape`.
+
+    Computation between the two overlaps with the exchange. Not differentiable: for use inside an autograd function.
+    """
+    sent, received = [0] * group.size, [0] * group.size
+    sent[(group.rank + 1) % group.size] = x.numel()
+    received[(group.rank - 1) % group.size] = torch.Size(shape).numel()
+    coming = ops.all_to_all_single(x.reshape(-1), received, sent, group.name)
+    return lambda: ops.wait_tensor(coming).view(shape)

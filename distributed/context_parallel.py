@@ -1,0 +1,81 @@
+"""Context parallelism, applied to the plain model from outside: the tokens of an image split over a group.
+
+A rank holds a band of latitude: whole rows of patches, 45 rows over 4 ranks as 12, 11, 11, 11. It reads, embeds and
+predicts only this band; only attention needs the others (distributed/attention.py). All weights are whole on every
+rank, each rank's gradient is a part of theirs, and the loss is one of the whole image. The rule that makes it right:
+
+    data parallelism averages gradients over the flattened dp-cp group, as if bands were samples, and
+    l2_norms, which adds up the bands' parts of the loss, multiplies the gradient by the number of cp ranks.
+
+The mean over dp x cp ranks is then the gradient of a serial step. (The gradient of the *input* band is cp times the
+serial one, for the same reason.) Seed dropout differently on all ranks of the group: each has tokens of its own.
+"""
+
+from functools import partial
+
+import torch
+
+from distributed.attention import METHODS
+from distributed.collectives import as_group, shard_sizes, sum_over_ranks
+from networks.vit import Attention
+
+
+def context_parallel(model, group, method="gather"):
+    """Let a ViT, in place, work on this rank's band: (B, C_in, h, W) -> (B, C_out, h, W), h as of latitude_band.
+
+    group: a ProcessGroup or a DeviceMesh of one dimension. method: gather, ring or all_to_all, see attention.py.
+    The names and shapes of parameters do not change. Tensor parallelism comes after.
+
+    Raises ValueError for more ranks than rows of patches, an unknown method, dropout of attention with ring, and heads
+    that all_to_all cannot split.
+    """
+    group = as_group(group)
+    if method not in METHODS:
+        raise ValueError(f"context parallel: no method '{method}', there are {', '.join(METHODS)}")
+    if group.size == 1:
+        return
+    rows, *others = model.head.grid
+    sizes = _bands(rows, group.size)
+    row = torch.Size(others).numel()  # tokens of a row of patches
+    for block in model.blocks:
+        _check(block.attn, method, group.size)
+        block.attn.attend = partial(METHODS[method], sizes=tuple(n * row for n in sizes), group=group)
+    start = sum(sizes[: group.rank])
+    model.pos_embed.tokens = slice(start * row, (start + sizes[group.rank]) * row)
+    model.head.grid = (sizes[group.rank], *others)
+
+
+def _check(attention: Attention, method, size):
+    heads = attention.proj.in_features // attention.head_dim
+    if method == "all_to_all" and heads % size:
+        raise ValueError(f"context parallel: all_to_all cannot split {heads} heads over {size} ranks")
+    if method == "ring" and attention.dropout:
+        raise ValueError("context parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
+
+
+def _bands(rows, size):
+    if size > rows:
+        raise ValueError(f"context parallel: {rows} rows of patches cannot be split over {size} ranks")
+    return shard_sizes(rows, size)
+
+
+def latitude_band(img_size, patch_size, rank, size):
+    """The rows of the image, a slice of points, that a rank of a context-parallel group reads, trains on and predicts.
+
+    img_size, patch_size: points along each axis, or one number for all. Raises ValueError for more ranks than rows.
+    """
+    patch = patch_size if isinstance(patch_size, int) else patch_size[0]
+    sizes = _bands(img_size[0] // patch, size)
+    start = sum(sizes[:rank])
+    return slice(start * patch, (start + sizes[rank]) * patch)
+
+
+def l2_norms(*tensors, group):
+    """L2 norms of tensors whose second axis is split over a context-parallel group: each (B, M_local) -> (B,).
+
+    One all-reduce of (len(tensors), B) numbers forward, none backward. Gradients are those of a serial loss once data
+    parallelism has averaged the weights' over this group too: see the top of this file.
+    """
+    squares = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in tensors]).square()
+    total = sum_over_ranks(squares, as_group(group))
+    return total.clamp_min(torch.finfo(total.dtype).tiny).sqrt().unbind()  # clamp: no NaN gradient at an error of 0

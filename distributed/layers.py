@@ -1,0 +1,100 @@
+"""Layers split over a tensor-parallel group. Each takes a whole layer and keeps this rank's part of its weights.
+
+Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053): a column-parallel layer, whose output features are split, is
+followed by a row-parallel one, whose input features are; between the two nothing is communicated. Korthikanti et al.
+2022 (arXiv:2205.05198): with sequence parallelism the tokens are split outside of such a pair.
+
+Shapes in comments: B batch, N tokens, n this rank's slice of the tokens, D features.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distributed.collectives import all_gather, copy_to_region, reduce_from_region, reduce_scatter, shard
+
+
+def shard_parameter(parameter, dim, group):
+    """A parameter of its own memory: this rank's piece of a whole one, also on the meta device."""
+    piece = shard(parameter.detach(), dim, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(piece, requires_grad=parameter.requires_grad)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Linear layer with its output features split over `group`: (B, N, D_in) -> (B, N, D_out / size).
+
+    tokens: with sequence parallelism every rank's number of tokens; the input is then this rank's slice, (B, n, D_in).
+    """
+
+    def __init__(self, linear, group, tokens=None):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features // group.size
+        self.weight = shard_parameter(linear.weight, 0, group)
+        self.bias = shard_parameter(linear.bias, 0, group)
+        self.group, self.tokens = group, tokens
+
+    def forward(self, x):
+        x = to_compute_dtype(x)
+        x = copy_to_region(x, self.group) if self.tokens is None else all_gather(x, 1, self.tokens, self.group)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Linear):
+    """Linear layer with its input features split over `group`: (B, N, D_in / size) -> (B, N, D_out).
+
+    The bias, whole on every rank, is added once, to the sum. tokens: as in ColumnParallelLinear; the output is then
+    (B, n, D_out), and the bias's gradient that of n tokens only.
+    """
+
+    def __init__(self, linear, group, tokens=None):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features // group.size, linear.out_features
+        self.weight = shard_parameter(linear.weight, 1, group)
+        self.bias = linear.bias
+        self.group, self.tokens = group, tokens
+        self.partial_gradients = ("bias",) if tokens else ()
+
+    def forward(self, x):
+        x = F.linear(x, self.weight)
+        x = reduce_from_region(x, self.group) if self.tokens is None else reduce_scatter(x, 1, self.tokens, self.group)
+        return x + self.bias.to(x.dtype)
+
+
+def to_compute_dtype(x):
+    """What autocast would do inside the next linear layer, done before the collective, which then carries half."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class RankRandom(nn.Module):
+    """Call `inner` so that its random numbers differ from rank to rank of a group: dropout of sharded activations.
+
+    The default generators must be alike on all ranks of the group, and are so afterwards: dropout outside, of
+    replicated activations, is the same everywhere. The seed is drawn from the CPU's default generator, which activation
+    checkpointing sets back before it computes again, so the same numbers come again. torch.compile breaks its graph
+    here, in training only, and CUDA graphs cannot capture it.
+    """
+
+    def __init__(self, inner, group):
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, *args, **kwargs):
+        return self._forked(*args, **kwargs) if self.training else self.inner(*args, **kwargs)
+
+    @torch.compiler.disable(reason="dropout under tensor parallelism sets generators; sequence parallelism does not")
+    def _forked(self, x, *args, **kwargs):
+        with rank_random(x.device, self.group):
+            return self.inner(x, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def rank_random(device, group):
+    """Inside, default generators that are alike on all ranks of a group give every rank numbers of its own."""
+    seed = int(torch.randint(2**62, ()))
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+        torch.manual_seed(seed + group.rank)
+        yield

@@ -1,0 +1,45 @@
+"""Rung 3: one model over several ranks. Heads and hidden features (tp), tokens (cp) and blocks (pp) are split."""
+
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from distributed.context_parallel import context_parallel
+from distributed.parallel_model import Split
+from distributed.pipeline import split_into_stages
+from distributed.tensor_parallel import tensor_parallel
+from utils import comm
+
+
+def split_model(model, config):
+    """Split a ViT, in place, over the model-parallel ranks of the mesh. It may lie on the meta device.
+
+    Raises ValueError where heads, hidden features, rows of patches or blocks cannot be split so.
+    """
+    split = Split()
+    if comm.get_size("cp") > 1:
+        context_parallel(model, comm.get_group("cp"), config.cp_method)
+    if comm.get_size("tp") > 1:
+        if config.tp_backend == "dtensor":
+            tensor_parallel_by_torch(model, comm.get_mesh("tp"))
+        else:
+            split.dims = tensor_parallel(model, comm.get_group("tp"), config.sequence_parallel)
+    if comm.get_size("pp") > 1:
+        split.stages = split_into_stages(model, comm.get_group("pp"), config.pp_schedule)
+    return split
+
+
+def tensor_parallel_by_torch(model, mesh):
+    """The same by PyTorch's own tensor parallelism, on DTensor: the library's route to the same numbers."""
+    heads = model.blocks[0].attn.proj.in_features // model.blocks[0].attn.head_dim
+    if heads % mesh.size():
+        raise ValueError(f"tensor parallel: {heads} heads cannot be split over {mesh.size()} ranks")
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attn.qkv": ColwiseParallel(),
+                "attn.proj": RowwiseParallel(),
+                "mlp.fc1": ColwiseParallel(),
+                "mlp.fc2": RowwiseParallel(),
+            },
+        )

@@ -1,0 +1,113 @@
+"""Pipeline parallel: the blocks of the model are split into stages, and micro-batches flow through them.
+
+Each rank holds one stage (two with the interleaved schedule) and passes activations on to the next, gradients back to
+the one before; torch.distributed.pipelining runs the schedule. With p stages and m micro-batches a rank is idle for
+(p - 1) / (m + p - 1) of a step: the bubble. 1f1b has the bubble of gpipe, but keeps the activations of at most p
+micro-batches; two interleaved stages a rank halve the bubble and double the messages.
+
+GPipe: Huang et al. 2019 (arXiv:1811.06965); 1F1B: Narayanan et al. 2019 (arXiv:1806.03377); interleaved: Narayanan et
+al. 2021 (arXiv:2104.04473).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+class Blocks(nn.ModuleDict):
+    """Some blocks of a model under their numbers in it, so that parameters keep their names."""
+
+    def __iter__(self):
+        return iter(self.values())
+
+
+class Stage(nn.Module):
+    """Consecutive blocks of a ViT; the first stage also embeds the image, the last one makes it from tokens."""
+
+    def __init__(self, model, numbers, first, last):
+        super().__init__()
+        self.first, self.last = first, last
+        if first:
+            self.patch_embed, self.pos_embed, self.pos_drop = model.patch_embed, model.pos_embed, model.pos_drop
+        self.blocks = Blocks({str(i): model.blocks[i] for i in numbers})
+        if last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x):
+        if self.first:
+            x = self.pos_drop(self.pos_embed(self.patch_embed(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x.contiguous()  # to be sent
+
+
+def split_into_stages(model, group, schedule):
+    """Keep of a ViT, in place, what the stages of this rank hold, and return these stages, in order.
+
+    model.stages are the same. Parameters keep their names. Raises ValueError where the blocks cannot be shared equally.
+    """
+    rank, size = dist.get_rank(group), group.size()
+    per_rank = 2 if schedule == "interleaved" else 1
+    stages, depth = size * per_rank, len(model.blocks)
+    if depth % stages:
+        each = f" of which each rank holds {per_rank}" if per_rank > 1 else ""
+        raise ValueError(f"pipeline parallel: {depth} blocks cannot be shared by {stages} stages{each}")
+    length = depth // stages
+    own = range(rank, stages, size)  # interleaved: the stages go round the ranks
+    built = [Stage(model, range(i * length, (i + 1) * length), i == 0, i == stages - 1) for i in own]
+    model.blocks = Blocks({name: block for stage in built for name, block in stage.blocks.items()})
+    if not built[0].first:
+        del model.patch_embed, model.pos_embed, model.pos_drop
+    if not built[-1].last:
+        del model.norm, model.head
+    return built
+
+
+class Pipeline:
+    """Runs training steps and forecasts through the stages of all ranks of `group`.
+
+    stages: this rank's, each maybe wrapped by DDP or fully_shard. micro_batches: parts that a batch is cut into.
+    """
+
+    def __init__(self, stages, group, schedule, micro_batches, device):
+        self.group, self.rank, self.size = group, dist.get_rank(group), group.size()
+        self.first, self.last = self.rank == 0, self.rank == self.size - 1
+        count = self.size * len(stages)
+        self.device, self.micro_batches = device, micro_batches
+        self.stages = [
+            PipelineStage(stage, self.rank + i * self.size, count, device, group=group)
+            for i, stage in enumerate(stages)
+        ]
+        self.schedule_class = SCHEDULES[schedule]
+        self.schedule = None
+
+    def _schedule(self, loss):
+        if self.schedule is None:
+            stages = self.stages if self.schedule_class is ScheduleInterleaved1F1B else self.stages[0]
+            # The loss of a micro-batch is already its share of the whole.
+            self.schedule = self.schedule_class(stages, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+        self.loss = loss
+        return self.schedule
+
+    def _loss(self, prediction, target):
+        return self.loss(prediction, target) if self.loss else prediction.new_zeros(())
+
+    def step(self, x, y, loss):
+        """Forward and backward of all micro-batches. x: (B, ...), used by the first stage; y: by the last one.
+
+        loss: called as loss(prediction, target) on the last rank with every micro-batch, gives what is differentiated.
+        """
+        arguments = [x] if self.first else []
+        self._schedule(loss).step(*arguments, target=y if self.last else None, return_outputs=False)
+
+    @torch.no_grad()
+    def forecast(self, x, shape):
+        """Forecast of a batch, the same on every rank of the pipeline. shape: of the forecast, (B, C, H, W)."""
+        unused = torch.zeros(len(x))
+        prediction = self._schedule(None).eval(*([x] if self.first else []), target=unused if self.last else None)
+        prediction = prediction.float().contiguous() if self.last else torch.empty(shape, device=self.device)
+        dist.broadcast(prediction, group=self.group, group_src=self.size - 1)
+        return prediction

@@ -1,0 +1,108 @@
+"""Tensor parallelism, applied to the plain model from outside: heads and hidden features split over a group.
+
+Per block 2 all-reduces forward and 2 backward (Shoeybi et al. 2019, arXiv:1909.08053). With sequence parallelism
+(Korthikanti et al. 2022, arXiv:2205.05198) norms, dropout and residuals work on a slice of the tokens: 2 all-gathers
+and 2 reduce-scatters each way, the same bytes, and the activations between the pairs take 1/size of the memory.
+
+| | split over the group | whole on every rank |
+|---|---|---|
+| weights | qkv, fc1 (rows), proj, fc2 (columns), biases of qkv, fc1 | norms, biases of proj, fc2, patch embedding, position embedding, head |
+| activations | heads, hidden features; tokens between pairs, with sequence parallelism | the residual stream, without |
+
+What is whole on every rank stays equal to the bit, because every rank computes the same gradient for it. The exception
+comes with sequence parallelism: norms and biases that see a slice of the tokens hold a part of their gradient, and
+reduce_partial_gradients adds up all of them in one all-reduce, once per optimizer step.
+"""  # noqa: E501
+
+from functools import partial
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from distributed.collectives import as_group, gather_from_region, reduce_from_region, scatter_to_region, shard_sizes
+from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear, to_compute_dtype
+from networks.vit import MLP, Attention
+
+
+def tensor_parallel(model, group, sequence_parallel=False):
+    """Split a ViT, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
+
+    Returns {parameter name: dim} of the parameters that are split, each in pieces as of collectives.shard; the others
+    are whole. The model may hold its weights, of which this rank's are kept, or lie on the meta device. Context
+    parallelism comes before; checkpointing, compiling and data parallelism after.
+
+    Dropout: seed the default generators alike on all ranks of the group, and differently, with sequence parallelism.
+
+    Raises ValueError where the group's size does not divide the heads or the hidden features, or exceeds the tokens.
+    """
+    group = as_group(group)
+    if group.size == 1:
+        return {}
+    here = model.pos_embed.tokens
+    tokens = shard_sizes(here.stop - here.start, group.size) if sequence_parallel else None
+    _check(model, group.size, tokens)
+    dims = {}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Attention):
+            _split_pair(module, "qkv", "proj", group, tokens)
+            dims |= {f"{name}.qkv.weight": 0, f"{name}.qkv.bias": 0, f"{name}.proj.weight": 1}
+            if module.dropout and not tokens:
+                module.attend = RankRandom(module.attend, group)
+        elif isinstance(module, MLP):
+            _split_pair(module, "fc1", "fc2", group, tokens)
+            dims |= {f"{name}.fc1.weight": 0, f"{name}.fc1.bias": 0, f"{name}.fc2.weight": 1}
+            if module.drop.p and not tokens:
+                module.drop = RankRandom(module.drop, group)
+    if tokens:
+        _split_tokens(model, group, tokens)
+    return dims
+
+
+def _check(model, size, tokens):
+    for block in model.blocks:
+        heads, hidden = block.attn.proj.in_features // block.attn.head_dim, block.mlp.fc1.out_features
+        for count, what in ((heads, "heads"), (hidden, "hidden features")):
+            if count % size:
+                raise ValueError(f"tensor parallel: {count} {what} cannot be split over {size} ranks")
+    if tokens and not min(tokens):
+        raise ValueError(f"sequence parallel: {sum(tokens)} tokens cannot be split over {size} ranks")
+
+
+def _split_pair(module, first, second, group, tokens):
+    setattr(module, first, ColumnParallelLinear(getattr(module, first), group, tokens))
+    setattr(module, second, RowParallelLinear(getattr(module, second), group, tokens))
+
+
+def _split_tokens(model, group, tokens):
+    """Tokens are split from the first dropout to the last norm."""
+    model.pos_drop.register_forward_pre_hook(partial(_scatter_tokens, tokens=tokens, group=group))
+    model.norm.register_forward_hook(partial(_gather_tokens, tokens=tokens, group=group))
+    for norm in [model.norm, *(norm for block in model.blocks for norm in (block.norm1, block.norm2))]:
+        norm.partial_gradients = ("weight", "bias")
+
+
+def _scatter_tokens(module, inputs, tokens, group):
+    return scatter_to_region(inputs[0], 1, tokens, group)
+
+
+def _gather_tokens(module, inputs, output, tokens, group):
+    return gather_from_region(to_compute_dtype(output), 1, tokens, group)
+
+
+@torch.no_grad()
+def reduce_partial_gradients(model, group):
+    """Add up, over the tensor-parallel group and in one all-reduce, the gradients of which each rank holds a part.
+
+    After the last backward pass of a step, before gradients are clipped. Without sequence parallelism there are none.
+    Works on a model wrapped by DDP or fully_shard as well: sums over this group and means over theirs commute.
+    """
+    group, grads = as_group(group), []
+    for module in model.modules():
+        for name in getattr(module, "partial_gradients", ()):
+            grad = getattr(module, name).grad
+            if grad is not None:
+                grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    if grads and group.size > 1:
+        fused = reduce_from_region(torch.cat([grad.flatten() for grad in grads]), group)
+        parts = fused.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])

@@ -1,0 +1,175 @@
+"""Context parallelism against the serial model: numbers, counts, compilation, the ring's edge cases, bad input."""
+
+from functools import partial
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from distributed import attention
+from distributed.collectives import as_group
+from distributed.context_parallel import l2_norms, latitude_band
+from distributed.counting import CollectiveCounter
+from tests import parity
+
+METHODS = ["gather", "ring", "all_to_all"]
+
+
+@pytest.mark.parametrize("grid", [parity.UNEVEN, parity.EVEN])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_numbers_are_those_of_the_serial_model(ranks, cp, method, grid):
+    changes = {"num_heads": 6, "embed_dim": 48} if cp == 3 else {}
+    ranks(cp, parity.check_parity, cp=cp, method=method, grid=grid, **changes)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_with_heads_over_tp_and_tokens_over_cp(ranks, method, sequence_parallel):
+    ranks(4, parity.check_parity, tp=2, cp=2, method=method, sequence_parallel=sequence_parallel)
+
+
+def block_counts(tp, cp, method, compiled=False, dtype=torch.float32, sequence_parallel=False):
+    mesh = parity.make_mesh(tp, cp)
+    serial = parity.serial_vit(parity.EVEN, dtype, num_heads=4)
+    model, _ = parity.parallel_vit(serial, mesh, method, sequence_parallel)
+    return parity.count_block(model, mesh, compiled, False, sequence_parallel)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "method", "compiled", "forward", "backward"),
+    [
+        (1, 4, "gather", False, {"all_gather": 1}, {"reduce_scatter": 1}),
+        (1, 2, "gather", True, {"all_gather": 1}, {"reduce_scatter": 1}),
+        (1, 4, "ring", False, {"all_to_all": 3}, {"all_to_all": 6}),  # backward: blocks, and their gradients
+        (1, 2, "ring", True, {"all_to_all": 1}, {"all_to_all": 1}),  # the compiler keeps the blocks of the forward pass
+        (1, 4, "all_to_all", False, {"all_to_all": 2}, {"all_to_all": 2}),
+        (1, 2, "all_to_all", True, {"all_to_all": 2}, {"all_to_all": 2}),
+        (2, 2, "gather", False, {"all_gather": 1, "all_reduce": 2}, {"reduce_scatter": 1, "all_reduce": 2}),
+    ],
+)
+def test_counts_of_a_block_compiled_or_not(ranks, tp, cp, method, compiled, forward, backward):
+    counted = ranks(tp * cp, block_counts, tp, cp, method, compiled)[0]
+    assert (counted[0].calls, counted[1].calls) == (forward, backward)
+
+
+def test_bytes_of_a_block_are_those_of_the_table(ranks):
+    tensor = 2 * 12 * 32 * 4  # (B, n, D) of float32, on each of 4 ranks
+    sent = {method: ranks(4, block_counts, 1, 4, method)[0] for method in METHODS}
+    forward = {method: counted[0].bytes.total() for method, counted in sent.items()}
+    backward = {method: counted[1].bytes.total() for method, counted in sent.items()}
+    assert forward == {"gather": 6 * tensor, "ring": 6 * tensor, "all_to_all": 3 * tensor}
+    assert backward == {"gather": 6 * tensor, "ring": 12 * tensor, "all_to_all": 3 * tensor}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision_stays_half(ranks, method):
+    forward, _, *dtypes = ranks(2, block_counts, 1, 2, method, dtype=torch.bfloat16)[0]
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
+    assert forward.bytes.total() == ranks(2, block_counts, 1, 2, method)[0][0].bytes.total() / 2
+
+
+def step_counts():
+    mesh = parity.make_mesh(cp=2)
+    model, _ = parity.parallel_vit(parity.serial_vit(), mesh)
+    x = parity.images(model)
+    with CollectiveCounter() as forward:
+        loss = parity.banded_loss(model(x), torch.ones_like(x), partial(l2_norms, group=mesh["cp"]))
+    with CollectiveCounter() as backward:
+        loss.backward()
+    return tuple(parity.Counts(counted.calls, counted.bytes) for counted in (forward, backward))
+
+
+def test_nothing_else_is_communicated_in_a_step_of_two_blocks(ranks):
+    forward, backward = ranks(2, step_counts)[0]
+    assert forward.calls == {"all_gather": 2, "all_reduce": 1}
+    assert forward.bytes["all_reduce"] == 2 * 2 * 4  # two norms of two samples
+    assert backward.calls == {"reduce_scatter": 2}
+
+
+def check_attention(method, sizes, dtype, zero_values=False):
+    """Attention split into pieces of any sizes against all of it; returns the largest relative error."""
+    group = as_group(dist.group.WORLD)
+    random = torch.Generator().manual_seed(3)
+    q, k, v, upstream = (torch.randn(2, 6, sum(sizes), 8, generator=random).double() for _ in range(4))
+    v = v * (not zero_values)
+    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = F.scaled_dot_product_attention(*whole)
+    out.backward(upstream)
+    start = sum(sizes[: group.rank])
+    rows = slice(start, start + sizes[group.rank])
+    split = [t[:, :, rows].to(dtype).requires_grad_() for t in (q, k, v)]
+    found = attention.METHODS[method](*split, sizes=sizes, group=group)
+    found.backward(upstream[:, :, rows].to(dtype))
+    pairs = [(found, out[:, :, rows]), *((a.grad, b.grad[:, :, rows]) for a, b in zip(split, whole, strict=True))]
+    for ours, theirs in pairs:
+        assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
+        assert ours.isfinite().all()
+    return max((ours - theirs).norm().item() / max(1e-3, theirs.norm().item()) for ours, theirs in pairs)
+
+
+EMPTY = [(method, sizes) for method in ("ring", "all_to_all") for sizes in ((5, 0, 2), (0, 3, 0))]
+
+
+@pytest.mark.parametrize(("method", "sizes"), [(m, s) for m in METHODS for s in ((4, 4, 4), (7, 1, 3))] + EMPTY)
+def test_attention_over_pieces_of_any_size(ranks, method, sizes):
+    assert max(ranks(3, check_attention, method, sizes, torch.float32)) < parity.TOLERANCE
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_that_is_exactly_zero_has_no_nan(ranks, method):
+    assert max(ranks(3, check_attention, method, (4, 3, 3), torch.float32, zero_values=True)) < parity.TOLERANCE
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_in_half_precision_is_as_exact_as_its_inputs(ranks, method):
+    assert max(ranks(3, check_attention, method, (4, 3, 3), torch.bfloat16)) < 0.02
+
+
+def check_plain_kernel(sizes):
+    with mock.patch.object(attention, "_kernel", lambda q: attention._Plain):
+        return check_attention("ring", sizes, torch.float32)
+
+
+def test_the_ring_without_a_fused_kernel(ranks):
+    assert max(ranks(3, check_plain_kernel, (7, 0, 3))) < parity.TOLERANCE
+
+
+def perfect_prediction():
+    target = torch.randn(2, 5)
+    prediction = target.clone().requires_grad_()
+    loss = parity.banded_loss(prediction, target, partial(l2_norms, group=dist.group.WORLD))
+    loss.backward()
+    return loss.item(), prediction.grad.abs().max().item()
+
+
+def test_a_perfect_prediction_has_no_nan(ranks):
+    loss, gradient = ranks(2, perfect_prediction)[0]
+    assert loss < 1e-15 and gradient == 0
+
+
+def test_bands_are_whole_rows_of_patches_and_make_up_the_image():
+    bands = [latitude_band((360, 720), 8, rank, 4) for rank in range(4)]
+    assert [(b.stop - b.start) // 8 for b in bands] == [12, 11, 11, 11]
+    assert bands[0].start == 0 and bands[-1].stop == 360
+    assert all(a.stop == b.start for a, b in pairwise(bands))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "line"),
+    [
+        ("gather", {"grid": (2, 9)}, "context parallel: 2 rows of patches cannot be split over 3 ranks"),
+        ("all_to_all", {}, "context parallel: all_to_all cannot split 4 heads over 3 ranks"),
+        (
+            "ring",
+            {"dropout": 0.1},
+            "context parallel: ring attention cannot drop out attention weights; use gather or all_to_all",
+        ),
+        ("rings", {}, "context parallel: no method 'rings', there are gather, ring, all_to_all"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_on_every_rank(ranks, method, changes, line):
+    assert ranks(3, parity.refusal, cp=3, method=method, **changes) == [line] * 3

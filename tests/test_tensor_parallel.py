@@ -1,0 +1,197 @@
+"""Tensor and sequence parallelism against the serial model: numbers, counts, compilation, dropout, bad input."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from distributed.collectives import shard, shard_sizes
+from distributed.counting import CollectiveCounter
+from distributed.tensor_parallel import reduce_partial_gradients, tensor_parallel
+from tests import parity
+
+SERIAL = {"all_reduce": 2}
+SEQUENCE = {"all_gather": 2, "reduce_scatter": 2}
+
+
+@pytest.mark.parametrize("grid", [parity.UNEVEN, parity.EVEN])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_numbers_are_those_of_the_serial_model(ranks, tp, sequence_parallel, grid):
+    results = ranks(tp, parity.check_parity, tp=tp, sequence_parallel=sequence_parallel, grid=grid)
+    assert all(result == results[0] for result in results)
+
+
+def block_counts(sequence_parallel, compiled=False, dtype=torch.float32, autocast=False, grid=parity.EVEN):
+    """Collectives and bytes of one block, forward and backward; dtypes of output and input gradient."""
+    mesh = parity.make_mesh(tp=2)
+    model, _ = parity.parallel_vit(parity.serial_vit(grid, dtype), mesh, sequence_parallel=sequence_parallel)
+    return parity.count_block(model, mesh, compiled, autocast, sequence_parallel)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_collectives_a_pair_forward_and_backward_compiled_or_not(ranks, sequence_parallel, compiled):
+    forward, backward, *_ = ranks(2, block_counts, sequence_parallel, compiled, grid=parity.UNEVEN)[0]
+    expected = SEQUENCE if sequence_parallel else SERIAL
+    assert (forward.calls, backward.calls) == (expected, expected)
+
+
+def test_sequence_parallelism_sends_the_same_bytes(ranks):
+    plain, split = ranks(2, block_counts, False)[0], ranks(2, block_counts, True)[0]
+    tensor = 2 * 48 * 32 * 4  # (B, N, D) of float32
+    for ours, theirs in zip(plain[:2], split[:2], strict=True):
+        assert ours.bytes.total() == theirs.bytes.total() == 2 * tensor  # 2 all-reduces, each 2 (tp - 1) / tp tensors
+
+
+def test_half_precision_stays_half_also_on_the_way(ranks):
+    full = ranks(2, block_counts, False)[0][0].bytes.total()
+    for sequence_parallel in (False, True):
+        forward, backward, *dtypes = ranks(2, block_counts, sequence_parallel, dtype=torch.bfloat16)[0]
+        assert dtypes == [torch.bfloat16, torch.bfloat16]
+        assert forward.bytes.total() == backward.bytes.total() == full / 2
+        forward, backward, *dtypes = ranks(2, block_counts, sequence_parallel, autocast=True)[0]
+        assert dtypes == [torch.float32, torch.float32]  # of the residual
+        assert forward.bytes.total() == backward.bytes.total() == full / 2
+
+
+def step_counts(sequence_parallel):
+    mesh = parity.make_mesh(tp=2)
+    model, _ = parity.parallel_vit(parity.serial_vit(), mesh, sequence_parallel=sequence_parallel)
+    with CollectiveCounter() as counted:
+        model(parity.images(model)).square().sum().backward()
+        reduce_partial_gradients(model, mesh["tp"])
+    return counted.calls
+
+
+def test_nothing_else_is_communicated_in_a_step_of_two_blocks(ranks):
+    assert ranks(2, step_counts, False)[0] == {"all_reduce": 8}
+    # Besides the blocks': one gather after the last norm, one of the gradient before the first block, one reduction.
+    assert ranks(2, step_counts, True)[0] == {"all_gather": 10, "reduce_scatter": 8, "all_reduce": 1}
+
+
+def whole_weights(steps, sequence_parallel):
+    mesh = parity.make_mesh(tp=2)
+    model, dims = parity.parallel_vit(parity.serial_vit((3, 5)), mesh, sequence_parallel=sequence_parallel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        (model(parity.images(model, seed=step)) - parity.images(model, seed=999)).square().mean().backward()
+        reduce_partial_gradients(model, mesh["tp"])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters() if name not in dims}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_whole_weights_are_the_same_to_the_bit_after_200_steps(ranks, sequence_parallel):
+    first, second = ranks(2, whole_weights, 200, sequence_parallel)
+    assert len(first) == 3 + 2 * 6 + 4  # embeddings; norms and biases of two blocks; last norm and head
+    assert first == second
+
+
+def from_the_meta_device():
+    mesh, serial = parity.make_mesh(tp=2), parity.serial_vit()
+    with torch.device("meta"):
+        model = parity.serial_vit()
+    dims = tensor_parallel(model, mesh["tp"])
+    model.to_empty(device="cpu")
+    rank = mesh["tp"].get_local_rank()
+    for name, whole in serial.state_dict().items():
+        piece = shard(whole, dims[name], rank, 2) if name in dims else whole
+        model.get_parameter(name).data.copy_(piece)
+    kept, kept_dims = parity.parallel_vit(serial, mesh)
+    assert dims == kept_dims
+    assert sum(p.numel() * p.element_size() for p in kept.parameters()) == sum(
+        p.untyped_storage().nbytes() for p in kept.parameters()
+    )  # the whole weights are let go
+    torch.testing.assert_close(model(parity.images(serial)), kept(parity.images(serial)), rtol=0, atol=0)
+
+
+def test_a_model_on_the_meta_device_takes_its_weights_later(ranks):
+    ranks(2, from_the_meta_device)
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "sequence_parallel", "line"),
+    [
+        (3, {}, False, "tensor parallel: 4 heads cannot be split over 3 ranks"),
+        (2, {"mlp_ratio": 33 / 32}, False, "tensor parallel: 33 hidden features cannot be split over 2 ranks"),
+        (4, {"grid": (3, 1)}, True, "sequence parallel: 3 tokens cannot be split over 4 ranks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_on_every_rank(ranks, tp, changes, sequence_parallel, line):
+    lines = ranks(tp, parity.refusal, tp=tp, sequence_parallel=sequence_parallel, **changes)
+    assert lines == [line] * tp
+
+
+def dropout_masks(sequence_parallel):
+    mesh = parity.make_mesh(tp=2)
+    model, _ = parity.parallel_vit(parity.serial_vit(dropout=0.5), mesh, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        torch.manual_seed(mesh["tp"].get_local_rank())
+    block, ones = model.blocks[0], torch.ones(100, 1000)
+    q = torch.ones(1, 2, 50, 50)
+    masks = {
+        "hidden": block.mlp.drop(ones),
+        "residual": block.drop(ones),
+        "heads": block.attn.attend(q, q, torch.eye(50).expand_as(q), dropout_p=0.5),
+        "hidden again": block.mlp.drop(ones),
+        "embedding": model.pos_drop.forward(ones),
+    }
+    model.eval()
+    assert torch.equal(block.mlp.drop(ones), ones)
+    return {name: mask > 0 for name, mask in masks.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_differs_where_activations_are_split_and_agrees_where_they_are_whole(ranks, sequence_parallel):
+    first, second = ranks(2, dropout_masks, sequence_parallel)
+    for name in first:
+        if not sequence_parallel and name in ("residual", "embedding"):
+            assert torch.equal(first[name], second[name]), name
+        else:  # two fair coins a pair: each combination a quarter of the time, within 5 standard deviations
+            pairs = torch.bincount((2 * first[name] + second[name]).flatten(), minlength=4) / first[name].numel()
+            assert ((pairs - 0.25).abs() < 5 * (3 / 16 / first[name].numel()) ** 0.5).all(), name
+    assert not torch.equal(first["hidden"], first["hidden again"])
+
+
+def replayed_dropout(sequence_parallel):
+    mesh = parity.make_mesh(tp=2)
+    model, _ = parity.parallel_vit(parity.serial_vit(dropout=0.5), mesh, sequence_parallel=sequence_parallel)
+    block, results = model.blocks[0], []
+    n = shard_sizes(90, 2)[mesh["tp"].get_local_rank()] if sequence_parallel else 90
+    for recompute in (False, True):
+        torch.manual_seed(7 + sequence_parallel * mesh["tp"].get_local_rank())
+        x = torch.ones(2, n, 32, requires_grad=True)
+        y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        torch.rand(3)  # numbers drawn between forward and backward do not matter
+        y.sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad.clone() for p in block.parameters())])
+        block.zero_grad()
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
+    if not sequence_parallel:  # what is whole is the same on both ranks
+        outputs = [torch.empty_like(y) for _ in range(2)]
+        dist.all_gather(outputs, y.detach())
+        assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_activation_checkpointing_replays_dropout(ranks, sequence_parallel):
+    ranks(2, replayed_dropout, sequence_parallel)
+
+
+@torch.no_grad()
+def moments_with_dropout(draws):
+    """Mean and variance over dropout of a block's output, serial and split."""
+    serial = parity.serial_vit(dropout=0.3)
+    model, _ = parity.parallel_vit(serial, parity.make_mesh(tp=2))
+    x = torch.randn(1, 90, 32)
+    return [torch.var_mean(torch.stack([m.blocks[0](x) for _ in range(draws)]), 0) for m in (serial, model)]
+
+
+def test_dropout_has_the_moments_of_the_serial_model(ranks):
+    (variance, mean), (split_variance, split_mean) = ranks(2, moments_with_dropout, 300)[0]
+    z = (split_mean - mean) / ((variance + split_variance) / 300).sqrt()
+    assert z.square().mean() == pytest.approx(1, abs=0.3)
+    assert split_variance.mean() == pytest.approx(variance.mean().item(), rel=0.05)

@@ -1,0 +1,58 @@
+"""Rung 3 of the ladder: one model over several devices, by tensor, context and pipeline parallelism.
+
+    torchrun --nproc_per_node 2 train_mp.py --config=mp_quick --tensor_parallel 2
+    torchrun --nproc_per_node 4 train_mp.py --config=mp_quick --context_parallel 2 --data_parallel fsdp
+
+The ranks that are left are data parallel, with any strategy of rung 2. `python -m utils.comm` shows the groups of a
+layout. Exit status: as train.py.
+"""
+
+import torch
+
+from distributed.data_parallel import data_parallel
+from distributed.model_parallel import split_model
+from utils import comm
+from utils.compute import apply_compute_options
+from utils.config import load_config
+from utils.data_loader import build_loaders
+from utils.errors import STOPPED_STATUS, reported_as_usage_error
+from utils.launch import read_launch
+from utils.model import build_model, initial_weights
+from utils.optim import build_optimizer
+from utils.profiling import restart_under_nsys
+from utils.report import print_result
+from utils.run_folder import RunFolder
+from utils.trainer import Trainer
+
+
+def main(argv=None):
+    launch = read_launch()
+    config = load_config(argv, __doc__, launch.world_size, "config/mp.yaml", model_parallel=True)
+    layout = config.layout(launch.world_size, launch.ranks_per_node)
+    restart_under_nsys()
+    device = comm.init(config.device, config.comm_timeout)
+    comm.build_mesh(device, layout)
+
+    model = build_model(config)  # names and shapes; memory comes when it is known who holds what
+    with reported_as_usage_error(ValueError, config.config):
+        split = split_model(model, config)
+    apply_compute_options(config, device, model)
+    train_loader, valid_loader = comm.agree(lambda: build_loaders(config, device))
+    parallel = data_parallel(model, config, device, initial_weights(config), split)
+    optimizer = build_optimizer(config, model, device)
+    torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
+
+    run = RunFolder(config)
+    summary = run.summary()
+    if summary and comm.is_main():
+        print(f"{run.path} is a finished run; its result:")
+    if not summary:
+        summary = Trainer(config, device, model, parallel, optimizer, train_loader, valid_loader, run).fit()
+        if summary is None:
+            return STOPPED_STATUS
+        run.write_summary(summary)
+    print_result(summary, config)
+
+
+if __name__ == "__main__":
+    comm.run_ranks(main)
