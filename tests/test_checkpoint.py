@@ -1,12 +1,16 @@
-"""Checkpoints are whole or passed over, and nothing in them is unpickled."""
+"""Checkpoints are whole or passed over, written while training goes on, and nothing in them is unpickled."""
 
 import logging
 import pickle
-import shutil
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 
+from utils import checkpoint_files, comm
 from utils.checkpoint import MARKER, CheckpointError, CheckpointFolder, collect_state, restore_state, verify
 
 
@@ -31,11 +35,11 @@ def weights(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    return CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    return CheckpointFolder(tmp_path / "checkpoints", keep=2, config={"config": "short", "embed_dim": 384})
 
 
-def save(folder, iteration, seed=0, **kwargs):
-    return folder.save(iteration, collect_state(*model_and_optimizer(seed)), {"sum": 0.1 + 0.2}, **kwargs)
+def save(folder, iteration, wait=True, **kwargs):
+    return folder.save(iteration, collect_state(*model_and_optimizer(0)), {"sum": 0.1 + 0.2}, wait=wait, **kwargs)
 
 
 def load(folder):
@@ -53,9 +57,61 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder):
         train(model, optimizer)
     marker, other, other_optimizer = load(folder)
     assert marker["iteration"] == 3 and marker["trainer"] == {"sum": 0.1 + 0.2}
+    assert marker["world_size"] == 1 and marker["config"] == folder.config
     for _ in range(5):
         train(other, other_optimizer)
     assert torch.equal(weights(model), weights(other))
+
+
+def test_looking_for_a_checkpoint_leaves_a_new_optimizer_at_its_first_step(folder):
+    results = []
+    for look in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if look:
+            assert folder.load_newest(collect_state(model, optimizer)) is None
+        train(model, optimizer)
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
+@pytest.fixture
+def held_write(monkeypatch):
+    """Writes wait for this event."""
+    released, write = threading.Event(), checkpoint_files.write_safetensors
+
+    def held(*args):
+        assert released.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", held)
+    yield released
+    released.set()
+
+
+def test_a_checkpoint_holds_what_was_there_at_save_though_training_goes_on(folder, held_write):
+    model, optimizer = model_and_optimizer(0)
+    for iteration in (1, 2):  # the second copies into the buffers of the first
+        train(model, optimizer)
+        saved, state = weights(model), {"losses": [0.5]}
+        held_write.clear()
+        path = folder.save(iteration, collect_state(model, optimizer), state)
+        assert folder.stall_seconds > 0 and not path.exists() and not (folder.path / MARKER).exists()
+        train(model, optimizer)
+        state["losses"].append(0.4)
+        held_write.set()
+        marker, other, _ = load(folder)
+        assert torch.equal(weights(other), saved) and marker["trainer"] == {"losses": [0.5]}
+        assert folder.write_seconds > 0 and verify(path) == marker
+
+
+def test_only_one_write_is_in_flight(folder, held_write):
+    save(folder, 1, wait=False)
+    threading.Timer(0.2, held_write.set).start()
+    save(folder, 2, wait=False)
+    assert (folder.path / "iter-00000001" / MARKER).exists()
+    assert folder.newest_name() == "iter-00000002"
 
 
 def test_nothing_is_unpickled(folder, monkeypatch):
@@ -110,31 +166,104 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder, damage, 
     assert load(folder)[0]["iteration"] == 2
 
 
-def test_a_write_cut_off_is_never_taken_for_a_checkpoint(folder, monkeypatch):
+def full_disk(*_args, **_kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json.dump", "checkpoint_files.save_file"])
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
+def test_a_full_disk_is_an_oserror_and_leaves_the_checkpoint_before(folder, monkeypatch, name, wait):
     save(folder, 1)
-
-    def cut_off(*_args, **_kwargs):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("utils.checkpoint.json.dump", cut_off)
+        patch.setattr(f"utils.{name}", full_disk)
         with pytest.raises(OSError, match="No space left"):
-            save(folder, 2)
+            save(folder, 2, wait)
+            save(folder, 3)
+    folder.wait()  # told once
     assert [path.name for path in folder.folders()] == ["iter-00000001"]
     assert load(folder)[0]["iteration"] == 1
     save(folder, 2)
     assert {path.name for path in folder.path.iterdir()} == {"iter-00000001", "iter-00000002"}
-    shutil.rmtree(folder.path)
 
 
-def test_a_full_disk_is_an_oserror_and_leaves_the_checkpoint_before(folder, monkeypatch):
-    save(folder, 1)
+def test_a_file_that_cannot_be_written_is_an_oserror(tmp_path):
+    (tmp_path / "shard").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        checkpoint_files.write_safetensors(tmp_path / "shard", {"a": torch.zeros(3)}, {})
 
-    def full(*_args, **_kwargs):
-        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", full)
-        with pytest.raises(OSError, match="No space left"):
-            save(folder, 2)
-    assert load(folder)[0]["iteration"] == 1
+def test_others_may_read_a_checkpoint_as_far_as_the_umask_says(folder):
+    path = save(folder, 1)
+    modes = {file.stat().st_mode for file in path.iterdir()}
+    assert modes == {(path / MARKER).stat().st_mode}
+
+
+def one_rank_has_a_full_disk(path):
+    """What came of each save; training's collectives go on while a write is held."""
+    folder, model = CheckpointFolder(path, keep=3), model_and_optimizer(0)
+    released, full, write = threading.Event(), threading.Event(), checkpoint_files.write_safetensors
+    outcomes = []
+
+    def held(*args):
+        assert released.wait(30)
+        (full_disk if full.is_set() and comm.rank() == 1 else write)(*args)
+
+    checkpoint_files.write_safetensors = held
+    try:
+        for iteration in (1, 2, 3):
+            released.clear()
+            (full.set if iteration == 2 else full.clear)()
+            folder.save(iteration, collect_state(*model), {})
+            total = comm.all_reduce(torch.ones(1)).item()
+            released.set()
+            try:
+                folder.wait()
+                outcomes.append((total, None))
+            except OSError as error:
+                outcomes.append((total, error.strerror))
+    finally:
+        checkpoint_files.write_safetensors = write
+    return outcomes
+
+
+def test_a_full_disk_of_one_rank_is_told_to_all_and_nothing_is_lost(ranks, tmp_path):
+    expected = [(2.0, None), (2.0, "No space left on device"), (2.0, None)]
+    assert ranks(2, one_rank_has_a_full_disk, tmp_path) == [expected, expected]
+    assert [path.name for path in CheckpointFolder(tmp_path, 3).folders()] == ["iter-00000003", "iter-00000001"]
+
+
+PROGRAM = """
+import os, signal, sys, threading, torch
+from utils import checkpoint, checkpoint_files
+from utils.checkpoint import CheckpointFolder
+
+checkpoint.EXIT_SECONDS = 2
+folder, tensors = CheckpointFolder(sys.argv[1], keep=2), {"model": {"a": torch.ones(1000)}}
+folder.save(1, tensors, {}, wait=True)
+begun, write = threading.Event(), checkpoint_files.write_safetensors
+def slow(*args):
+    begun.set()
+    threading.Event().wait(float(sys.argv[3]))
+    write(*args)
+checkpoint_files.write_safetensors = slow
+folder.save(2, tensors, {})
+begun.wait()
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+raise RuntimeError("training failed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds", "status", "left"),
+    [
+        ("killed", 60, -signal.SIGKILL, [".iter-00000002.writing", "iter-00000001"]),
+        ("fails", 0.5, 1, ["iter-00000001", "iter-00000002"]),
+        ("fails", 600, 1, [".iter-00000002.writing", "iter-00000001"]),
+    ],
+    ids=["killed", "fails, short write", "fails, endless write"],
+)
+def test_a_process_that_ends_in_mid_write_never_hangs_or_leaves_half_a_checkpoint(tmp_path, end, seconds, status, left):
+    words = [sys.executable, "-c", PROGRAM, str(tmp_path), end, str(seconds)]
+    assert subprocess.run(words, capture_output=True, timeout=60).returncode == status
+    assert sorted(path.name for path in tmp_path.iterdir()) == left

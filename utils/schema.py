@@ -100,6 +100,7 @@ class Config(BaseModel):
     log_every: PositiveInt = key("iterations between two readings of the loss", 10)
     validate_every: PositiveInt = key("epochs between two validations", 1)
     checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000)
+    async_save: bool = key("write checkpoints while training goes on", True)
     keep_checkpoints: PositiveInt = key("newest checkpoints to keep, besides the best", 2)
     profile: Literal["none", "torch"] = key("record a window of steps with torch.profiler", "none")
     profile_start: NonNegativeInt = key("steps of this process before the window", 20)
@@ -123,7 +124,7 @@ ALIASES = {"tensor_parallel": ["row_parallel_size"]}
 # Settings that do not change what is computed: they may differ when a run is resumed.
 FREE_KEYS = {
     "comm_timeout", "watchdog_timeout", "device", "expdir", "resume", "num_data_workers", "data_loader_config",
-    "log_every", "checkpoint_every", "keep_checkpoints", "profile", "profile_start", "profile_steps",
+    "log_every", "checkpoint_every", "keep_checkpoints", "async_save", "profile", "profile_start", "profile_steps",
     "gradient_accumulation", "activation_checkpointing", "checkpointing_interval", "data_parallel", "bucket_cap_mb",
     "dp_shard", "wrap_policy", "wrap_min_params", "prefetch", "cpu_offload", "tensor_parallel", "context_parallel",
     "pipeline_parallel", "parallel_order", "tp_backend", "sequence_parallel", "cp_method", "pp_schedule",

@@ -9,10 +9,12 @@ import math
 import signal
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
+from distributed.global_view import global_view
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.device import peak_memory_bytes, synchronize
@@ -36,7 +38,7 @@ class Trainer:
     def __init__(self, config, device, model, parallel, optimizer, train_loader, valid_loader, run):
         self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
         self.train_loader, self.run = train_loader, run
-        self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints)
+        self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints, config.model_dump())
         self.step = TrainingStep(config, device, parallel, optimizer)
         self.profiler = build_profiler(config, device, run.path / "profile") if comm.is_main() else None
         self.validator = Validator(valid_loader)
@@ -61,6 +63,7 @@ class Trainer:
         config = self.config
         if self.profiler:
             self.profiler.check(config.num_iters - self.iteration)
+        self._log_memory()
         self.writer = open_writer(self.run.path, purge_step=self.iteration + 1)
         batches = self.train_loader.train(config.seed, self.iteration, config.num_iters)
         with self._catch_signals(), self._progress_bar() as bar, self.watchdog:
@@ -184,20 +187,30 @@ class Trainer:
             "validation_due": self.validation_due,
             "scaler": self.step.scaler.state_dict(),
         }
-        tensors = collect_state(self.model, self.optimizer)
+        tensors = global_view(collect_state(self.model, self.optimizer), self.step.parallel.split.dims)
+        leaving = self.stopping or self.iteration == self.config.num_iters
         try:
-            folder = self.checkpoints.save(self.iteration, tensors, state, result and result["val_loss"])
+            folder = self.checkpoints.save(
+                self.iteration,
+                tensors,
+                state,
+                result and result["val_loss"],
+                wait=leaving or not self.config.async_save,
+            )
         except OSError as error:
-            raise UsageError(f"checkpoint at iteration {self.iteration} could not be written: {error}") from None
-        log.info("  Saved checkpoint %s", folder.name)
+            raise UsageError(f"iteration {self.iteration}: a checkpoint could not be written: {error}") from None
+        stall, before = self.checkpoints.stall_seconds, self.checkpoints.write_seconds
+        detail = f"; the one before took {before:.3f} s in the background" if before and not leaving else ""
+        log.info("  Saved checkpoint %s: held training up for %.3f s%s", folder.name, stall, detail)
 
     def _resume(self):
         tensors = collect_state(self.model, self.optimizer)
-        marker = self.checkpoints.load_newest(tensors)
+        view = global_view(tensors, self.step.parallel.split.dims)
+        marker = self.checkpoints.load_newest(view)
         if marker is None:
             log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
-        restore_state(tensors, self.model, self.optimizer)
+        restore_state(tensors | {"random": view["random"]}, self.model, self.optimizer)
         self.resumed = True
         state = marker["trainer"]
         self.iteration = marker["iteration"]
@@ -207,9 +220,25 @@ class Trainer:
         self.step.scaler.load_state_dict(state["scaler"])
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 
+    def _log_memory(self):
+        """What the scaffolding of a run takes before it computes anything, and what its first forward pass adds."""
+        high = partial(peak_memory_bytes, self.device)
+        log.info("Memory high watermark of model and optimizer (scaffolding): %.3f GiB", high() / 2**30)
+
+        def once(*_):
+            hook.remove()
+            log.info("Memory high watermark after the first forward pass: %.3f GiB", high() / 2**30)
+
+        called = (self.step.parallel.split.stages or [self.model])[0]
+        hook = called.register_forward_hook(once)
+
     def _where(self):
-        ranks = comm.world_size()
-        return f"{ranks} x {self.device.type}, {self.config.data_parallel}" if ranks > 1 else str(self.device)
+        """The devices and how the model is split over them."""
+        layout = self.config.layout(comm.world_size())
+        split = [f"{name} {size}" for name in ("tp", "cp", "pp") if (size := getattr(layout, name)) > 1]
+        if layout.dp > 1:
+            split.append(f"dp {layout.dp} ({self.config.data_parallel})")
+        return f"{comm.world_size()} x {self.device.type}: {' x '.join(split)}" if split else str(self.device)
 
     def _summary(self, result):
         synchronize(self.device)

@@ -1,0 +1,143 @@
+"""What a rank holds in one training step, in bytes of distinct storages, beside the formulas of ZeRO."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distributed.data_parallel import DTYPES, SHARDED
+from utils.compute import EXPENSIVE
+
+
+def predicted_memory(config, numbers, layout):
+    """Bytes per rank of parameters, gradients and optimizer state (Adam's two moments), all in float32.
+
+    numbers: parameters of the whole model. Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, but for zero2: there
+    a rank keeps the parameters whole, here it keeps its part and holds the whole ones beside it during a step.
+    """
+    whole, strategy = 4 * numbers, config.data_parallel
+    part = whole / ((layout.shard or layout.dp) if strategy in SHARDED else 1)
+    gathered = numbers * (DTYPES[config.gather_dtype] or torch.float32).itemsize if strategy == "zero2" else 0
+    return {
+        "parameters": part + gathered * (part < whole),
+        "gradients": part,
+        "optimizer": 2 * (whole / layout.dp if strategy == "zero1" else part),
+    }
+
+
+def memory_of_a_step(step, x, y):
+    """Run step(0, x, y), an optimizer step of a TrainingStep that has made one before; returns {what: bytes}.
+
+    parameters: between forward and backward pass, whole ones that lie beside a rank's part included.
+    parameters at most: in the forward pass, while the unit that computes is gathered. Not seen is the buffer that
+    holds what a collective under way brings.
+    gradients: before the update. optimizer: its state. activations: what the backward pass needs of the forward pass,
+    the input included. They are counted on whatever device they lie.
+    """
+    module, scaler = step.parallel.module, step.scaler
+    own = [p for group in step.optimizer.param_groups for p in group["params"]]
+    held, saved = Counter(), SavedTensors(module)
+
+    def parameters(*_):
+        size = nbytes([*own, *module.parameters()])
+        held["parameters at most"] = max(held["parameters at most"], size)
+        return size
+
+    def before_backward():
+        held["parameters"] = max(held["parameters"], parameters())
+        held["activations"] = max(held["activations"], saved.nbytes())
+
+    def before_update():
+        held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
+
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    # Hooks that return nothing; first in line, so before the unit is resharded.
+    hooks = [unit.register_forward_hook(lambda *_: parameters() and None, prepend=True) for unit in units]
+    with _before(scaler, "scale", before_backward), _before(scaler, "step", before_update), saved:
+        step(0, x, y)
+    for hook in hooks:
+        hook.remove()
+    optimizer = getattr(step.optimizer, "optim", step.optimizer)  # inside a ZeroRedundancyOptimizer
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held["optimizer"] = nbytes([value for value in states if isinstance(value, torch.Tensor)])
+    return dict(held)
+
+
+@contextmanager
+def _before(owner, name, function):
+    """Call function() in front of each call of a method of `owner`."""
+    method = getattr(owner, name)
+
+    def both(*args, **kwargs):
+        function()
+        return method(*args, **kwargs)
+
+    setattr(owner, name, both)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+def nbytes(tensors):
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors):
+    """{identity: bytes} of the distinct storages under some tensors, of the local part where one is sharded."""
+    with torch.no_grad():
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
+
+
+class SavedTensors:
+    """Tensors that a forward pass keeps for the backward pass, parameters left out.
+
+    Those that autograd saves, and those that selective activation checkpointing keeps in a place of its own.
+    """
+
+    def __init__(self, module):
+        self.module, self.sizes = module, {}
+        self.contexts = [torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor), _Kept(self.note)]
+
+    def note(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in _storages(self.module.parameters()):
+            self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+        return tensor
+
+    def nbytes(self):
+        """Of those that are still there."""
+        return sum(size for storage, size in self.sizes.items() if not storage.expired())
+
+    def __enter__(self):
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error):
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+class _Kept(TorchDispatchMode):
+    """Passes on the results of the operations that selective activation checkpointing does not repeat."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    @classmethod
+    def is_infra_mode(cls):
+        return True  # torch.compile does not run under other modes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in EXPENSIVE and torch.is_grad_enabled():  # in the backward pass it is not
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    self.note(tensor)
+        return result

@@ -1,0 +1,211 @@
+"""Processes of one machine that train together when told to: the ranks of a benchmark."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+
+from distributed.counting import CollectiveCounter
+from distributed.data_parallel import data_parallel
+from utils import comm
+from utils.benchmarks.memory import memory_of_a_step
+from utils.compute import apply_compute_options
+from utils.device import synchronize
+from utils.errors import UsageError
+from utils.failure import exit_at_once
+from utils.model import build_model, initial_weights
+from utils.optim import build_optimizer
+from utils.training_step import TrainingStep
+
+WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is there
+PROFILED_STEPS = 3
+LEAVE_SECONDS = 10  # that a rank has to end by itself
+
+
+class Team:
+    """`size` ranks, each of which holds every case at once: [(config, layout), ...].
+
+    figures: of each case, what `Case.measure` gives on every rank.
+    Raises UsageError, here and in `turn`, where a rank fails or is gone; use it as a context, which ends the processes.
+    """
+
+    def __init__(self, size, cases):
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.size, self.processes, self.pipes = size, [], []
+        try:
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_run_rank, args=(theirs, rank, size, port, cases), daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.pipes.append(ours)
+            self.figures = list(zip(*self._answers(), strict=True))
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+
+    def turn(self, case, steps):
+        """Samples per second of all ranks together in a case."""
+        for pipe in self.pipes:
+            pipe.send((case, steps))
+        return sum(self._answers())
+
+    def _answers(self):
+        answers = {}
+        while len(answers) < self.size:
+            for pipe in wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]):
+                rank = self.pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    raise UsageError(f"rank {rank} of {self.size} has ended (out of memory?)") from None
+                if isinstance(answers[rank], Exception):
+                    raise answers[rank]
+        return [answers[rank] for rank in range(self.size)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind=None, *_):
+        if kind is None:
+            for pipe in self.pipes:
+                pipe.send(None)
+        for process in self.processes:
+            if kind is None:
+                process.join(LEAVE_SECONDS)
+            process.kill()  # they may wait for one another
+        for process in self.processes:
+            process.join()
+
+
+def _run_rank(pipe, rank, size, port, cases):
+    """In the child. Whatever happens to another one the parent ends this one, and this one ends after the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well
+    threading.Thread(target=_end_after_the_parent, daemon=True).start()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    try:
+        return _serve(pipe, cases)
+    except (EOFError, ConnectionError):  # the parent is gone, or another rank is, which the parent sees
+        pass
+    except Exception as error:
+        if not isinstance(error, UsageError):
+            traceback.print_exc()
+            error = UsageError(f"rank {rank} of {size} failed: {type(error).__name__}: {error}")
+        with suppress(OSError):
+            pipe.send(error)
+    exit_at_once(0)
+
+
+def _end_after_the_parent():
+    multiprocessing.parent_process().join()
+    exit_at_once(0)
+
+
+def _serve(pipe, cases):
+    config = cases[0][0]
+    device = comm.init(config.device, config.comm_timeout)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    random = torch.Generator().manual_seed(config.seed + comm.rank())
+    samples = config.local_batch_size
+    x = torch.randn(samples, config.n_in_channels, *config.img_size, generator=random).to(device)
+    y = torch.randn(samples, config.n_out_channels, *config.img_size, generator=random).to(device)
+    built, figures = [], []
+    for own, layout in cases:
+        built.append(Case(own, layout, device, x, y))
+        figures.append(built[-1].measure())
+    pipe.send(figures)
+    while (turn := pipe.recv()) is not None:
+        case, steps = turn
+        pipe.send(steps * samples / built[case].seconds(steps))
+    comm.shutdown()
+
+
+class Case:
+    """One strategy on one rank."""
+
+    def __init__(self, config, layout, device, x, y):
+        self.device, self.x, self.y = device, x, y
+        self.before = torch.cuda.memory_allocated() if device.type == "cuda" else None
+        comm.build_mesh(device, layout)
+        model = build_model(config)
+        apply_compute_options(config, device, model)
+        parallel = data_parallel(model, config, device, initial_weights(config))
+        self.step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
+
+    def train(self, steps):
+        for _ in range(steps):
+            self.step(0, self.x, self.y)
+        synchronize(self.device)
+
+    def seconds(self, steps):
+        """Time of some steps, begun together with the other ranks."""
+        self.train(1)  # what the turns of others have pushed out of the caches
+        if comm.world_size() > 1:
+            dist.barrier()
+        started = time.perf_counter()
+        self.train(steps)
+        return time.perf_counter() - started
+
+    def measure(self):
+        """Memory, collectives of a step by kind, and on a GPU how many of them compute hides: {name: figures}."""
+        cuda = self.device.type == "cuda"
+        self.train(WARMUP_STEPS - 1)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.train(1)
+        allocated = torch.cuda.max_memory_allocated() - self.before if cuda else None
+        memory = memory_of_a_step(self.step, self.x, self.y)
+        with CollectiveCounter() as counted:
+            self.train(1)
+        return {
+            "memory": memory | {"allocated at most": allocated},
+            "calls": dict(counted.calls),
+            "bytes": dict(counted.bytes),
+            "hidden": self._hidden_share() if cuda else None,
+        }
+
+    def _hidden_share(self):
+        """Of the time in which NCCL's kernels run, the share in which others run too; None where there are none."""
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            self.train(PROFILED_STEPS)
+        communication, compute = [], []
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+                name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
+                if "nccl" in name:
+                    communication.append(span)
+                elif not name.startswith(("memcpy", "memset")):
+                    compute.append(span)
+        return hidden_share(communication, compute)
+
+
+def hidden_share(communication, compute):
+    """Share of the time covered by some intervals in which others go on as well; None where there is no such time."""
+    total = _length(communication)
+    return (total + _length(compute) - _length(communication + compute)) / total if total else None
+
+
+def _length(intervals):
+    """Length of the union."""
+    covered, reached = 0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
