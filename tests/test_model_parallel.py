@@ -6,11 +6,14 @@ from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
 from distributed.context_parallel import latitude_band
+from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel
+from distributed.global_view import global_view
 from distributed.model_parallel import split_model
 from tests.test_data_parallel import assert_same_training
 from tests.test_data_parallel import train as train_data_parallel
 from utils import comm
+from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.compute import apply_compute_options
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
@@ -116,3 +119,168 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, serial_runs, la
     if not serial_runs:
         serial_runs["plain"] = train_data_parallel(tiny_config(**SIZES))
     assert_serial(ranks(size, train, tiny_config(**SIZES, **options)), serial_runs["plain"])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp2", "tp2 x fsdp", "pp2", "tp2 x pp2", "pp2 x fsdp"])
+def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
+    size, options = LAYOUTS[layout]
+    clipped = SIZES | {"clip_grad_norm": 0.05}
+    serial = train_data_parallel(tiny_config(**clipped), steps=4)
+    assert_serial(ranks(size, train, tiny_config(**clipped, **options), steps=4), serial)
+
+
+@pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x fsdp", "pp2"])
+def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
+    size, options = LAYOUTS[layout]
+    mixed = SIZES | {"amp_mode": amp_mode}
+    serial = train_data_parallel(tiny_config(**mixed), steps=4)
+    for losses, *_ in ranks(size, train, tiny_config(**mixed, **options), steps=4):
+        torch.testing.assert_close(losses, serial[0], rtol=2e-4, atol=0)
+
+
+RECOMPUTED = {"activation_checkpointing": "selective"}
+COMPILED = {"enable_jit": True}
+
+
+@pytest.mark.parametrize("extra", [RECOMPUTED, COMPILED], ids=["recomputed", "compiled"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp3", "tp2 x fsdp", "pp2"])
+def test_compute_options_change_no_number(ranks, tiny_config, serial_runs, layout, extra):
+    size, options = LAYOUTS[layout]
+    if not serial_runs:
+        serial_runs["plain"] = train_data_parallel(tiny_config(**SIZES))
+    assert_serial(ranks(size, train, tiny_config(**SIZES, **options, **extra)), serial_runs["plain"])
+
+
+def overflow_on_the_last_rank(config):
+    """Whether this rank's weights change in a step in which only the last rank's gradient overflows; its loss scale."""
+    step = build(config)
+    before = [p.detach().clone() for p in step.parallel.model.parameters()]
+    unscale = step.scaler.unscale_
+
+    def overflow(optimizer):
+        if comm.rank() == comm.world_size() - 1:
+            step.parallel.model.blocks[0].mlp.fc1.weight.grad[0, 0] = torch.inf
+        unscale(optimizer)
+
+    step.scaler.unscale_ = overflow
+    batch = torch.randn(2, config.global_batch_size, 20, *config.img_size)
+    step(0, *(own_part(part, config) for part in batch))
+    unchanged = all(map(torch.equal, before, step.parallel.model.parameters()))
+    return unchanged, step.scaler.get_scale()
+
+
+def test_an_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all(ranks, tiny_config):
+    config = tiny_config(**SIZES, tensor_parallel=2, amp_mode="fp16")
+    assert ranks(2, overflow_on_the_last_rank, config) == [(True, 2.0**15)] * 2
+
+
+def collectives_of_a_step(config):
+    step = build(config)
+    x, y = (own_part(t, config) for t in torch.randn(2, config.global_batch_size, 20, *config.img_size))
+    for i in range(4):
+        step(i, x, y)
+    with CollectiveCounter() as counted:
+        step(4, x, y)
+    return dict(counted.calls)
+
+
+def test_collectives_of_a_whole_step(ranks, tiny_config):
+    depth = SIZES["depth"]
+
+    def counted(size, **options):
+        return ranks(size, collectives_of_a_step, tiny_config(**SIZES, **options))[0]
+
+    assert counted(2, tensor_parallel=2) == {"all_reduce": 4 * depth}
+    # Context: keys and values, the gradients once, and the norms of the loss.
+    assert counted(2, context_parallel=2) == {"all_gather": depth, "reduce_scatter": depth, "all_reduce": 1 + 1}
+    # Gradients are reduced once over dp and cp together.
+    assert counted(4, context_parallel=2) == {"all_gather": depth, "reduce_scatter": depth, "all_reduce": 1 + 1}
+    assert counted(4, tensor_parallel=2) == {"all_reduce": 4 * depth + 1}
+
+
+def shared_weights_after(config, steps):
+    torch.set_num_threads(1)
+    _, weights, *_ = train(config, steps)
+    return {name: value for name, (value, dim) in weights.items() if dim is None}
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["whole tokens", "sequence parallel"])
+def test_shared_weights_stay_equal_to_the_bit(ranks, tiny_config, options):
+    config = tiny_config(**SIZES | {"num_iters": 200, "img_size": [16, 32]}, tensor_parallel=2, **options)
+    one, other = ranks(2, shared_weights_after, config, 200)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def dropout_run(config, steps):
+    """Losses with dropout, whole model."""
+    step = build(config)
+    random, losses = torch.Generator().manual_seed(1), []
+    for i in range(steps):
+        x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
+        losses.append(step(i, own_part(x, config), own_part(y, config)))
+    return comm.all_reduce(torch.stack(losses)) / comm.world_size(), shared_weights(step)
+
+
+def shared_weights(step):
+    return {
+        n: p.detach().clone() for n, p in step.parallel.model.named_parameters() if n not in step.parallel.split.dims
+    }
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp2", "tp2 x cp2"])
+def test_dropout_replays_and_keeps_shared_weights_equal(ranks, tiny_config, layout):
+    size, options = LAYOUTS[layout]
+    config = tiny_config(**SIZES, **options, dropout=0.2, activation_checkpointing="full")
+    first, again = (ranks(size, dropout_run, config, 5) for _ in range(2))
+    without = ranks(size, dropout_run, tiny_config(**SIZES, **options), 5)
+    for (losses, weights), (same, _) in zip(first, again, strict=True):
+        assert torch.equal(losses, same)
+        assert not torch.equal(losses, without[0][0])
+        for name, value in weights.items():
+            assert torch.equal(value, first[0][1][name]), name
+
+
+def train_from(config, folder, start, stop):
+    """Resume at step `start`, from the checkpoint that another layout left, train to `stop` and save."""
+    step = build(config)
+    checkpoints, dims = CheckpointFolder(folder, keep=9), step.parallel.split.dims
+    if start:
+        tensors = collect_state(step.parallel.model, step.optimizer)
+        view = global_view(tensors, dims)
+        assert checkpoints.load_newest(view)["iteration"] == start
+        restore_state(tensors | {"random": {}}, step.parallel.model, step.optimizer)
+    random, losses = torch.Generator().manual_seed(1), []
+    for i in range(stop):
+        x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
+        if i >= start:
+            losses.append(step(i, own_part(x, config), own_part(y, config)))
+    tensors = global_view(collect_state(step.parallel.model, step.optimizer), dims)
+    checkpoints.save(stop, tensors, {}, wait=True)
+    return comm.all_reduce(torch.stack(losses)) / comm.world_size()
+
+
+SERIAL = (1, {})
+CHAINS = {
+    "tp2 x cp2 -> dp4 -> tp4 -> serial": ["tp2 x cp2", "dp4", "tp4", "serial"],
+    "serial -> tp2 x fsdp -> tp4 -> cp3": ["serial", "tp2 x fsdp", "tp4", "cp3"],
+    "pp2 x fsdp -> tp2 x pp2 -> fsdp4 -> tp2 dtensor x fsdp": [
+        "pp2 x fsdp",
+        "tp2 x pp2",
+        "fsdp4",
+        "tp2 dtensor x fsdp",
+    ],
+    "tp2 x zero1 -> pp2 interleaved -> tp2 x fsdp": ["tp2 x zero1", "pp2 interleaved", "tp2 x fsdp", "serial"],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
+    serial, _ = train_data_parallel(tiny_config(**SIZES), steps=12)
+    layouts = LAYOUTS | {"serial": SERIAL, "dp4": (4, {}), "fsdp4": (4, {"data_parallel": "fsdp"})}
+    losses = []
+    for part, layout in enumerate(CHAINS[chain]):
+        size, options = layouts[layout]
+        losses.append(ranks(size, train_from, tiny_config(**SIZES, **options), tmp_path, 3 * part, 3 * part + 3)[0])
+    torch.testing.assert_close(torch.cat(losses), serial, rtol=1e-5, atol=0)

@@ -95,6 +95,7 @@ def _free_port():
 def _serve(rank, pipe):
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -107,6 +108,7 @@ def _serve(rank, pipe):
             if join:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                    _clear_sharding_prop_cache()  # DTensor would remember the old group
                 if world_size > 1:
                     dist.init_process_group(
                         "gloo", init_method=f"tcp://127.0.0.1:{join}", rank=rank, world_size=world_size,

@@ -27,6 +27,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from utils import comm
 from utils.checkpoint_files import ShardWriter, describe
@@ -82,6 +84,14 @@ def _contiguous(tensors):
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def _from_the_start(tensor):
+    """The stager fails on a DTensor whose local part begins in the middle of its memory (a parameter in a bucket)."""
+    if not isinstance(tensor, DTensor) or tensor.to_local().storage_offset() == 0:
+        return tensor
+    where = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    return DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, **where)
+
+
 class CheckpointFolder:
     """The checkpoints of a run. Keeps the newest `keep` and the best one (lowest val_loss).
 
@@ -114,7 +124,10 @@ class CheckpointFolder:
         marker |= {"config": self.config, "trainer": trainer_state}
         marker = json.loads(json.dumps(marker))  # as it is now: training goes on
         self._thread = threading.Thread(
-            target=self._write, args=(self._stager.stage(tensors), marker, final), daemon=True, name="checkpoint"
+            target=self._write,
+            args=(self._stager.stage(tree_map(_from_the_start, tensors)), marker, final),
+            daemon=True,
+            name="checkpoint",
         )
         self._thread.start()
         atexit.register(self._thread.join, EXIT_SECONDS)

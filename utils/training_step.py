@@ -28,6 +28,7 @@ class TrainingStep:
         # Ranks with different parameters must agree whether a step has overflowed.
         Scaler = ShardedGradScaler if self.model_parallel else torch.amp.GradScaler
         self.scaler = Scaler(device.type, enabled=config.amp_mode == "fp16")
+        self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
 
     def __call__(self, iteration, x, y):
