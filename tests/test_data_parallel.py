@@ -1,5 +1,7 @@
 """Every data-parallel strategy trains as one device does with the whole batch."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -7,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel, sharded_units
 from utils import comm
+from utils.checkpoint import collect_state, restore_state
 from utils.compute import apply_compute_options
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
@@ -245,3 +248,33 @@ def test_hsdp_reduces_inside_a_group_then_between_groups(ranks, tiny_config):
     units = PARITY["depth"] + 1
     calls, _ = ranks(4, collectives_of_a_step, config)[0]
     assert calls == {"all_gather": 2 * units, "reduce_scatter": units, "all_reduce": units}
+
+
+def weights_after_a_resume(config, settle):
+    """All weights after 6 steps, without and with a stop after 3."""
+    batch = torch.Generator().manual_seed(comm.rank())
+    batches = torch.randn(6, 2, 1, 20, *config.img_size, generator=batch)
+
+    def trained(step, numbers):
+        for i in numbers:
+            step(i, *batches[i])
+        return {name: whole(p.detach()).clone() for name, p in step.parallel.model.named_parameters()}
+
+    model, step = build(config)
+    trained(step, range(3))
+    kept = copy.deepcopy(collect_state(model, step.optimizer))
+    expected = trained(step, range(3, 6))
+    model, step = build(config)
+    restore_state(kept, model, step.optimizer)
+    if settle:
+        step.settle(batches[3, 0])
+    found = trained(step, range(3, 6))
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_resumed_run_of_four_ranks_goes_on_bit_for_bit(ranks, tiny_config, strategy):
+    config = tiny_config(**PARITY | {"global_batch_size": 4, "depth": 2}, data_parallel=strategy)
+    assert ranks(4, weights_after_a_resume, config, settle=True) == [True] * 4
+    if strategy == "ddp":  # what settle is for
+        assert ranks(4, weights_after_a_resume, config, settle=False) == [False] * 4

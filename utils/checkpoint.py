@@ -170,6 +170,8 @@ class CheckpointFolder:
         except Exception as error:
             self._error = error
         self.write_seconds = time.perf_counter() - started
+        if self._error is None:
+            log.info("  Saved checkpoint %s, written in %.3f s", final.name, self.write_seconds)
 
     def _complete(self, writing, final, marker):
         with open(writing / MARKER, "w") as file:

@@ -199,9 +199,7 @@ class Trainer:
             )
         except OSError as error:
             raise UsageError(f"iteration {self.iteration}: a checkpoint could not be written: {error}") from None
-        stall, before = self.checkpoints.stall_seconds, self.checkpoints.write_seconds
-        detail = f"; the one before took {before:.3f} s in the background" if before and not leaving else ""
-        log.info("  Saved checkpoint %s: held training up for %.3f s%s", folder.name, stall, detail)
+        log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
 
     def _resume(self):
         tensors = collect_state(self.model, self.optimizer)

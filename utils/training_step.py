@@ -52,7 +52,8 @@ class TrainingStep:
         """
         if self.parallel.replicated and not self.parallel.pipeline:
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
-                self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
+                for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
+                    self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
             self.optimizer.zero_grad(set_to_none=True)
 
     def _run(self, x, y):
