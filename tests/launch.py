@@ -10,11 +10,11 @@ import sys
 import psutil
 
 
-def torchrun(words, ranks=2, restarts=0, **variables):
-    """Start `train.py words` on so many ranks of this machine; returns the process of torchrun."""
+def torchrun(words, ranks=2, restarts=0, script="train.py", **variables):
+    """Start `script words` on so many ranks of this machine; returns the process of torchrun."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d",
-        "--rdzv_endpoint", "localhost:0", "--max_restarts", str(restarts), "train.py", *words,
+        "--rdzv_endpoint", "localhost:0", "--max_restarts", str(restarts), script, *words,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
@@ -47,10 +47,10 @@ def summary(tmp_path, run_num):
 
 
 def rank_pids(process):
-    """Process ids of the ranks that torchrun started: its children that run train.py."""
+    """Process ids of the ranks that torchrun started: its children that train."""
     pids = []
     for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if "train.py" in child.cmdline():
+            if {"train.py", "train_mp.py"} & set(child.cmdline()):
                 pids.append(child.pid)
     return pids

@@ -118,3 +118,48 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_pa
     status, output = finish(rank, timeout=60)
     assert status == 2
     assert "error: rank 0 of 2 could not connect within 3 s through 127.0.0.1:" in output
+
+
+def mp(words, ranks=2):
+    return torchrun(["--yaml_config=config/ViT.yaml", *words], ranks, script="train_mp.py")
+
+
+def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, serial):
+    def options(**layout):
+        return tiny_options(run_num="moved", num_data_workers=1, **COMMON, **layout)
+
+    log = tmp_path / "logs/quick/moved/out.log"
+    for number, start in enumerate([
+        lambda: torchrun(options(data_parallel="fsdp")),
+        lambda: mp(options(tensor_parallel=2)),
+        lambda: mp(options(context_parallel=2, data_parallel="zero1")),
+    ]):  # fmt: skip
+        process = start()
+        wait_for(log, f"Saved checkpoint iter-{20 + 40 * number:08d}", process)
+        os.kill(rank_pids(process)[0], signal.SIGTERM)
+        assert "75" in finish(process)[1]
+    status, output = finish(mp(options(pipeline_parallel=2, gradient_accumulation=2)))
+    assert status == 0 and "on 2 x cpu: pp 2" in output, output
+    same_losses(summary(tmp_path, "moved"), serial, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        ({"tensor_parallel": 3}, "2 ranks cannot be split as tp 3 x dp: 2 is not a multiple of 3"),
+        ({"tensor_parallel": 2, "num_heads": 1}, "quick: tensor parallel: 1 heads cannot be split over 2 ranks"),
+        (
+            {"context_parallel": 2, "patch_size": 16},
+            "quick: context parallel: 1 rows of patches cannot be split over 2",
+        ),
+        ({"pipeline_parallel": 2, "depth": 3, "gradient_accumulation": 2}, "3 blocks cannot be shared by 2 stages"),
+        ({"tensor_parallel": 2, "parallel_order": "tp-zz"}, "parallel_order 'tp-zz': name each of dp, cp, tp, pp"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_a_layout_that_does_not_fit_ends_every_rank_with_the_same_line(tiny_options, layout, line):
+    status, output = finish(mp(tiny_options(**layout)))
+    assert status != 0 and line in output
+    assert "Traceback" not in output.split("ChildFailedError")[0].rsplit("Traceback", 1)[0]
+    assert {word for word in output.split() if word.startswith("exitcode")} <= {"exitcode"}
+    assert "exitcode  : 2 " in output
