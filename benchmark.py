@@ -2,13 +2,15 @@
 
     python benchmark.py ladder --config=quick     the steps of rung 1, one after another: what each gains
     python benchmark.py data --config=short       data loaders alone
+    python benchmark.py dp --config=quick         the strategies of rung 2: speed, memory, messages of every rank
+    python benchmark.py mp --config=mp_quick      the layouts of rung 3 x model sizes: the same of a split model
 
 Every other option is a key of the config, as in train.py: --local_batch_size 4, --device cpu, ...
 """
 
 import sys
 
-from utils.benchmarks import ladder, loaders
+from utils.benchmarks import data_parallel, ladder, loaders, model_parallel
 from utils.config import load_config
 from utils.errors import ArgumentParser, run_main
 
@@ -20,20 +22,47 @@ def main(argv=None):
     command = commands.add_parser("ladder", help="the steps of rung 1", allow_abbrev=False)
     command.add_argument("--workers", type=int, default=2, help="data workers of the steps after the first")
     command.add_argument("--steps", type=int, default=10, help="timed iterations of each turn (%(default)s)")
-    command.add_argument("--png", metavar="FILE", help="write a bar chart")
-    command.set_defaults(run=lambda config, o: ladder.run(config, o.workers, o.steps, o.rounds, o.json, o.png))
+    command.set_defaults(
+        run=lambda words, o: ladder.run(load_config(words), o.workers, o.steps, o.rounds, o.json, o.png)
+    )
 
     data = commands.add_parser("data", help="data loaders alone", allow_abbrev=False)
     data.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of data workers")
     data.add_argument("--frames", type=int, default=24, help="frames of the data to copy and read (%(default)s)")
     data.add_argument("--batches", type=int, default=12, help="timed batches of each turn (%(default)s)")
-    data.set_defaults(run=lambda config, o: loaders.run(config, o.workers, o.frames, o.batches, o.rounds, o.json))
+    data.set_defaults(
+        run=lambda words, o: loaders.run(load_config(words), o.workers, o.frames, o.batches, o.rounds, o.json)
+    )
 
-    for each in (command, data):
+    dp = commands.add_parser("dp", help="data-parallel strategies x world sizes", allow_abbrev=False)
+    dp.add_argument(
+        "--strategies", nargs="+", default=data_parallel.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
+        help="each with config keys of its own: fsdp,wrap_policy=none ddp,activation_checkpointing=full",
+    )  # fmt: skip
+    dp.add_argument("--world_sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
+    dp.add_argument("--steps", type=int, default=4, help="timed steps of each turn (%(default)s)")
+    dp.set_defaults(
+        run=lambda words, o: data_parallel.run(words, o.strategies, o.world_sizes, o.steps, o.rounds, o.json, o.png)
+    )
+
+    mp = commands.add_parser("mp", help="layouts of a split model x model sizes", allow_abbrev=False)
+    mp.add_argument(
+        "--layouts", nargs="+", default=model_parallel.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
+        help="each with config keys of its own: tp2xdp2 cp4,cp_method=ring",
+    )  # fmt: skip
+    mp.add_argument("--embed_dims", type=int, nargs="+", default=[], metavar="N", help="model sizes (the config's)")
+    mp.add_argument("--steps", type=int, default=2, help="timed steps of each turn (%(default)s)")
+    mp.set_defaults(
+        run=lambda words, o: model_parallel.run(words, o.layouts, o.embed_dims, o.steps, o.rounds, o.json, o.png)
+    )
+
+    for each in (command, data, dp, mp):
         each.add_argument("--rounds", type=int, default=3, help="turns of each case; medians count (%(default)s)")
         each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    for each in (command, dp, mp):
+        each.add_argument("--png", metavar="FILE", help="write a bar chart")
     options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    options.run(load_config(words), options)
+    options.run(words, options)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,12 @@ def split_model(model, config):
     Raises ValueError where heads, hidden features, rows of patches or blocks cannot be split so.
     """
     split = Split()
-    if comm.get_size("cp") > 1:
+    heads, cp, tp = config.num_heads, comm.get_size("cp"), comm.get_size("tp")
+    if cp > 1:
+        if config.cp_method == "all_to_all" and heads // tp % cp:
+            raise ValueError(f"context parallel: all_to_all cannot split {heads // tp} heads over {cp} ranks")
         context_parallel(model, comm.get_group("cp"), config.cp_method)
-    if comm.get_size("tp") > 1:
+    if tp > 1:
         if config.tp_backend == "dtensor":
             tensor_parallel_by_torch(model, comm.get_mesh("tp"))
         else:

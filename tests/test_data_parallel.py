@@ -11,9 +11,11 @@ from distributed.data_parallel import data_parallel, sharded_units
 from utils import comm
 from utils.checkpoint import collect_state, restore_state
 from utils.compute import apply_compute_options
+from utils.data_loader import build_loaders
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.training_step import TrainingStep
+from utils.validation import Validator
 
 CPU = torch.device("cpu")
 STEPS = 10
@@ -278,3 +280,23 @@ def test_a_resumed_run_of_four_ranks_goes_on_bit_for_bit(ranks, tiny_config, str
     assert ranks(4, weights_after_a_resume, config, settle=True) == [True] * 4
     if strategy == "ddp":  # what settle is for
         assert ranks(4, weights_after_a_resume, config, settle=False) == [False] * 4
+
+
+def validate(config):
+    parallel = build(config)[1].parallel
+    train_loader, valid_loader = build_loaders(config, CPU)
+    result = Validator(valid_loader).run(parallel)
+    train_loader.close()
+    valid_loader.close()
+    return result
+
+
+@pytest.mark.parametrize("samples", [3, 10])
+def test_validation_is_exact_with_uneven_tails_and_ranks_without_a_sample(ranks, tiny_config, samples):
+    serial = validate(tiny_config(limit_nsamples_val=samples, global_batch_size=8))
+    for strategy in ("ddp", "fsdp"):
+        config = tiny_config(limit_nsamples_val=samples, global_batch_size=8, data_parallel=strategy)
+        for result in ranks(4, validate, config):
+            assert result["val_loss"] == pytest.approx(serial["val_loss"], rel=1e-6)
+            assert result["rmse"] == pytest.approx(serial["rmse"], rel=1e-6)
+            assert result["acc"] == pytest.approx(serial["acc"], rel=1e-5, abs=1e-6)

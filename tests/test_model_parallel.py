@@ -135,8 +135,11 @@ def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp
     size, options = LAYOUTS[layout]
     mixed = SIZES | {"amp_mode": amp_mode}
     serial = train_data_parallel(tiny_config(**mixed), steps=4)
+    whole_precision = train_data_parallel(tiny_config(**SIZES), steps=4)
     for losses, *_ in ranks(size, train, tiny_config(**mixed, **options), steps=4):
         torch.testing.assert_close(losses, serial[0], rtol=2e-4, atol=0)
+        if amp_mode == "bf16":
+            assert (losses - whole_precision[0]).abs().max() > 1e-6  # it is on
 
 
 RECOMPUTED = {"activation_checkpointing": "selective"}

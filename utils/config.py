@@ -107,6 +107,11 @@ def _check_shares(config, where, world_size):
             )
         if config.sequence_parallel or config.dropout:
             raise UsageError(f"{where}: tp_backend dtensor goes without sequence_parallel and dropout: use native")
+    if config.enable_jit and config.dropout and config.tensor_parallel > 1 and not config.sequence_parallel:
+        raise UsageError(
+            f"{where}: enable_jit with dropout and tensor_parallel needs sequence_parallel: ranks that share "
+            "activations draw their random numbers outside of a compiled graph"
+        )
     if config.pp_schedule != "gpipe" and config.gradient_accumulation < config.pipeline_parallel:
         raise UsageError(
             f"{where}: pp_schedule {config.pp_schedule} over {config.pipeline_parallel} stages needs at least as many "

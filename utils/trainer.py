@@ -17,6 +17,7 @@ from tqdm import tqdm
 from distributed.global_view import global_view
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
+from utils.clock import Clock
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import NonFiniteLossError, UsageError
 from utils.model import build_model
@@ -26,8 +27,6 @@ from utils.report import open_writer, write_validation
 from utils.training_step import TrainingStep
 from utils.validation import Validator
 from utils.watchdog import Watchdog
-
-WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
 
 log = logging.getLogger(__name__)
 
@@ -277,46 +276,3 @@ class Trainer:
         finally:
             for number, handler in zip(caught, before, strict=True):
                 signal.signal(number, handler)
-
-
-class Clock:
-    """Time spent in training steps, without validation and checkpoints. Runs from `start` to `stop`."""
-
-    def __init__(self):
-        self.iterations = 0
-        self.epoch_seconds, self.epoch_samples = 0.0, 0
-        self.seconds, self.samples = 0.0, 0
-        self.steady_seconds, self.steady_samples = 0.0, 0
-        self.data_wait = 0.0
-
-    def start(self):
-        self.started = time.perf_counter()
-
-    def stop(self, iterations, samples):
-        """Count the iterations since `start`, which the device has finished; returns samples per second."""
-        seconds = time.perf_counter() - self.started
-        if self.iterations >= WARMUP_ITERATIONS:
-            self.steady_seconds += seconds
-            self.steady_samples += samples
-        self.iterations += iterations
-        self.seconds += seconds
-        self.samples += samples
-        self.epoch_seconds += seconds
-        self.epoch_samples += samples
-        return samples / seconds
-
-    def lap(self):
-        """Seconds and samples of the epoch; begins the next one."""
-        lap = self.epoch_seconds, self.epoch_samples
-        self.epoch_seconds, self.epoch_samples = 0.0, 0
-        return lap
-
-    def steady_samples_per_sec(self):
-        """Speed after the warmup; of everything in a run that is shorter; None where no step was made."""
-        if self.steady_samples:
-            return self.steady_samples / self.steady_seconds
-        return self.samples / self.seconds if self.samples else None
-
-    def data_wait_fraction(self):
-        """Share of the training time in which the step waited for its batch."""
-        return self.data_wait / self.seconds if self.seconds else None

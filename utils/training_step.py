@@ -29,6 +29,8 @@ class TrainingStep:
         Scaler = ShardedGradScaler if self.model_parallel else torch.amp.GradScaler
         self.scaler = Scaler(device.type, enabled=config.amp_mode == "fp16")
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
+        for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
+            stage.forward = self.autocast()(stage.forward)
         self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
 
     def __call__(self, iteration, x, y):

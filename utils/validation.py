@@ -49,12 +49,13 @@ class Validator:
                 climatology.update(self.climatology.expand_as(y), y)
                 if x.shape[1] >= y.shape[1]:
                     persistence.update(x[:, : y.shape[1]], y)
-            if example is None:
+            if example is None and count:
                 example = x[0].clone(), y[0].clone(), prediction[0].float()
         if not self.baselines:
             scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
             self.baselines = {name: self._by_channel(m.compute()[0]) for name, m in scored.items() if m.squared_errors}
-        self._draw(*example)
+        if example is not None:  # more ranks than samples: some have none
+            self._draw(*example)
         rmse, acc = (self._by_channel(values) for values in metrics.compute())
         return {
             "val_loss": comm.global_mean(torch.cat(losses)).item(),

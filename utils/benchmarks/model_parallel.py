@@ -59,7 +59,7 @@ from utils.training_step import TrainingStep
 
 LAYOUTS = (
     "tp2", "tp2,sequence_parallel", "cp2", "cp2,cp_method=ring", "cp2,cp_method=all_to_all", "pp2",
-    "tp4", "cp4", "tp2xcp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
+    "tp4", "cp4", "tp2xcp2", "tp2xpp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
 )  # fmt: skip
 ONE = "one rank"
 YAML = "config/mp.yaml"
@@ -202,11 +202,16 @@ def predicted_activations(config, layout):
     if c > 1:
         share = rows * columns / tokens  # of this rank's tokens, all tokens are so many times
         block += {"gather": 2 * share, "ring": 0, "all_to_all": 4 * share / c - 3}[config.cp_method] / t
-    in_flight = {"gpipe": m, "1f1b": min(p, m), "interleaved": min(3 * p - 1, 2 * m) / 2}[config.pp_schedule]
-    images = samples * tokens * config.patch_size**2 * 4
-    if p > 1:  # the first stage holds most
-        return unit * config.depth / p * block * in_flight / m + images * config.n_in_channels
-    ends = images * (config.n_in_channels + config.n_out_channels) + unit * (1 / sliced + 1)
+    images, final = samples * tokens * config.patch_size**2 * 4, unit * (1 / sliced + 1)  # final: at the last norm
+    inputs, outputs = images * config.n_in_channels, images * config.n_out_channels
+    if p > 1:  # micro-batches whose activations are held, on the first and on the last rank
+        first, last = {"gpipe": (m, m), "1f1b": (min(p, m), 1), "interleaved": (min(3 * p - 1, 2 * m) / 2, 1)}[
+            config.pp_schedule
+        ]
+        stage = unit * config.depth / p * block
+        loss = (last - 1) * outputs  # that of the last one comes later
+        return max(first * stage / m + inputs, (last * (stage + final) + loss) / m)
+    ends = inputs + outputs + final
     return (unit * config.depth * block + ends) / m
 
 
@@ -256,6 +261,7 @@ def predicted_messages(config, layout):
         handed = piece if config.sequence_parallel else stream
         add("forward backward", "send", stages * m, stages * handed * 4)
     shared = Layout(layout.dp * c, shard=layout.shard and layout.shard * c)
+    gathers = m if p == 1 else 1  # a pipeline keeps the gathered parameters for the next micro-batch if it can
     units = len(sharded_units(build_model(config), config.wrap_policy, config.wrap_min_params)) / p + 1
     for kind, size in predicted_bytes(config, local_parameters(config, layout), shared).items():
         if config.data_parallel not in SHARDED:
@@ -264,9 +270,9 @@ def predicted_messages(config, layout):
         elif kind != "all_gather":
             add("backward", kind, units, size)
         elif config.data_parallel == "zero2":
-            add("forward", kind, units * m, size)
+            add("forward", kind, units * gathers, size * gathers / m)
         else:
-            add("forward backward", kind, units * m, size / 2)
+            add("forward backward", kind, units * gathers, size * gathers / m / 2)
     return sent
 
 
@@ -346,6 +352,8 @@ class RankCase(team.Case):
         self.step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
         self.figures = self.measure()
+        if config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
+            self.figures["memory"]["activations"] = None
 
     def use_mesh(self):
         """The groups of this case are those of the process."""
@@ -564,7 +572,7 @@ def write_picture(path, results):
 def _stack(axes, parts, names, colors):
     start = [0.0] * len(parts[0])
     for values, name, color in zip(parts, names, colors, strict=True):
-        values = [value / MIB for value in values]
+        values = [(value or 0) / MIB for value in values]
         axes.barh(range(len(values)), values, left=start, label=name, color=color)
         start = [a + b for a, b in zip(start, values, strict=True)]
 

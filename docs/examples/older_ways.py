@@ -1,0 +1,83 @@
+"""Two older ways to use several devices from one process, and why one no longer does.
+
+python -m docs.examples.older_ways                          # all GPUs where there are two, else the CPU twice
+python -m docs.examples.older_ways --devices cuda:0 cuda:1
+"""
+
+import time
+
+import torch
+from torch import nn
+
+from networks.vit import ViT
+from utils.device import select_device
+from utils.errors import ArgumentParser, run_main
+
+
+def main():
+    count = torch.cuda.device_count()
+    parser = ArgumentParser(description="Two older ways to use several devices from one process.")
+    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help="where the layers go, in this order")
+    parser.set_defaults(devices=[f"cuda:{i}" for i in range(count)] if count > 1 else ["cpu", "cpu"])
+    devices = [select_device(name) for name in parser.parse_args().devices]
+
+    torch.manual_seed(0)
+    model = ViT((32, 64), 4, in_channels=20, out_channels=20, embed_dim=256, depth=6, num_heads=8)
+    x = torch.randn(8, 20, 32, 64)
+    expected = model(x).detach()
+
+    whole_model_on_every_gpu(model, x, expected)
+    layers_placed_by_hand(model, x, expected, devices)
+
+
+def whole_model_on_every_gpu(model, x, expected):
+    """DataParallel. In every step one process scatters the batch, copies the whole model to every GPU, and gathers the
+    outputs on the first one; Python's lock lets the copies launch their kernels only in turn; one node at most."""
+    count = torch.cuda.device_count()
+    if count:
+        found = nn.DataParallel(model.cuda())(x.cuda()).detach().cpu()
+        model.cpu()
+    else:
+        found = nn.DataParallel(model)(x).detach()
+    how = f"over {count} GPU(s)" if count else "finds no GPU and calls the model as it is"
+    print(f"DataParallel {how}: same output {torch.allclose(found, expected, atol=1e-3)}")
+
+
+def layers_placed_by_hand(model, x, expected, devices):
+    """The first layers on one device, the next ones on another; activations are carried over. The model may be larger
+    than a device, but while one device computes, the others wait for what it brings."""
+    blocks = len(model.blocks)
+    place = [k * len(devices) // blocks for k in range(blocks)]  # of every block, a number in devices
+    model.patch_embed.to(devices[0])
+    model.pos_embed.to(devices[0])
+    for block, i in zip(model.blocks, place, strict=True):
+        block.to(devices[i])
+    model.norm.to(devices[-1])
+    model.head.to(devices[-1])
+    layers = [
+        (0, lambda x: model.pos_embed(model.patch_embed(x))),
+        *zip(place, model.blocks, strict=True),
+        (len(devices) - 1, lambda x: model.head(model.norm(x))),
+    ]
+    for _ in range(3):  # the last time counts
+        busy, y = [0.0] * len(devices), x
+        begin = time.perf_counter()
+        for i, layer in layers:
+            y = y.to(devices[i])
+            started = time.perf_counter()
+            y = layer(y)
+            if devices[i].type != "cpu":
+                torch.accelerator.synchronize(devices[i])
+            busy[i] += time.perf_counter() - started
+        elapsed = time.perf_counter() - begin
+
+    same = torch.allclose(y.detach().cpu(), expected, atol=1e-3)
+    print(f"layers by hand over {', '.join(map(str, devices))}: same output {same}")
+    for i, device in enumerate(devices):
+        own = [k for k in range(blocks) if place[k] == i]
+        print(f"  place {i}, {device}: blocks {own}, busy {busy[i] / elapsed:.0%} of a forward pass")
+    print(f"  {sum(busy) / elapsed:.0%} together: never more than one device at work, however many there are")
+
+
+if __name__ == "__main__":
+    run_main(main)
