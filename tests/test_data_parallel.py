@@ -102,11 +102,12 @@ SHARDED_OPTIONS = {
 
 
 @pytest.mark.parametrize("variant", SHARDED_OPTIONS)
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp"])
-def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, variant):
+@pytest.mark.parametrize(("strategy", "size"), [("zero2", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)])
+def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
     serial = train(tiny_config(**PARITY))
-    config = tiny_config(**PARITY, **SHARDED_OPTIONS[variant], data_parallel=strategy, dp_shard=None)
-    assert_same_training(ranks(2, train, config), serial)
+    dp_shard = 2 if strategy == "hsdp" else None
+    config = tiny_config(**PARITY, **SHARDED_OPTIONS[variant], data_parallel=strategy, dp_shard=dp_shard)
+    assert_same_training(ranks(size, train, config), serial)
 
 
 @pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.01}, {"enable_jit": True}], ids=str)
@@ -124,12 +125,13 @@ def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
 
 
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, strategy, amp_mode):
+def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):
     options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.1}
     serial = train(tiny_config(**options))
-    config = tiny_config(**options, data_parallel=strategy, dp_shard=1 if strategy == "hsdp" else None)
-    assert_nearly_same_training(ranks(2, train, config), serial, config, tolerance=0.02)
+    config = tiny_config(**options, data_parallel=strategy, dp_shard=size // 2 if strategy == "hsdp" else None)
+    assert_nearly_same_training(ranks(size, train, config), serial, config, tolerance=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Every layout of rung 3 trains as one device does with the whole batch."""
 
+import math
+import unittest.mock
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,6 +18,8 @@ from tests.test_data_parallel import train as train_data_parallel
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.compute import apply_compute_options
+from utils.data_loader import build_loaders
+from utils.dataset import FieldDataset
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.training_step import TrainingStep
@@ -153,6 +158,34 @@ def test_compute_options_change_no_number(ranks, tiny_config, serial_runs, layou
     if not serial_runs:
         serial_runs["plain"] = train_data_parallel(tiny_config(**SIZES))
     assert_serial(ranks(size, train, tiny_config(**SIZES, **options, **extra)), serial_runs["plain"])
+
+
+def batches_read(config):
+    """Input and target of two training steps on this rank, and the bytes that it has read from files for them."""
+    comm.build_mesh(CPU, config.layout(comm.world_size()))
+    read, mapped = [0], FieldDataset.mapped
+
+    def counted(self, index):
+        read[0] += 4 * math.prod(self.shape)
+        return mapped(self, index)
+
+    with unittest.mock.patch.object(FieldDataset, "mapped", counted):
+        loader, valid = build_loaders(config, CPU)
+        batches = [(x.clone(), y.clone()) for x, y in loader.train(config.seed, 0, 2)]
+    loader.close()
+    valid.close()
+    return torch.stack([torch.stack(batch) for batch in batches]), read[0]
+
+
+def test_a_sample_is_read_once_by_the_ranks_that_share_it_and_each_band_by_its_rank(ranks, tiny_config):
+    [(whole, size)] = ranks(1, batches_read, tiny_config())
+    for options in ({"tensor_parallel": 2}, {"pipeline_parallel": 2, "gradient_accumulation": 2}):
+        (first, read), (second, nothing) = ranks(2, batches_read, tiny_config(**options))
+        assert torch.equal(first, whole) and torch.equal(second, whole)
+        assert (read, nothing) == (size, 0)
+    bands = ranks(3, batches_read, tiny_config(context_parallel=3))
+    assert torch.equal(torch.cat([band for band, _ in bands], dim=4), whole)
+    assert [read for _, read in bands] == [size // 2, size // 4, size // 4]  # 4 rows of patches: 2, 1, 1
 
 
 def overflow_on_the_last_rank(config):

@@ -90,6 +90,14 @@ def build_mesh(device, layout):
         _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
 
 
+def swap_meshes(meshes):
+    """Let the groups of another layout be those of this process; returns the ones before, to be given back."""
+    before = dict(_meshes)
+    _meshes.clear()
+    _meshes.update(meshes)
+    return before
+
+
 def get_mesh(*names):
     """The mesh of one or more dimensions; None in a single process."""
     if not _meshes:

@@ -28,9 +28,7 @@ import statistics
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from socket import socket
 
 import torch
 from matplotlib.figure import Figure
@@ -282,34 +280,10 @@ def predicted_messages(config, layout):
 class Ranks(team.Team):
     """The ranks of a Team, which hold cases of this file. turn: seconds of some steps, of the slowest rank."""
 
+    combine = max  # a step takes as long as on its slowest rank
+
     def __init__(self, size, cases):
-        context = get_context("spawn")
-        with socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.size, self.processes, self.pipes = size, [], []
-        try:
-            for rank in range(size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_run_rank, args=(theirs, rank, size, port, cases), daemon=True)
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self.pipes.append(ours)
-            self.figures = list(zip(*self._answers(), strict=True))
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-
-    def turn(self, case, steps):
-        for pipe in self.pipes:
-            pipe.send((case, steps))
-        return max(self._answers())
-
-
-def _run_rank(pipe, rank, size, port, cases):
-    team._serve = _serve  # in this process alone; how a rank begins and ends is written there
-    team._run_rank(pipe, rank, size, port, cases)
+        super().__init__(size, cases, _serve)
 
 
 def _serve(pipe, cases):
@@ -339,7 +313,7 @@ class RankCase(team.Case):
         self.before = torch.cuda.memory_allocated() if device.type == "cuda" else None
         if case.layout not in meshes:
             comm.build_mesh(device, case.layout)
-            meshes[case.layout] = dict(comm._meshes)
+            meshes[case.layout] = comm.swap_meshes({})
         self.meshes = meshes[case.layout]
         self.use_mesh()
         rows = latitude_band(config.img_size, config.patch_size, comm.get_rank("cp"), comm.get_size("cp"))
@@ -357,8 +331,7 @@ class RankCase(team.Case):
 
     def use_mesh(self):
         """The groups of this case are those of the process."""
-        comm._meshes.clear()
-        comm._meshes.update(self.meshes)
+        comm.swap_meshes(self.meshes)
 
     def measure(self):
         """Memory and messages of a step on this rank."""

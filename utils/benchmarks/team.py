@@ -33,11 +33,14 @@ LEAVE_SECONDS = 10  # that a rank has to end by itself
 class Team:
     """`size` ranks, each of which holds every case at once: [(config, layout), ...].
 
+    serve: called as serve(pipe, cases) in each rank, `_serve` where none is given.
     figures: of each case, what `Case.measure` gives on every rank.
     Raises UsageError, here and in `turn`, where a rank fails or is gone; use it as a context, which ends the processes.
     """
 
-    def __init__(self, size, cases):
+    combine = sum  # of the ranks' answers in a turn
+
+    def __init__(self, size, cases, serve=None):
         context = multiprocessing.get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -46,7 +49,9 @@ class Team:
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_run_rank, args=(theirs, rank, size, port, cases), daemon=True)
+                process = context.Process(
+                    target=_run_rank, args=(theirs, rank, size, port, serve or _serve, cases), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self.processes.append(process)
@@ -57,10 +62,10 @@ class Team:
             raise
 
     def turn(self, case, steps):
-        """Samples per second of all ranks together in a case."""
+        """Samples per second of all ranks together in a case (by `_serve`)."""
         for pipe in self.pipes:
             pipe.send((case, steps))
-        return sum(self._answers())
+        return type(self).combine(self._answers())
 
     def _answers(self):
         answers = {}
@@ -90,7 +95,7 @@ class Team:
             process.join()
 
 
-def _run_rank(pipe, rank, size, port, cases):
+def _run_rank(pipe, rank, size, port, serve, cases):
     """In the child. Whatever happens to another one the parent ends this one, and this one ends after the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well
     threading.Thread(target=_end_after_the_parent, daemon=True).start()
@@ -99,7 +104,7 @@ def _run_rank(pipe, rank, size, port, cases):
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     try:
-        return _serve(pipe, cases)
+        return serve(pipe, cases)
     except (EOFError, ConnectionError):  # the parent is gone, or another rank is, which the parent sees
         pass
     except Exception as error:
