@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from tests.test_data_loader import write_years
+from tests.workers import NAME
 from utils.data_loader import build_loaders, loader_class
 from utils.dataset import FieldDataset, Statistics
 from utils.errors import UsageError
@@ -56,7 +57,7 @@ def assert_same_batches(got, expected, atol=1e-5):
 
 
 def workers():
-    return {process.pid for process in multiprocessing.active_children()}
+    return {process.pid for process in multiprocessing.active_children() if not process.name.startswith(NAME)}
 
 
 def wait_until(condition, seconds=60):

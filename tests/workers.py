@@ -20,6 +20,7 @@ import traceback
 from multiprocessing.connection import wait
 
 PATIENCE_SECONDS = 120
+NAME = "rank of the tests"
 
 
 class Workers:
@@ -64,7 +65,8 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         while len(self.processes) < count:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(len(self.processes), theirs), daemon=True)
+            number = len(self.processes)
+            process = context.Process(target=_serve, args=(number, theirs), name=f"{NAME} {number}", daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
