@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from utils import comm
@@ -26,8 +27,11 @@ class TrainingStep:
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
         self.model_parallel = bool(parallel.split.dims or parallel.pipeline)
         # Ranks with different parameters must agree whether a step has overflowed.
-        Scaler = ShardedGradScaler if self.model_parallel else torch.amp.GradScaler
-        self.scaler = Scaler(device.type, enabled=config.amp_mode == "fp16")
+        # The group is named: the default is the one that was there when torch's module was first imported.
+        Scaler = partial(ShardedGradScaler, process_group=dist.group.WORLD)
+        self.scaler = (Scaler if self.model_parallel else torch.amp.GradScaler)(
+            device.type, enabled=config.amp_mode == "fp16"
+        )
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             stage.forward = self.autocast()(stage.forward)
