@@ -14,14 +14,11 @@ from utils import comm
 from utils.compute import apply_compute_options
 from utils.config import load_config
 from utils.data_loader import build_loaders
-from utils.errors import STOPPED_STATUS
 from utils.launch import read_launch
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
 from utils.profiling import restart_under_nsys
-from utils.report import print_result
-from utils.run_folder import RunFolder
-from utils.trainer import Trainer
+from utils.trainer import train
 
 
 def main(argv=None):
@@ -34,21 +31,12 @@ def main(argv=None):
 
     model = build_model(config)  # names and shapes; memory comes when it is known who holds what
     apply_compute_options(config, device, model)
-    train_loader, valid_loader = comm.agree(lambda: build_loaders(config, device))
+    loaders = comm.agree(lambda: build_loaders(config, device))
     parallel = data_parallel(model, config, device, initial_weights(config))
     optimizer = build_optimizer(config, model, device)
     torch.manual_seed(config.seed + comm.dropout_stream())
 
-    run = RunFolder(config)
-    summary = run.summary()
-    if summary and comm.is_main():
-        print(f"{run.path} is a finished run; its result:")
-    if not summary:
-        summary = Trainer(config, device, model, parallel, optimizer, train_loader, valid_loader, run).fit()
-        if summary is None:
-            return STOPPED_STATUS
-        run.write_summary(summary)
-    print_result(summary, config)
+    return train(config, device, parallel, optimizer, loaders)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def sharded_units(model, policy, min_params):
     def visit(module):
         """Parameters of the module that no unit holds."""
         left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
-        if left < min_params or isinstance(module, nn.ModuleList) or module is model:
+        if left < min_params or isinstance(module, nn.ModuleList | nn.ModuleDict) or module is model:
             return left
         units.append(module)
         return 0

@@ -28,15 +28,14 @@ def _as_part(tensor, dim):
     """This rank's piece along `dim` of the whole tensor; it may in turn be sharded by fully_shard."""
     if dim is None or tensor.dim() == 0:  # the optimizer's count of steps
         return tensor
-    shape, placements, local, others = list(tensor.shape), [], tensor, ()
+    shape, placements, local, mesh = list(tensor.shape), [], tensor, comm.get_mesh("tp")
     if isinstance(tensor, DTensor):
-        placements, local, others = list(tensor.placements), tensor.to_local(), tensor.device_mesh.shape
+        placements, local = list(tensor.placements), tensor.to_local()
+        # tp comes first: a row that is split twice is split by tp, and each piece by the data-parallel ranks.
+        ranks = _ranks().reshape(-1, *tensor.device_mesh.shape)
+        mesh = DeviceMesh(tensor.device.type, ranks, _init_backend=False)
     shape[dim] *= comm.get_size("tp")
     stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    # tp comes first: a row that is split twice is split by tp, and each piece by the data-parallel ranks.
-    mesh = DeviceMesh(tensor.device.type, _ranks().reshape(-1, *others), _init_backend=False)
-    if not placements:
-        mesh = comm.get_mesh("tp")
     return DTensor.from_local(
         local, mesh, [Shard(dim), *placements], run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )

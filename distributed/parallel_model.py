@@ -56,7 +56,7 @@ class ParallelModel:
         return nullcontext()
 
     def clip_gradients(self, max_norm):
-        if self.split.dims or self.pipeline:
+        if comm.get_size("tp_pp") > 1:
             clip_gradients(self.model, self.split.dims, max_norm)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)

@@ -47,7 +47,7 @@ class Stage(nn.Module):
 def split_into_stages(model, group, schedule):
     """Keep of a ViT, in place, what the stages of this rank hold, and return these stages, in order.
 
-    model.stages are the same. Parameters keep their names. Raises ValueError where the blocks cannot be shared equally.
+    Parameters keep their names in the model. Raises ValueError where the blocks cannot be shared equally.
     """
     rank, size = dist.get_rank(group), group.size()
     per_rank = 2 if schedule == "interleaved" else 1
@@ -75,22 +75,15 @@ class Pipeline:
     def __init__(self, stages, group, schedule, micro_batches, device):
         self.group, self.rank, self.size = group, dist.get_rank(group), group.size()
         self.first, self.last = self.rank == 0, self.rank == self.size - 1
-        count = self.size * len(stages)
-        self.device, self.micro_batches = device, micro_batches
-        self.stages = [
+        self.device, count = device, self.size * len(stages)
+        own = [
             PipelineStage(stage, self.rank + i * self.size, count, device, group=group)
             for i, stage in enumerate(stages)
         ]
-        self.schedule_class = SCHEDULES[schedule]
-        self.schedule = None
-
-    def _schedule(self, loss):
-        if self.schedule is None:
-            stages = self.stages if self.schedule_class is ScheduleInterleaved1F1B else self.stages[0]
-            # The loss of a micro-batch is already its share of the whole.
-            self.schedule = self.schedule_class(stages, self.micro_batches, loss_fn=self._loss, scale_grads=False)
-        self.loss = loss
-        return self.schedule
+        # The loss of a micro-batch is already its share of the whole.
+        self.schedule = SCHEDULES[schedule](
+            own if schedule == "interleaved" else own[0], micro_batches, loss_fn=self._loss, scale_grads=False
+        )
 
     def _loss(self, prediction, target):
         return self.loss(prediction, target) if self.loss else prediction.new_zeros(())
@@ -100,14 +93,14 @@ class Pipeline:
 
         loss: called as loss(prediction, target) on the last rank with every micro-batch, gives what is differentiated.
         """
-        arguments = [x] if self.first else []
-        self._schedule(loss).step(*arguments, target=y if self.last else None, return_outputs=False)
+        self.loss = loss
+        self.schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
 
     @torch.no_grad()
     def forecast(self, x, shape):
         """Forecast of a batch, the same on every rank of the pipeline. shape: of the forecast, (B, C, H, W)."""
-        unused = torch.zeros(len(x))
-        prediction = self._schedule(None).eval(*([x] if self.first else []), target=unused if self.last else None)
+        self.loss, unused = None, torch.zeros(len(x))  # the schedule asks for a loss, and for a target of it
+        prediction = self.schedule.eval(*([x] if self.first else []), target=unused if self.last else None)
         prediction = prediction.float().contiguous() if self.last else torch.empty(shape, device=self.device)
         dist.broadcast(prediction, group=self.group, group_src=self.size - 1)
         return prediction

@@ -92,6 +92,16 @@ def test_only_settings_that_change_the_result_count_as_different():
             "enable_jit with dropout and tensor_parallel needs",
         ),
         (4, ["--pipeline_parallel=4"], "pp_schedule 1f1b over 4 stages needs at least as many micro-batches"),
+        (
+            2,
+            ["--tensor_parallel=2", "--tp_backend=dtensor", "--amp_mode=fp16"],
+            "tp_backend dtensor goes without amp_mode fp16",
+        ),
+        (
+            2,
+            ["--data_parallel=fsdp", "--enable_channels_last"],
+            "enable_channels_last belongs to data_parallel ddp and",
+        ),
         (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2, fsdp and hsdp, not to ddp"),
         (1, ["--noddp", "--data_parallel=fsdp"], "noddp belongs to data_parallel ddp, not to fsdp"),
         (1, ["--lr_scaling=sqrt"], "lr_scaling sqrt needs base_batch_size"),

@@ -109,6 +109,21 @@ LAYOUTS = {
     "pp2 x dp2": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2}),
     "pp2 x fsdp": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}),
     "tp2 x pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "gradient_accumulation": 2}),
+    "pp2 interleaved x dp2": (4, {"pipeline_parallel": 2, "pp_schedule": "interleaved", "gradient_accumulation": 2}),
+    "pp2 interleaved x fsdp": (
+        4,
+        {"pipeline_parallel": 2, "pp_schedule": "interleaved", "gradient_accumulation": 2, "data_parallel": "fsdp"},
+    ),
+    "pp2 x fsdp by size": (
+        4,
+        {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp", "wrap_policy": "size",
+         "wrap_min_params": 20_000},
+    ),
+    "tp2 x hsdp": (4, {"tensor_parallel": 2, "data_parallel": "hsdp", "dp_shard": 1}),
+    "cp2 x hsdp": (4, {"context_parallel": 2, "data_parallel": "hsdp", "dp_shard": 1}),
+    "tp2 x pp2 sequence": (
+        4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "gradient_accumulation": 2},
+    ),
     "cp2 x pp2": (4, {"context_parallel": 2, "pipeline_parallel": 2, "gradient_accumulation": 2}),
 }  # fmt: skip
 
@@ -126,7 +141,10 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, serial_runs, la
     assert_serial(ranks(size, train, tiny_config(**SIZES, **options)), serial_runs["plain"])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp2", "tp2 x fsdp", "pp2", "tp2 x pp2", "pp2 x fsdp"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2", "tp2 sequence", "tp2 dtensor", "tp2 dtensor x fsdp", "cp2", "tp2 x fsdp", "pp2", "tp2 x pp2", "pp2 x fsdp"],
+)
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
     size, options = LAYOUTS[layout]
     clipped = SIZES | {"clip_grad_norm": 0.05}

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from multiprocessing.connection import wait
@@ -120,4 +121,6 @@ def _serve(rank, pipe):
             answer = True, function(*args, **kwargs) if function else None
         except BaseException:
             answer = False, traceback.format_exc()
+        if "torch._dynamo" in sys.modules:  # what one test compiled counts against the next one's limit of recompiles
+            torch._dynamo.reset()
         pipe.send_bytes(pickle.dumps(answer))

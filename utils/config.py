@@ -107,6 +107,8 @@ def _check_shares(config, where, world_size):
             )
         if config.sequence_parallel or config.dropout:
             raise UsageError(f"{where}: tp_backend dtensor goes without sequence_parallel and dropout: use native")
+        if config.amp_mode == "fp16":  # torch's gradient scaler takes no mixture of DTensors and plain tensors
+            raise UsageError(f"{where}: tp_backend dtensor goes without amp_mode fp16: use bf16, or native")
     if config.enable_jit and config.dropout and config.tensor_parallel > 1 and not config.sequence_parallel:
         raise UsageError(
             f"{where}: enable_jit with dropout and tensor_parallel needs sequence_parallel: ranks that share "
@@ -124,7 +126,7 @@ def _check_data_parallel(config, where):
     defaults = Config.model_fields
     for names, belongs, to in (
         (("cpu_offload", "gather_dtype", "prefetch", "wrap_policy"), sharded, "zero2, fsdp and hsdp"),
-        (("bucket_cap_mb",), not sharded, "ddp and zero1"),
+        (("bucket_cap_mb", "enable_channels_last"), not sharded, "ddp and zero1"),
         (("noddp", "gradient_compression"), config.data_parallel == "ddp", "ddp"),
         (("dp_shard",), config.data_parallel == "hsdp", "hsdp"),
     ):

@@ -1,6 +1,7 @@
 """One clear line for whoever runs a command: what was wrong, where, and what to do."""
 
 import argparse
+import faulthandler
 import sys
 from contextlib import contextmanager
 
@@ -36,7 +37,11 @@ def reported_as_usage_error(kind, where):
 
 
 def run_main(main):
-    """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1."""
+    """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1.
+
+    A process that dies of SIGBUS or SIGSEGV prints its stacks first.
+    """
+    faulthandler.enable()
     try:
         status = main()
     except (UsageError, NonFiniteLossError) as error:

@@ -19,11 +19,12 @@ from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.clock import Clock
 from utils.device import peak_memory_bytes, synchronize
-from utils.errors import NonFiniteLossError, UsageError
+from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
 from utils.model import build_model
 from utils.optim import learning_rate
 from utils.profiling import build_profiler, span
-from utils.report import open_writer, write_validation
+from utils.report import open_writer, print_result, write_validation
+from utils.run_folder import RunFolder
 from utils.training_step import TrainingStep
 from utils.validation import Validator
 from utils.watchdog import Watchdog
@@ -31,11 +32,29 @@ from utils.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-class Trainer:
-    """Trains `model` as `config` says, in the folder `run`."""
+def train(config, device, parallel, optimizer, loaders):
+    """Train a ParallelModel to the end of the run in its folder and print the result; returns the exit status.
 
-    def __init__(self, config, device, model, parallel, optimizer, train_loader, valid_loader, run):
-        self.config, self.device, self.model, self.optimizer = config, device, model, optimizer
+    loaders: of training and validation. A run that is finished already is only shown.
+    """
+    run = RunFolder(config)
+    summary = run.summary()
+    if summary and comm.is_main():
+        print(f"{run.path} is a finished run; its result:")
+    if not summary:
+        summary = Trainer(config, device, parallel, optimizer, *loaders, run).fit()
+        if summary is None:
+            return STOPPED_STATUS
+        run.write_summary(summary)
+    print_result(summary, config)
+    return None
+
+
+class Trainer:
+    """Trains a ParallelModel as `config` says, in the folder `run`."""
+
+    def __init__(self, config, device, parallel, optimizer, train_loader, valid_loader, run):
+        self.config, self.device, self.model, self.optimizer = config, device, parallel.model, optimizer
         self.train_loader, self.run = train_loader, run
         self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints, config.model_dump())
         self.step = TrainingStep(config, device, parallel, optimizer)
