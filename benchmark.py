@@ -4,13 +4,14 @@
     python benchmark.py data --config=short       data loaders alone
     python benchmark.py dp --config=quick         the strategies of rung 2: speed, memory, messages of every rank
     python benchmark.py mp --config=mp_quick      the layouts of rung 3 x model sizes: the same of a split model
+    python benchmark.py domain --config=shard_quick   rung 4: image sizes x layouts of one image over several devices
 
 Every other option is a key of the config, as in train.py: --local_batch_size 4, --device cpu, ...
 """
 
 import sys
 
-from utils.benchmarks import data_parallel, ladder, loaders, model_parallel
+from utils.benchmarks import data_parallel, domain, ladder, loaders, model_parallel
 from utils.config import load_config
 from utils.errors import ArgumentParser, run_main
 
@@ -56,13 +57,37 @@ def main(argv=None):
         run=lambda words, o: model_parallel.run(words, o.layouts, o.embed_dims, o.steps, o.rounds, o.json, o.png)
     )
 
-    for each in (command, data, dp, mp):
+    share = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
+    share.add_argument(
+        "--sizes", type=int, nargs=3, default=domain.SIZES, metavar=("START", "STOP", "STEP"),
+        help="points along each side of an image (32 64 32)",
+    )  # fmt: skip
+    share.add_argument("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
+    share.add_argument(
+        "--layouts", nargs="+", default=domain.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
+        help="besides one device, each with config keys of its own: dp2 domain2xdp2 domain2,data_parallel=ddp",
+    )  # fmt: skip
+    share.add_argument("--precisions", nargs="+", default=["none"], choices=("none", "bf16"), help="amp_mode (none)")
+    share.add_argument("--batches", type=int, nargs="+", default=[1], metavar="N", help="images at a time (1)")
+    share.add_argument("--memory_limit_gib", type=float, metavar="X", help="memory that a rank may use (all)")
+    share.add_argument("--steps", type=int, default=3, help="timed steps of each turn (%(default)s)")
+    share.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
+    share.set_defaults(run=run_domain)
+
+    for each in (command, data, dp, mp, share):
         each.add_argument("--rounds", type=int, default=3, help="turns of each case; medians count (%(default)s)")
         each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    for each in (command, dp, mp):
-        each.add_argument("--png", metavar="FILE", help="write a bar chart")
+    for each in (command, dp, mp, share):
+        each.add_argument("--png", metavar="FILE", help="write a picture")
     options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     options.run(words, options)
+
+
+def run_domain(words, o):
+    domain.run(
+        words, o.layouts, o.sizes, o.dims, o.precisions, o.batches, o.memory_limit_gib, o.steps, o.rounds, o.json,
+        o.csv, o.png,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ from utils.optim import build_optimizer
 from utils.profiling import restart_under_nsys
 from utils.trainer import train
 
+SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+
 
 def main(argv=None):
     launch = read_launch()
-    config = load_config(argv, __doc__, launch.world_size, "config/mp.yaml", model_parallel=True)
+    config = load_config(argv, __doc__, launch.world_size, "config/mp.yaml", SPLITS)
     layout = config.layout(launch.world_size, launch.ranks_per_node)
     restart_under_nsys()
     device = comm.init(config.device, config.comm_timeout)

@@ -12,8 +12,9 @@ Ring attention: Liu et al. 2023 (arXiv:2310.01889); merging blocks by their log-
 (arXiv:2205.14135). All-to-all: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 
 Each function stands in for F.scaled_dot_product_attention: q, k, v (B, heads, n, d) -> (B, heads, n, d), where n is
-sizes[rank], this rank's tokens of all N; it may be 0, but not with gather. The dtype is kept. Heads may at the same
-time be split over another group.
+sizes[rank], this rank's tokens of all N; it may be 0. The dtype is kept. Heads may at the same time be split over
+another group. mask: bool (True: attend) or added to the scores, broadcast to (B, heads, n, N), keys in the order of the
+ranks; for all_to_all, all rows of it, (B, heads, N, N), in that order too.
 """
 
 import torch
@@ -22,14 +23,16 @@ from torch.nn import functional as F
 from distributed.collectives import all_gather, all_to_all, start_shift
 
 
-def gather_attention(q, k, v, dropout_p=0.0, *, sizes, group):
+def gather_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
     """Own queries attend to the gathered keys and values of all ranks."""
     kv = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), 1)  # (n, 2, B, heads, d): one collective, no copy
     k, v = all_gather(kv, 0, sizes, group).permute(1, 2, 3, 0, 4).unbind()  # (B, heads, N, d)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+    if not q.numel():
+        return q * k.sum() * v.sum()  # no tokens here: 0 of them, but the backward pass takes part in the collectives
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
 
 
-def all_to_all_attention(q, k, v, dropout_p=0.0, *, sizes, group):
+def all_to_all_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
     """Own tokens of all heads are exchanged for all tokens of own heads, and back.
 
     Raises ValueError where the group's size does not divide the heads.
@@ -42,35 +45,40 @@ def all_to_all_attention(q, k, v, dropout_p=0.0, *, sizes, group):
     qkv = qkv.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)  # (size * n, 3, B, heads / size, d)
     qkv = all_to_all(qkv, (n,) * parts, sizes, group)  # (N, 3, B, heads / size, d)
     q, k, v = qkv.permute(1, 2, 3, 0, 4).unbind()  # (B, heads / size, N, d)
-    x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+        mask = mask.unflatten(-3, (parts, -1)).select(-4, group.rank)
+    x = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
     x = all_to_all(x.permute(2, 0, 1, 3), sizes, (n,) * parts, group)  # (size * n, B, heads / size, d)
     return x.unflatten(0, (parts, n)).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def ring_attention(q, k, v, dropout_p=0.0, *, sizes, group):
+def ring_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
     """Keys and values go round the ring of ranks; each block that comes by is attended to and merged.
 
     While a rank computes with one block, the next is under way. Accumulators are float32 at least. Raises ValueError
-    for dropout of the attention: its masks of blocks cannot be replayed in the backward pass. Under torch.compile the
+    for dropout of the attention, whose masks of blocks cannot be replayed in the backward pass, and for a mask that
+    wants a gradient. Under torch.compile the
     blocks of the forward pass are kept for the backward pass: size - 1 exchanges less there, for the memory of gather.
     """
     if dropout_p:
         raise ValueError("context parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
-    return _Ring.apply(q, k, v, sizes, group)
+    if mask is not None and mask.requires_grad:
+        raise ValueError("context parallel: ring attention gives no gradient of a mask; use gather or all_to_all")
+    return _Ring.apply(q, k, v, sizes, group, mask)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sizes, group):
-        kernel = _kernel(q)
-        ctx.sizes, ctx.group = sizes, group
+    def forward(ctx, q, k, v, sizes, group, mask):
+        kernel = _kernel(q, mask)
+        ctx.sizes, ctx.group, ctx.mask = sizes, group, mask
         kv = torch.stack((k, v))  # (2, B, heads, n, d)
         out = lse = None
         for step in range(group.size):
             if step < group.size - 1:
                 arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
             if q.numel() and kv.numel():
-                out, lse = _merge(out, lse, *kernel.forward(q, *kv.unbind()))
+                out, lse = _merge(out, lse, *kernel.forward(q, *kv.unbind(), *_columns(mask, sizes, group, step)))
             if step < group.size - 1:
                 kv = arrive()
         out = torch.zeros_like(q) if out is None else out.to(q.dtype)  # None: this rank has no tokens
@@ -80,8 +88,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         """The blocks go round again; a block's gradient follows it, gathers every rank's part and ends at its owner."""
-        (q, k, v, out, lse), sizes, group = ctx.saved_tensors, ctx.sizes, ctx.group
-        kernel = _kernel(q)
+        (q, k, v, out, lse), sizes, group, mask = ctx.saved_tensors, ctx.sizes, ctx.group, ctx.mask
+        kernel = _kernel(q, mask)
         wide = torch.promote_types(q.dtype, torch.float32)
         kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
         own = arrive_grad = None
@@ -90,7 +98,9 @@ class _Ring(torch.autograd.Function):
                 arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
             dkv = torch.zeros_like(kv, dtype=wide)
             if q.numel() and kv.numel():
-                dq_part, *dkv_part = kernel.backward(grad, q, *kv.unbind(), out, lse)
+                dq_part, *dkv_part = kernel.backward(
+                    grad, q, *kv.unbind(), out, lse, *_columns(mask, sizes, group, step)
+                )
                 dq, dkv = dq + dq_part, torch.stack(dkv_part).to(wide)
             if step == 0:
                 own = dkv
@@ -102,12 +112,20 @@ class _Ring(torch.autograd.Function):
         if arrive_grad is not None:
             own = own + arrive_grad()
         dk, dv = own.to(k.dtype).unbind()
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None
 
 
 def _block_shape(block, sizes, group, step):
     """Shape of the block that a rank holds at a step of the ring: its own at first, then the previous ranks'."""
     return (*block.shape[:3], sizes[(group.rank - step) % group.size], block.shape[4])
+
+
+def _columns(mask, sizes, group, step):
+    """The part of the mask for the block at a step of the ring, as an argument of the kernel."""
+    if mask is None:
+        return ()
+    owner = (group.rank - step) % group.size
+    return (mask.narrow(-1, sum(sizes[:owner]), sizes[owner]),)
 
 
 def _merge(out, lse, block_out, block_lse):
@@ -119,12 +137,20 @@ def _merge(out, lse, block_out, block_lse):
     if out is None:
         return block_out, block_lse
     total = torch.logaddexp(lse, block_lse)
-    weight, block_weight = (lse - total).exp().unsqueeze(-1), (block_lse - total).exp().unsqueeze(-1)
+    top = _finite(total)
+    weight, block_weight = (lse - top).exp().unsqueeze(-1), (block_lse - top).exp().unsqueeze(-1)
     return out * weight + block_out * block_weight, total
 
 
-def _kernel(q):
+def _finite(lse):
+    """Queries that may attend to nothing so far have a sum of 0: their weights become 0, not NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def _kernel(q, mask):
     """The fused kernel that also returns the log-sum-exp, or plain tensor operations where there is none."""
+    if mask is not None:
+        return _Plain
     if q.device.type == "cpu":
         return _CpuFlash
     half, d = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
@@ -160,22 +186,25 @@ class _CudaFlash:
 
 class _Plain:
     @staticmethod
-    def forward(q, k, v):
-        scores = _scores(q, k)
+    def forward(q, k, v, mask=None):
+        scores = _scores(q, k, mask)
         lse = scores.logsumexp(-1)
-        return (scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
+        return (scores - _finite(lse).unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse):
-        weights = (_scores(q, k) - lse.unsqueeze(-1)).exp()  # (B, heads, n, n_block)
+    def backward(grad, q, k, v, out, lse, mask=None):
+        weights = (_scores(q, k, mask) - _finite(lse).unsqueeze(-1)).exp()  # (B, heads, n, n_block)
         grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
         dscores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
         return dscores @ k, dscores.mT @ q, weights.mT @ grad
 
 
-def _scores(q, k):
+def _scores(q, k, mask):
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
+    scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
 METHODS = {"gather": gather_attention, "ring": ring_attention, "all_to_all": all_to_all_attention}

@@ -111,7 +111,11 @@ class _Pair(torch.autograd.Function):
 
 
 def _apply(forward, backward, x, group, *args):
-    return x if group.size == 1 else _Pair.apply(x, forward, backward, group, *args)
+    if group.size == 1:
+        return x
+    if hasattr(x, "on_parts"):  # a ShardTensor, split over other ranks
+        return x.on_parts(_Pair.apply, forward, backward, group, *args)
+    return _Pair.apply(x, forward, backward, group, *args)
 
 
 def _identity(x, group):

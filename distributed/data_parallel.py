@@ -18,29 +18,30 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.collectives import shard_sizes
 from distributed.initialise import initialise
 from distributed.parallel_model import ParallelModel, Split
 from distributed.pipeline import Pipeline
+from distributed.tiles import image_cuts
 from utils import comm
 
 SHARDED = ("zero2", "fsdp", "hsdp")
 DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard_parameters(model, config, device):
+def fully_shard_model(model, config, device, apart):
     """Split the parameters over the data-parallel ranks, with zero2, fsdp or hsdp; the others keep them whole.
 
-    The model may lie on the meta device: nothing is allocated here.
+    apart: names of parameters to be left alone. The model may lie on the meta device: nothing is allocated here.
     """
-    if config.data_parallel not in SHARDED or comm.get_size("dp_cp") == 1:
+    if config.data_parallel not in SHARDED or comm.get_size("dp_image") == 1:
         return
-    hsdp = ("dp_replicate", "dp_shard" if comm.get_size("cp") == 1 else "dp_shard_cp")
+    hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
     dtype = DTYPES[config.gather_dtype]
     options = {
-        "mesh": comm.get_mesh(*hsdp) if config.data_parallel == "hsdp" else comm.get_mesh("dp_cp"),
+        "mesh": comm.get_mesh(*hsdp) if config.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
         "reshard_after_forward": config.data_parallel != "zero2",
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
+        "ignored_params": {p for name, p in model.named_parameters() if name in apart},
     }
     units = sharded_units(model, config.wrap_policy, config.wrap_min_params)
     for unit in units:
@@ -86,26 +87,26 @@ def data_parallel(model, config, device, weights, split=None):
     split = split or Split()
     modules = split.stages or [model]
     for module in modules:
-        shard_parameters(module, config, device)
+        fully_shard_model(module, config, device, split.specs)
         module.to_empty(device="cpu" if config.cpu_offload else device)
-    initialise(model, weights, split.dims)
-    replicated = config.data_parallel not in SHARDED and comm.get_size("dp_cp") > 1 and not config.noddp
+    initialise(model, weights, split)
+    replicated = config.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not config.noddp
     if replicated:
-        modules = [replicate(module, config, device) for module in modules]
+        modules = [replicate(module, config, device, split.specs) for module in modules]
     pipeline = None
     if split.stages:
         pipeline = Pipeline(modules, comm.get_group("pp"), config.pp_schedule, config.gradient_accumulation, device)
-    bands = shard_sizes(config.img_size[0] // config.patch_size, comm.get_size("cp"))
-    bands = [rows * config.patch_size for rows in bands]
-    return ParallelModel(model, modules[0], split, replicated, bands, pipeline)
+    cuts = image_cuts(config.img_size, config.patch_size)
+    return ParallelModel(model, modules[0], split, replicated, cuts, pipeline)
 
 
-def replicate(module, config, device):
+def replicate(module, config, device, apart):
     """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(apart))
     ddp = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
-        process_group=comm.get_group("dp_cp"),
+        process_group=comm.get_group("dp_image"),
         bucket_cap_mb=config.bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=config.gradient_accumulation == 1 and config.pipeline_parallel == 1,
@@ -113,7 +114,7 @@ def replicate(module, config, device):
         find_unused_parameters=config.pipeline_parallel > 1,
     )
     if config.gradient_compression == "bf16":
-        ddp.register_comm_hook(comm.get_group("dp_cp"), reduce_in_bf16)
+        ddp.register_comm_hook(comm.get_group("dp_image"), reduce_in_bf16)
     return ddp
 
 
@@ -127,5 +128,5 @@ def build_zero1_optimizer(optimizer_class, parameters, **options):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
     return ZeroRedundancyOptimizer(
-        parameters, optimizer_class, process_group=comm.get_group("dp_cp"), parameters_as_bucket_view=True, **options
+        parameters, optimizer_class, process_group=comm.get_group("dp_image"), parameters_as_bucket_view=True, **options
     )

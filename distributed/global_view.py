@@ -6,28 +6,47 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from distributed.shard_tensor import wrap
+from distributed.sharding import part_of
 from utils import comm
 
 
-def global_view(tensors, split_dims):
-    """The same memory, where every tensor that is split over the tensor-parallel ranks is a DTensor that says so.
+def global_view(tensors, split):
+    """The same tensors as parts of whole ones, or whole.
 
-    tensors: as of checkpoint.collect_state, weights and moments by the parameter's name. split_dims: {parameter: dim}.
+    One that is split over the tensor-parallel ranks becomes a DTensor that says so, of the same memory; one that is
+    split over the domain ranks, in pieces that no DTensor can describe, is put together: call take_parts after loading.
+    tensors: as of checkpoint.collect_state, weights and moments by the parameter's name. split: the model's Split.
     """
-    if not split_dims:
+    if not split.dims and not split.specs:
         return tensors
-    weights = {name: _as_part(value, split_dims.get(name)) for name, value in tensors["model"].items()}
+    weights = {name: _global(value, name, split) for name, value in tensors["model"].items()}
     moments = {
-        name: {key: _as_part(value, split_dims.get(name)) for key, value in state.items()}
+        name: {key: _global(value, name, split) for key, value in state.items()}
         for name, state in tensors["optimizer"].items()
     }
     return tensors | {"model": weights, "optimizer": moments}
 
 
+@torch.no_grad()
+def take_parts(tensors, view, split):
+    """Put what was loaded into a global view back into `tensors`, where the view does not share their memory."""
+    for name, spec in split.specs.items():
+        tensors["model"][name].copy_(part_of(view["model"][name], spec))
+        for key, value in tensors["optimizer"][name].items():
+            value.copy_(part_of(view["optimizer"][name][key], spec) if value.dim() else view["optimizer"][name][key])
+
+
+def _global(tensor, name, split):
+    if tensor.dim() == 0:  # the optimizer's count of steps
+        return tensor
+    if name in split.specs:
+        return wrap(tensor.detach(), split.specs[name]).full_tensor()
+    return _as_part(tensor, split.dims[name]) if name in split.dims else tensor
+
+
 def _as_part(tensor, dim):
     """This rank's piece along `dim` of the whole tensor; it may in turn be sharded by fully_shard."""
-    if dim is None or tensor.dim() == 0:  # the optimizer's count of steps
-        return tensor
     shape, placements, local, mesh = list(tensor.shape), [], tensor, comm.get_mesh("tp")
     if isinstance(tensor, DTensor):
         placements, local = list(tensor.placements), tensor.to_local()

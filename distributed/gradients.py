@@ -1,23 +1,41 @@
-"""Clipping by the gradient of the whole model, when each rank holds only a part of it."""
+"""Gradients when each rank holds only a part of the model."""
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from distributed.collectives import as_group, reduce_from_region
 from utils import comm
+
+
+@torch.no_grad()
+def average_over_dp(model, names):
+    """Finish, once a step, the gradients of parameters that are split over the domain ranks: their mean over dp.
+
+    names: of these parameters, which data parallelism leaves alone. The loss was multiplied by the number of domain
+    ranks (distributed/domain_parallel.py); that is taken back here.
+    """
+    grads = [p.grad for name, p in model.named_parameters() if name in names and p.grad is not None]
+    if grads:
+        group = as_group(comm.get_group("dp"))
+        fused = torch.cat([grad.flatten() for grad in grads]) / (comm.get_size("domain") * group.size)
+        parts = reduce_from_region(fused, group).split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 @torch.no_grad()
 def clip_gradients(model, split, max_norm):
     """Scale all gradients so that their global L2 norm is at most max_norm.
 
-    split: names of the parameters that are split over the tensor-parallel ranks. Every rank adds up the squares that it
+    split: what model parallelism has made of the model, a Split. Every rank adds up the squares that it
     holds, each divided by the number of ranks that hold the same: one all-reduce of one number over all ranks.
     """
     local, squares = [], []
     for name, parameter in model.named_parameters():
         if (grad := parameter.grad) is None:
             continue
-        parts = comm.get_size("pp") * (comm.get_size("tp") if name in split else 1)  # ranks that hold different ones
+        parts = comm.get_size("pp")  # ranks that hold different ones
+        parts *= comm.get_size("tp") if name in split.dims else 1
+        parts *= comm.get_size("domain") if name in split.specs else 1
         if isinstance(grad, DTensor):
             for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
                 parts *= size if isinstance(placement, Shard) else 1

@@ -4,23 +4,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
+from distributed.sharding import part_of
 from utils import comm
 
 
 @torch.no_grad()
-def initialise(model, weights, split_dims):
+def initialise(model, weights, split):
     """Fill the parameters of a model, whole or parts of whole ones, with their initial values.
 
-    weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split_dims: of the
-    plain parameters split over tp, which dimension. Nothing is communicated.
+    weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split: what model
+    parallelism has made of the model, a Split. Nothing is communicated.
     """
     parameters = dict(model.named_parameters())
     for name, value in weights:
         if name not in parameters:  # of another stage
             continue
         parameter = parameters[name]
-        if name in split_dims:
-            value = shard(value, split_dims[name], comm.get_rank("tp"), comm.get_size("tp"))
+        if name in split.dims:
+            value = shard(value, split.dims[name], comm.get_rank("tp"), comm.get_size("tp"))
+        if name in split.specs:
+            value = part_of(value, split.specs[name])
         if isinstance(parameter, DTensor):
             value, parameter = local_part(value, parameter), parameter.to_local()
         parameter.copy_(value)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from distributed.collectives import as_group, gather_from_region
-from distributed.gradients import clip_gradients
+from distributed.gradients import average_over_dp, clip_gradients
 from distributed.tensor_parallel import reduce_partial_gradients
+from distributed.tiles import joined
 from utils import comm
 
 
@@ -18,18 +18,19 @@ class Split:
 
     dims: dict = field(default_factory=dict)  # {parameter: dim} of those split over tp in pieces
     stages: list = field(default_factory=list)  # of this rank in the pipeline
+    specs: dict = field(default_factory=dict)  # {parameter: Spec} of those split over the domain ranks
 
 
 class ParallelModel:
     """One step or forecast of a model on all its ranks.
 
     model: this rank's part, with the parameters' names of the whole. module: what is called, maybe DDP around it.
-    pipeline: runs the stages of the model instead, or None. bands: rows of the image of each context-parallel rank.
+    pipeline: runs the stages of the model instead, or None. cuts: how images are split, see distributed/tiles.py.
     """
 
-    def __init__(self, model, module, split, replicated, bands, pipeline=None):
+    def __init__(self, model, module, split, replicated, cuts, pipeline=None):
         self.model, self.module, self.split, self.pipeline = model, module, split, pipeline
-        self.replicated, self.bands = replicated, bands  # replicated: by DDP
+        self.replicated, self.cuts = replicated, cuts  # replicated: by DDP
 
     def forward_backward(self, x, y, loss, micro_batches, forward_span, backward_span):
         """Gradients of the mean over micro-batches, reduced over the ranks once.
@@ -46,6 +47,7 @@ class ParallelModel:
                     with backward_span():
                         value.backward()
         reduce_partial_gradients(self.model, comm.get_group("tp"))
+        average_over_dp(self.model, self.split.specs)
 
     def _reduction(self, wanted):
         """Context of a micro-batch: only the last one of a step reduces gradients over the data-parallel ranks."""
@@ -56,8 +58,8 @@ class ParallelModel:
         return nullcontext()
 
     def clip_gradients(self, max_norm):
-        if comm.get_size("tp_pp") > 1:
-            clip_gradients(self.model, self.split.dims, max_norm)
+        if comm.get_size("tp_pp") > 1 or self.split.specs:
+            clip_gradients(self.model, self.split, max_norm)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
@@ -65,15 +67,12 @@ class ParallelModel:
     def forecast(self, x, out_channels):
         """Forecast of whole images of a batch, (B, C, H, W) each, on every rank that shares these samples.
 
-        x: this rank's band of the input, (B, C_in, h, W).
+        x: this rank's part of the input, (B, C_in, h, w).
         """
         if not self.pipeline:
             return self.whole_images(self.model(x))
         return self.whole_images(self.pipeline.forecast(x, (len(x), out_channels, *x.shape[2:])))
 
     def whole_images(self, band):
-        """The bands of latitude of all context-parallel ranks, joined: (B, C, h, W) -> (B, C, H, W)."""
-        group = as_group(comm.get_group("cp"))
-        if group.size == 1:
-            return band
-        return gather_from_region(band, 2, self.bands, group)
+        """The parts of the images on all ranks that share them, joined: (B, C, h, w) -> (B, C, H, W)."""
+        return joined(band, self.cuts)

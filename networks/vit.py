@@ -13,8 +13,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from networks.initial import InitialWeights
+
 LAYER_NORM_EPS = 1e-6  # the same in every layer, and in every parallel form of it
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def patch_grid(img_size, patch_size):
+    """Patches along each axis, and points of a patch along each axis: ((8, 12), 4) -> ((2, 3), (4, 4)).
+
+    Raises ValueError where a patch does not divide the image.
+    """
+    img_size = tuple(img_size)
+    patch_size = (patch_size,) * len(img_size) if isinstance(patch_size, int) else tuple(patch_size)
+    if len(patch_size) != len(img_size) or any(s % p for s, p in zip(img_size, patch_size, strict=False)):
+        raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
+    return tuple(s // p for s, p in zip(img_size, patch_size, strict=True)), patch_size
 
 
 class PatchEmbed(nn.Module):
@@ -113,7 +127,7 @@ class ImageHead(nn.Module):
         return x.reshape(*x.shape[:2], *(g * p for g, p in zip(self.grid, self.patch_size, strict=True)))
 
 
-class ViT(nn.Module):
+class ViT(InitialWeights):
     """Vision transformer, (B, in_channels, *img_size) -> (B, out_channels, *img_size).
 
     img_size: points along each axis, two or three of them.
@@ -134,44 +148,14 @@ class ViT(nn.Module):
         dropout=0.0,
     ):
         super().__init__()
-        img_size = tuple(img_size)
-        patch_size = (patch_size,) * len(img_size) if isinstance(patch_size, int) else tuple(patch_size)
-        if len(patch_size) != len(img_size) or any(s % p for s, p in zip(img_size, patch_size, strict=False)):
-            raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
-        grid = tuple(s // p for s, p in zip(img_size, patch_size, strict=True))
-
+        grid, patch_size = patch_grid(img_size, patch_size)
         self.patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
         self.pos_drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        if not self.pos_embed.weight.is_meta:
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self):
-        for name, value in self.initial_weights():
-            self.get_parameter(name).copy_(value)
-
-    def initial_weights(self, generator=None):
-        """Yield (name, tensor) for every parameter, in a fixed order, drawn on the CPU one after the other.
-
-        The values depend on the generator alone (torch's default one if none is given), not on where the model's
-        parameters lie or how they are split; a model on the meta device can be asked too.
-        """
-
-        def normal(shape):
-            return nn.init.trunc_normal_(torch.empty(shape, device="cpu"), std=0.02, generator=generator)
-
-        yield "pos_embed.weight", normal(self.pos_embed.weight.shape)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-                yield f"{name}.weight", normal(module.weight.shape)
-                yield f"{name}.bias", torch.zeros(module.bias.shape, device="cpu")
-            elif isinstance(module, nn.LayerNorm):
-                yield f"{name}.weight", torch.ones(module.weight.shape, device="cpu")
-                yield f"{name}.bias", torch.zeros(module.bias.shape, device="cpu")
+        self.reset_parameters()
 
     def forward(self, x):
         x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)

@@ -6,7 +6,9 @@ import pytest
 
 import benchmark
 from utils.benchmarks import model_parallel
-from utils.benchmarks.model_parallel import HELD, ONE, Ranks, build_cases
+from utils.benchmarks.model_parallel import ONE, build_cases
+from utils.benchmarks.mp_ranks import Ranks
+from utils.benchmarks.mp_tables import HELD
 from utils.errors import UsageError, run_main
 
 # 9 x 8 patches: rows that two ranks share unequally, 5 and 4.
@@ -112,10 +114,10 @@ def test_theory_holds_in_two_dimensions():
         (["--layouts", "tp3"], "layout 'tp3': tensor parallel: 2 heads cannot be split over 3 ranks"),  # by the ranks
     ],
 )  # fmt: skip
-def test_bad_arguments_are_one_line_and_status_2(words, message, capsys):
+def test_bad_arguments_are_one_line_and_status_2(words, message, capfd):
     with pytest.raises(SystemExit) as end:
         run_main(lambda: benchmark.main(["mp", *WORDS, *words]))
-    error = capsys.readouterr().err.splitlines()
+    error = capfd.readouterr().err.splitlines()
     assert end.value.code == 2 and len(error) == 1 and error[0].startswith("error: ")
     assert message in error[0]
 

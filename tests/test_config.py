@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.config import Config, differing_keys, load_config, read_named_config, write_config
+from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
 from utils.errors import UsageError
 from utils.layout import Layout
 from utils.optim import peak_learning_rate
@@ -79,7 +79,7 @@ def test_only_settings_that_change_the_result_count_as_different():
         (
             4,
             ["--tensor_parallel=4", "--parallel_order=tp-xx"],
-            "parallel_order 'tp-xx': name each of dp, cp, tp, pp at m",
+            "parallel_order 'tp-xx': name each of dp, cp, domain, tp, pp at m",
         ),
         (
             4,
@@ -109,7 +109,7 @@ def test_only_settings_that_change_the_result_count_as_different():
 )
 def test_ranks_that_do_not_fit_are_refused_with_the_arithmetic(ranks, words, line):
     with pytest.raises(UsageError, match=line):
-        load_config(words, world_size=ranks, model_parallel=True)
+        load_config(words, world_size=ranks, splits=SPLITS)
 
 
 def test_a_model_is_not_split_by_the_script_of_another_rung():
@@ -125,7 +125,7 @@ def test_a_model_is_not_split_by_the_script_of_another_rung():
     (["--tensor_parallel=4", "--parallel_order=dp-tp"], {"pp": 1, "cp": 1, "tp": 4, "dp_replicate": 1, "dp_shard": 2}),
 ])  # fmt: skip
 def test_the_mesh_of_eight_ranks_on_two_nodes(words, dims):
-    layout = load_config(words, world_size=8, model_parallel=True).layout(8, ranks_per_node=4)
+    layout = load_config(words, world_size=8, splits=SPLITS).layout(8, ranks_per_node=4)
     assert list(layout.mesh_dims.items()) == list(dims.items())
 
 

@@ -8,11 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
-from distributed.context_parallel import latitude_band
 from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel
-from distributed.global_view import global_view
+from distributed.domain_parallel import split_images
+from distributed.global_view import global_view, take_parts
 from distributed.model_parallel import split_model
+from distributed.shard_tensor import wrap
+from distributed.tiles import own_window
 from tests.test_data_parallel import assert_same_training
 from tests.test_data_parallel import train as train_data_parallel
 from utils import comm
@@ -39,7 +41,7 @@ SIZES = {
 def build(config):
     comm.build_mesh(CPU, config.layout(comm.world_size()))
     model = build_model(config)
-    split = split_model(model, config)
+    split = split_model(model, config) if config.domain_parallel == 1 else split_images(model, config)
     apply_compute_options(config, CPU, model)
     parallel = data_parallel(model, config, CPU, initial_weights(config), split)
     torch.manual_seed(comm.dropout_stream(config.sequence_parallel))
@@ -47,9 +49,9 @@ def build(config):
 
 
 def own_part(batch, config):
-    """This rank's samples and rows of a global batch."""
-    rows = latitude_band(config.img_size, config.patch_size, comm.get_rank("cp"), comm.get_size("cp"))
-    return batch[comm.get_rank("dp") :: comm.get_size("dp"), :, rows]
+    """This rank's samples of a global batch, and its part of them."""
+    rows, columns = own_window(config.img_size, config.patch_size)
+    return batch[comm.get_rank("dp") :: comm.get_size("dp"), :, rows, columns]
 
 
 def train(config, steps=10):
@@ -59,10 +61,12 @@ def train(config, steps=10):
         x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
         losses.append(step(i, own_part(x, config), own_part(y, config)))
     losses = comm.all_reduce(torch.stack(losses)) / comm.world_size()
-    whole = {}
+    split, whole = step.parallel.split, {}
     for name, p in step.parallel.model.named_parameters():
         value = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
-        whole[name] = value.clone(), step.parallel.split.dims.get(name)
+        if name in split.specs:
+            value = wrap(value, split.specs[name]).full_tensor()
+        whole[name] = value.clone(), split.dims.get(name)
     return losses, whole, comm.get_rank("tp"), comm.get_size("tp")
 
 
@@ -299,18 +303,19 @@ def test_dropout_replays_and_keeps_shared_weights_equal(ranks, tiny_config, layo
 def train_from(config, folder, start, stop):
     """Resume at step `start`, from the checkpoint that another layout left, train to `stop` and save."""
     step = build(config)
-    checkpoints, dims = CheckpointFolder(folder, keep=9), step.parallel.split.dims
+    checkpoints, split = CheckpointFolder(folder, keep=9), step.parallel.split
     if start:
         tensors = collect_state(step.parallel.model, step.optimizer)
-        view = global_view(tensors, dims)
+        view = global_view(tensors, split)
         assert checkpoints.load_newest(view)["iteration"] == start
+        take_parts(tensors, view, split)
         restore_state(tensors | {"random": {}}, step.parallel.model, step.optimizer)
     random, losses = torch.Generator().manual_seed(1), []
     for i in range(stop):
         x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
         if i >= start:
             losses.append(step(i, own_part(x, config), own_part(y, config)))
-    tensors = global_view(collect_state(step.parallel.model, step.optimizer), dims)
+    tensors = global_view(collect_state(step.parallel.model, step.optimizer), split)
     checkpoints.save(stop, tensors, {}, wait=True)
     return comm.all_reduce(torch.stack(losses)) / comm.world_size()
 

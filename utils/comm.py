@@ -1,8 +1,8 @@
 """The processes of a run: how they connect, in which groups they work together, and how they end.
 
 Every process holds one device. Ranks form a mesh with named dimensions: dp data parallel (dp_replicate x dp_shard where
-parameters are sharded inside smaller groups), cp context parallel, tp tensor parallel, pp pipeline parallel. The
-functions below work in a single process too, where they do nothing.
+parameters are sharded inside smaller groups), cp context parallel, domain (domain_lat x domain_lon) domain parallel,
+tp tensor parallel, pp pipeline parallel. The functions below work in a single process too, where they do nothing.
 
     python -m utils.comm --world_size 8 --tensor_parallel 4 --parallel_order tp-dp     shows the groups as a table
 """
@@ -19,15 +19,20 @@ from utils.device import select_device
 from utils.errors import ArgumentParser, UsageError, run_main
 from utils.failure import FailureListener
 from utils.launch import read_launch
-from utils.layout import ORDER, Layout
+from utils.layout import ORDER, Layout, tile_counts
 
+DOMAIN = {"domain_lat", "domain_lon"}
+IMAGE = {"cp", *DOMAIN}
 # Dimensions that also work together as one.
 COMBINED = {
     "dp": {"dp_replicate", "dp_shard"},
-    "dp_cp": {"dp_replicate", "dp_shard", "cp"},
-    "dp_shard_cp": {"dp_shard", "cp"},
+    "domain": DOMAIN,
+    "image": IMAGE,  # ranks that share one image
+    "dp_image": {"dp_replicate", "dp_shard", *IMAGE},  # ranks whose gradients are averaged
+    "dp_shard_image": {"dp_shard", *IMAGE},
     "tp_pp": {"tp", "pp"},
 }
+DATA_PARALLEL = ("dp", "dp_shard", "dp_image", "dp_shard_image")  # all ranks, until a mesh is built
 _listener = None
 _meshes = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
 
@@ -114,14 +119,14 @@ def get_size(name):
     """Ranks along a dimension. All are data parallel until a mesh is built."""
     if _meshes:
         return _meshes[name].size()
-    return world_size() if name in ("dp", "dp_cp", "dp_shard", "dp_shard_cp") else 1
+    return world_size() if name in DATA_PARALLEL else 1
 
 
 def get_rank(name):
     """This rank's place along a dimension."""
     if _meshes:
         return _meshes[name].get_local_rank()
-    return rank() if name in ("dp", "dp_cp", "dp_shard", "dp_shard_cp") else 0
+    return rank() if name in DATA_PARALLEL else 0
 
 
 def dropout_stream(sequence_parallel=False):
@@ -129,7 +134,7 @@ def dropout_stream(sequence_parallel=False):
 
     Tensor-parallel ranks hold the same ones, except under sequence parallelism.
     """
-    stream = get_rank("dp_cp") * get_size("pp") + get_rank("pp")
+    stream = get_rank("dp_image") * get_size("pp") + get_rank("pp")
     return stream * get_size("tp") + get_rank("tp") if sequence_parallel else stream
 
 
@@ -229,6 +234,7 @@ def main(argv=None):
     parser.add_argument("--world_size", type=int, required=True)
     for name in ("tensor", "context", "pipeline"):
         parser.add_argument(f"--{name}_parallel", type=int, default=1)
+    parser.add_argument("--domain_parallel", default="1", metavar="N|NxM", help="ranks along latitude x longitude")
     parser.add_argument("--dp_shard", type=int, help="data-parallel ranks that share one copy of sharded parameters")
     parser.add_argument("--parallel_order", default=ORDER, help="default: %(default)s")
     parser.add_argument("--ranks_per_node", type=int, default=4, help="default: %(default)s")
@@ -236,8 +242,9 @@ def main(argv=None):
     if min(o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.ranks_per_node) < 1:
         raise UsageError("sizes are 1 or more")
     layout = Layout(
-        o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.dp_shard, o.parallel_order
-    )
+        o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.dp_shard, o.parallel_order,
+        tile_counts(o.domain_parallel),
+    )  # fmt: skip
     print(layout.table(o.ranks_per_node))
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from distributed.domain_parallel import transform_forward
 from utils import comm
 from utils.errors import UsageError
 
@@ -41,7 +42,7 @@ def apply_compute_options(config, device, model):
         # A graph break is an error. Several ranks compile each block alone: between two blocks gradients are reduced
         # and parameters gathered, while the others compute.
         for module in [model] if comm.world_size() == 1 else model.blocks:
-            module.forward = torch.compile(module.forward, fullgraph=True)
+            transform_forward(module, partial(torch.compile, fullgraph=True))
 
 
 def checkpoint_activations(blocks, selective=False):
@@ -53,4 +54,4 @@ def checkpoint_activations(blocks, selective=False):
     """
     options = {"context_fn": partial(create_selective_checkpoint_contexts, EXPENSIVE)} if selective else {}
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        transform_forward(block, lambda forward: partial(checkpoint, forward, use_reentrant=False, **options))

@@ -17,6 +17,13 @@ from ruamel.yaml.error import MarkedYAMLError
 from utils.errors import ArgumentParser, UsageError
 from utils.schema import ALIASES, FREE_KEYS, Config
 
+SPLITS = {
+    "tensor_parallel": "train_mp.py or train_shard.py",
+    "context_parallel": "train_mp.py",
+    "pipeline_parallel": "train_mp.py",
+    "domain_parallel": "train_shard.py",
+}
+
 
 def yaml():
     loader = YAML(typ="safe", pure=True)  # pure Python: the C parser is YAML 1.1, where 5e-4 is a string
@@ -25,11 +32,11 @@ def yaml():
     return loader
 
 
-def load_config(argv=None, description=None, world_size=1, yaml_config="config/ViT.yaml", model_parallel=False):
+def load_config(argv=None, description=None, world_size=1, yaml_config="config/ViT.yaml", splits=()):
     """Config from the command line: `--yaml_config FILE --config NAME` and any key of the schema.
 
-    world_size: ranks of the run. model_parallel: whether this program can split a model. Raises UsageError naming file,
-    config and key for whatever does not fit the schema, and where ranks or batch cannot be shared equally.
+    world_size: ranks of the run. splits: the keys by which this program can split a model. Raises UsageError naming
+    file, config and key for whatever does not fit the schema, and where ranks or batch cannot be shared equally.
     """
     options = _parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
     path, name = options.pop("yaml_config"), options.pop("config")
@@ -38,9 +45,9 @@ def load_config(argv=None, description=None, world_size=1, yaml_config="config/V
         dp = check_config(settings, name, f"{path}: {name}", options).layout(world_size).dp
         settings["global_batch_size"] = options["local_batch_size"] * dp
     config = check_config(settings, name, f"{path}: {name}", options, world_size)
-    for key_name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
-        if getattr(config, key_name) > 1 and not model_parallel:
-            raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by train_mp.py")
+    for key_name, script in SPLITS.items():
+        if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
+            raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by {script}")
     return config
 
 

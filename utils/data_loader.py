@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distributed.context_parallel import latitude_band
+from distributed.tiles import own_window
 from utils import comm
 from utils.dataset import FieldDataset, load_statistics
 from utils.errors import UsageError
@@ -258,9 +258,9 @@ def build_loaders(config, device):
         Loader = BatchLoader
     n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
     own_batch_size = batch_size // comm.get_size("dp")
-    rows = latitude_band(config.img_size, config.patch_size, comm.get_rank("cp"), comm.get_size("cp"))
+    window = own_window(config.img_size, config.patch_size)
     train, valid = (
-        FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, rows)
+        FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, *window)
         for folder, limit in (
             (config.train_data_path, config.limit_nsamples),
             (config.valid_data_path, config.limit_nsamples_val),

@@ -10,18 +10,30 @@ from utils.errors import UsageError
 DIMENSIONS = {
     "dp": "data parallel",
     "cp": "context parallel",
+    "domain": "domain parallel",
     "tp": "tensor parallel",
     "pp": "pipeline parallel",
 }
-ORDER = "tp-cp-dp-pp"  # neighbours along the first dimension are adjacent ranks
+PARTS = {"dp": ("dp_shard", "dp_replicate"), "domain": ("domain_lon", "domain_lat")}  # of the mesh, fastest first
+ORDER = "tp-cp-domain-dp-pp"  # neighbours along the first dimension are adjacent ranks
+
+
+def tile_counts(domain_parallel):
+    """Ranks along latitude and longitude: 4 or "4" -> (4, 1), "2x2" -> (2, 2). Raises UsageError for anything else."""
+    counts = str(domain_parallel).split("x")
+    if len(counts) > 2 or not all(n.isdecimal() and int(n) for n in counts):
+        raise UsageError(f"domain_parallel '{domain_parallel}': expected ranks along latitude, or 2x2 for tiles")
+    rows, columns = (*map(int, counts), 1)[:2]
+    return rows, columns
 
 
 @dataclass(frozen=True)
 class Layout:
-    """So many ranks as tp x cp x pp x dp, dp being what is left.
+    """So many ranks as tp x cp x domain x pp x dp, dp being what is left.
 
-    shard: ranks of dp that share one copy of sharded parameters (dp_shard); None: all of dp. order: which dimension's
-    neighbours are adjacent ranks, the first one's most. Raises UsageError where the numbers do not fit.
+    domain: ranks along latitude, and along longitude, that share an image. shard: ranks of dp that share one copy of
+    sharded parameters (dp_shard); None: all of dp. order: which dimension's neighbours are adjacent ranks, the first
+    one's most. Raises UsageError where the numbers do not fit.
     """
 
     world_size: int
@@ -30,6 +42,7 @@ class Layout:
     pp: int = 1
     shard: int | None = None
     order: str = ORDER
+    domain: tuple = (1, 1)
 
     def __post_init__(self):
         named = self.order.split("-")
@@ -37,11 +50,9 @@ class Layout:
             raise UsageError(
                 f"parallel_order '{self.order}': name each of {', '.join(DIMENSIONS)} at most once, as in {ORDER}"
             )
-        others = self.tp * self.cp * self.pp
+        others = self.tp * self.cp * self.pp * math.prod(self.domain)
         if self.world_size % others:
-            split = " x ".join(
-                f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp") if getattr(self, name) > 1
-            )
+            split = self.describe("tp", "cp", "domain", "pp")
             size = self.world_size
             raise UsageError(f"{size} ranks cannot be split as {split} x dp: {size} is not a multiple of {others}")
         if self.shard is not None and self.dp % self.shard:
@@ -52,21 +63,31 @@ class Layout:
 
     @property
     def dp(self):
-        return self.world_size // (self.tp * self.cp * self.pp)
+        return self.world_size // (self.tp * self.cp * self.pp * math.prod(self.domain))
+
+    def describe(self, *names):
+        """These dimensions as text, of those with more than one rank: tp 2 x domain 2x2."""
+        sizes = {name: getattr(self, name) for name in names if name != "domain"}
+        rows, columns = self.domain
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        if "domain" in names and rows * columns > 1:
+            parts.append(f"domain {rows}x{columns}" if columns > 1 else f"domain {rows}")
+        return " x ".join(parts)
 
     @property
     def mesh_dims(self):
         """{name: size} of the mesh, the slowest dimension first: ranks are numbered in row-major order."""
         shard = self.shard or self.dp
         sizes = {"dp_shard": shard, "dp_replicate": self.dp // shard, "tp": self.tp, "cp": self.cp, "pp": self.pp}
+        sizes |= {"domain_lat": self.domain[0], "domain_lon": self.domain[1]}
         order = self.order.split("-") + [name for name in ORDER.split("-") if name not in self.order.split("-")]
-        fastest_first = [part for name in order for part in (("dp_shard", "dp_replicate") if name == "dp" else (name,))]
+        fastest_first = [part for name in order for part in PARTS.get(name, (name,))]
         return {name: sizes[name] for name in reversed(fastest_first)}
 
     def groups(self, name):
-        """The groups of ranks along a dimension, or along dp, (groups, ranks of a group)."""
+        """The groups of ranks along a dimension, (groups, ranks of a group)."""
         dims = self.mesh_dims
-        along = [d for d in dims if d == name or d.removesuffix("_shard").removesuffix("_replicate") == name]
+        along = [d for d in dims if d in PARTS.get(name, (name,))]
         ranks = np.arange(self.world_size).reshape(*dims.values())
         axes = [list(dims).index(d) for d in along]
         return np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, math.prod(dims[d] for d in along))

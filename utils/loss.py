@@ -3,12 +3,13 @@
 import torch
 
 from distributed.context_parallel import l2_norms
+from distributed.shard_tensor import ShardTensor
 
 
 def relative_l2_loss(prediction, target, band_group=None):
     """Mean over the batch of ||prediction - target|| / ||target||, norms over every other axis.
 
-    prediction, target: (B, ...). Returns a scalar, in float32 also where the inputs are half precision. The loss of
+    prediction, target: (B, ...), tensors or ShardTensors. Returns a scalar, in float32 also where the inputs are half precision. The loss of
     neural operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022, arXiv:2202.11214).
     band_group: process group whose ranks each hold a band of the images; the norms are those of whole images.
     """
@@ -17,7 +18,12 @@ def relative_l2_loss(prediction, target, band_group=None):
 
 def relative_l2(prediction, target, band_group=None):
     """As relative_l2_loss, one value a sample: (B,)."""
-    prediction, target = prediction.float().flatten(1), target.float().flatten(1)
+    prediction, target = prediction.float(), target.float()
+    if isinstance(prediction, ShardTensor):
+        squares = torch.stack([x.square().flatten(1).sum(1) for x in (prediction - target, target)])
+        error, size = squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt().unbind()  # one all-reduce of (2, B)
+        return error / size
+    prediction, target = prediction.flatten(1), target.flatten(1)
     if band_group is not None and band_group.size() > 1:
         error, size = l2_norms(prediction - target, target, group=band_group)
         return error / size

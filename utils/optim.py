@@ -18,7 +18,7 @@ def build_optimizer(config, model, device):
     fused = config.enable_fused or None  # None: torch's own choice, one kernel for each operation (foreach)
     options = {"lr": lr, "betas": tuple(config.betas), "fused": fused, "capturable": captured}
     optimizer_class = getattr(torch.optim, config.optimizer)
-    if config.data_parallel == "zero1" and comm.get_size("dp_cp") > 1:
+    if config.data_parallel == "zero1" and comm.get_size("dp_image") > 1:
         return build_zero1_optimizer(optimizer_class, model.parameters(), **options)
     return optimizer_class(model.parameters(), **options)
 

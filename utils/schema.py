@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from utils.layout import ORDER, Layout
+from utils.layout import ORDER, Layout, tile_counts
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -86,11 +86,17 @@ class Config(BaseModel):
     tensor_parallel: PositiveInt = key("train_mp: ranks that share heads and hidden features (tp)", 1)
     context_parallel: PositiveInt = key("train_mp: ranks that share the tokens of an image (cp)", 1)
     pipeline_parallel: PositiveInt = key("train_mp: ranks that share the blocks (pp)", 1)
+    domain_parallel: PositiveInt | Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")] = key(
+        "train_shard: ranks that share an image, as bands of latitude (4) or tiles (2x2)", 1
+    )
     parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER)
     tp_backend: Literal["native", "dtensor"] = key("tensor parallel: ours, or torch's parallelize_module", "native")
     sequence_parallel: bool = key("tensor parallel: norms and dropout on a slice of the tokens", False)
     cp_method: Literal["gather", "ring", "all_to_all"] = key(
         "context parallel: how attention sees all tokens", "gather"
+    )
+    domain_method: Literal["gather", "ring", "all_to_all"] = key(
+        "domain parallel: how attention sees all tokens", "gather"
     )
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = key("order of the micro-batches in the pipeline", "1f1b")
 
@@ -112,11 +118,12 @@ class Config(BaseModel):
         ranks_per_node: hsdp shards the parameters inside a node, unless dp_shard says otherwise.
         """
         sizes = self.tensor_parallel, self.context_parallel, self.pipeline_parallel
-        whole = Layout(world_size, *sizes, order=self.parallel_order)
+        domain = tile_counts(self.domain_parallel)
+        whole = Layout(world_size, *sizes, order=self.parallel_order, domain=domain)
         if self.data_parallel != "hsdp":
             return whole
-        inside = max(1, math.gcd(ranks_per_node or whole.dp, world_size) // math.prod(sizes))
-        return Layout(world_size, *sizes, self.dp_shard or math.gcd(inside, whole.dp), self.parallel_order)
+        inside = max(1, math.gcd(ranks_per_node or whole.dp, world_size) // math.prod((*sizes, *domain)))
+        return Layout(world_size, *sizes, self.dp_shard or math.gcd(inside, whole.dp), self.parallel_order, domain)
 
 
 ALIASES = {"tensor_parallel": ["row_parallel_size"]}
@@ -128,4 +135,5 @@ FREE_KEYS = {
     "gradient_accumulation", "activation_checkpointing", "checkpointing_interval", "data_parallel", "bucket_cap_mb",
     "dp_shard", "wrap_policy", "wrap_min_params", "prefetch", "cpu_offload", "tensor_parallel", "context_parallel",
     "pipeline_parallel", "parallel_order", "tp_backend", "sequence_parallel", "cp_method", "pp_schedule",
+    "domain_parallel", "domain_method",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from distributed.global_view import global_view
+from distributed.global_view import global_view, take_parts
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.clock import Clock
@@ -205,7 +205,7 @@ class Trainer:
             "validation_due": self.validation_due,
             "scaler": self.step.scaler.state_dict(),
         }
-        tensors = global_view(collect_state(self.model, self.optimizer), self.step.parallel.split.dims)
+        tensors = global_view(collect_state(self.model, self.optimizer), self.step.parallel.split)
         leaving = self.stopping or self.iteration == self.config.num_iters
         try:
             folder = self.checkpoints.save(
@@ -221,11 +221,12 @@ class Trainer:
 
     def _resume(self):
         tensors = collect_state(self.model, self.optimizer)
-        view = global_view(tensors, self.step.parallel.split.dims)
+        view = global_view(tensors, self.step.parallel.split)
         marker = self.checkpoints.load_newest(view)
         if marker is None:
             log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
+        take_parts(tensors, view, self.step.parallel.split)
         restore_state(tensors | {"random": view["random"]}, self.model, self.optimizer)
         self.resumed = True
         state = marker["trainer"]
@@ -251,10 +252,10 @@ class Trainer:
     def _where(self):
         """The devices and how the model is split over them."""
         layout = self.config.layout(comm.world_size())
-        split = [f"{name} {size}" for name in ("tp", "cp", "pp") if (size := getattr(layout, name)) > 1]
+        split = layout.describe("tp", "cp", "domain", "pp", "dp")
         if layout.dp > 1:
-            split.append(f"dp {layout.dp} ({self.config.data_parallel})")
-        return f"{comm.world_size()} x {self.device.type}: {' x '.join(split)}" if split else str(self.device)
+            split += f" ({self.config.data_parallel})"
+        return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 
     def _summary(self, result):
         synchronize(self.device)

@@ -25,7 +25,7 @@ class TrainingStep:
 
     def __init__(self, config, device, parallel, optimizer):
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
-        self.model_parallel = bool(parallel.split.dims or parallel.pipeline)
+        self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         # Ranks with different parameters must agree whether a step has overflowed.
         # The group is named: the default is the one that was there when torch's module was first imported.
         Scaler = partial(ShardedGradScaler, process_group=dist.group.WORLD)
@@ -66,7 +66,7 @@ class TrainingStep:
         micro_batches, losses = self.config.gradient_accumulation, []
 
         def loss(prediction, target):
-            value = relative_l2_loss(prediction, target, comm.get_group("cp")) / micro_batches
+            value = relative_l2_loss(prediction, target, comm.get_group("image")) / micro_batches
             losses.append(value.detach())
             return self.scaler.scale(value)
 

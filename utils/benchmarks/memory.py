@@ -135,7 +135,8 @@ class _Kept(TorchDispatchMode):
         return True  # torch.compile does not run under other modes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
+            result = func(*args, **(kwargs or {}))
         if func in EXPENSIVE and torch.is_grad_enabled():  # in the backward pass it is not
             for tensor in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(tensor, torch.Tensor):

@@ -1,0 +1,165 @@
+"""Rung 4: one sample split over ranks along latitude, or along latitude and longitude, for any model in networks/.
+
+The model is not touched: it is given a ShardTensor in place of its input, and every operation in it works on the part
+that a rank has (distributed/shard_tensor.py). What passes the edge of the model is this rank's part, a plain tensor.
+
+Weights are plain tensors, whole on every rank. A rank's gradient of them is a part of a sum; data parallelism averages
+gradients over dp and domain ranks together, as if tiles were samples, so the loss is multiplied by the number of domain
+ranks: the mean over dp x domain ranks is then the mean over dp of the sum over domain.
+
+A parameter of one row a token, the position embedding, can be split as the tokens are (shard_parameters): a rank holds,
+updates and saves the rows of its own tokens, and no other domain rank has a gradient for them.
+"""
+
+from functools import partial
+
+from torch import nn
+
+from distributed.attention import METHODS
+from distributed.parallel_model import Split
+from distributed.rules.attention import set_attention_method
+from distributed.shard_tensor import local, part_of, replicated, wrap
+from distributed.sharding import Axis, Spec, as_mesh, merged, whole
+from distributed.tensor_parallel import tensor_parallel
+from distributed.tiles import image_cuts
+from utils import comm
+
+
+def domain_mesh():
+    """The DeviceMesh of the domain ranks, of the dimensions along which there are several; None where there is one."""
+    names = [name for name in ("domain_lat", "domain_lon") if comm.get_size(name) > 1]
+    return comm.get_mesh(*names) if names else None
+
+
+class Domain:
+    """How images of a size are split over the domain ranks."""
+
+    def __init__(self, img_size, patch_size):
+        self.mesh = as_mesh(domain_mesh())
+        self.cuts = [cut for cut in image_cuts(img_size, patch_size) if cut.mesh_dim != "cp"]
+        self.axes = [whole(n) for n in img_size]
+        for mesh_dim, cut in enumerate(self.cuts):
+            self.axes[cut.axis] = (Axis(sum(cut.sizes), mesh_dim, cut.sizes),)
+        self.grid = [whole(n // patch) for n, patch in zip(img_size, per_axis(patch_size, img_size), strict=True)]
+        for mesh_dim, cut in enumerate(self.cuts):
+            patch = per_axis(patch_size, img_size)[cut.axis]
+            sizes = tuple(n // patch for n in cut.sizes)
+            self.grid[cut.axis] = (Axis(sum(sizes), mesh_dim, sizes),)
+
+    def spec(self, samples, channels):
+        """Of images (samples, channels, *img_size)."""
+        return Spec(self.mesh, (whole(samples), whole(channels), *self.axes))
+
+    def token_axes(self):
+        """The axes of the dimension of tokens: the patches of an image, row by row."""
+        return merged([axis for axes in self.grid for axis in axes])
+
+
+def per_axis(patch_size, img_size):
+    return (patch_size,) * len(img_size) if isinstance(patch_size, int) else tuple(patch_size)
+
+
+def domain_parallel(model, img_size, patch_size, method="gather"):
+    """Let a model, in place, work on this rank's part of an image: (B, C, h, w) -> its part of the output.
+
+    An output that is no image, classes for example, is whole on every rank. Parallel over the domain ranks of the
+    mesh; with one of them the model stays as it is. method: of attention, see distributed/attention.py.
+    Returns the Domain, or None with one rank. Raises ValueError for an unknown method, more ranks than patches, and
+    heads that all_to_all cannot split.
+    """
+    if method not in METHODS:
+        raise ValueError(f"domain parallel: no method '{method}', there are {', '.join(METHODS)}")
+    if comm.get_size("domain") == 1:
+        return None
+    domain, forward = Domain(img_size, patch_size), model.forward
+    set_attention_method(method)
+
+    def forward_part(x):
+        y = forward(wrap(x, domain.spec(x.shape[0], x.shape[1])))
+        return local(y if y.spec.split_dims else replicated(y))
+
+    model.forward = forward_part
+    return domain
+
+
+class OnParts:
+    """The forward of a block, checkpointed or compiled, between blocks that are not.
+
+    A ShardTensor cannot pass into a compiled or checkpointed region, its part can. `transforms` are applied to a
+    function of the part, one after the other. The output must be split as the input is.
+    """
+
+    def __init__(self, forward):
+        self.forward, self.transforms, self.regions = forward, [], {}
+
+    def __call__(self, x):
+        if x.spec.shape not in self.regions:
+            region = partial(self._on_part, x.spec)
+            for transform in self.transforms:
+                region = transform(region)
+            self.regions[x.spec.shape] = region
+        return wrap(self.regions[x.spec.shape](local(x)), x.spec)
+
+    def _on_part(self, spec, part):
+        y = self.forward(wrap(part, spec))
+        assert y.shape == spec.shape, "a block keeps the shape"
+        return local(y)
+
+
+def transform_forward(module, transform):
+    """module.forward = transform(module.forward), for a module that may be called with ShardTensors."""
+    if comm.get_size("domain") == 1:
+        module.forward = transform(module.forward)
+        return
+    if not isinstance(module.forward, OnParts):
+        module.forward = OnParts(module.forward)
+    module.forward.transforms.append(transform)
+
+
+def shard_parameters(model, mesh, partition):
+    """Split parameters over the domain ranks, in place, also on the meta device.
+
+    partition: {name: the axes of each dimension}, for example (domain.token_axes(), whole(embed_dim)). Inside the model
+    such a parameter is a ShardTensor; its name stays, and its shape becomes that of this rank's part.
+    Returns {name: Spec}.
+    """
+    specs = {}
+    for name, dims in partition.items():
+        owner, _, attribute = name.rpartition(".")
+        module, spec = model.get_submodule(owner), Spec(as_mesh(mesh), tuple(dims))
+        part = part_of(module._parameters[attribute].detach(), spec).clone()
+        module._parameters[attribute] = nn.Parameter(part)
+        _show_as_sharded(module, attribute, spec)
+        specs[name] = spec
+    return specs
+
+
+def _show_as_sharded(module, attribute, spec):
+    """Let the module see its parameter as a ShardTensor; for everybody else it stays the plain local part."""
+
+    def get(self):
+        return wrap(self._parameters[attribute], spec)
+
+    cls = type(module)
+    module.__class__ = type(f"Sharded{cls.__name__}", (cls,), {attribute: property(get)})
+
+
+def split_images(model, config):
+    """Split a model over the tensor-parallel, and its images over the domain-parallel ranks; it may be on meta.
+
+    The position embedding is split with the tokens, except under zero1, whose ranks send each other whole parameters,
+    and with fp16 under fully_shard: torch's gradient scaler takes no mixture of DTensors and plain tensors.
+    Raises ValueError where heads, hidden features or patches cannot be split so.
+    """
+    split, tp = Split(), comm.get_size("tp")
+    if tp > 1:
+        split.dims = tensor_parallel(model, comm.get_group("tp"))
+    heads = config.num_heads // tp
+    if config.domain_method == "all_to_all" and heads % comm.get_size("domain"):
+        raise ValueError(f"domain parallel: all_to_all cannot split {heads} heads over {comm.get_size('domain')} ranks")
+    domain = domain_parallel(model, config.img_size, config.patch_size, config.domain_method)
+    plain = config.data_parallel == "ddp" or (config.data_parallel != "zero1" and config.amp_mode != "fp16")
+    if domain and plain:
+        axes = (domain.token_axes(), whole(config.embed_dim))
+        split.specs = shard_parameters(model, domain.mesh, {"pos_embed.weight": axes})
+    return split

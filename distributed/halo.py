@@ -1,0 +1,244 @@
+"""Rows of other ranks: any interval of a dimension that is cut over the ranks of a group. Halos are the common case.
+
+A tensor of L rows lies in shards, `sizes` rows on each rank (uneven, empty ones too). Every rank asks for an interval
+[first, last) of the whole; as all ranks know all intervals, each works out alone what it sends and what it receives.
+Nothing is sent where all intervals lie in their own shards. Backward sends each row's gradient back and adds it up.
+
+    coming = Fetch(x, dim, sizes, intervals, group)   # begins to send and to receive
+    y = f(coming.own)                                 # meanwhile: what needs rows of this rank only
+    x = coming.rows()                                 # waits; this rank's interval in one piece
+
+Backward overlaps in the same way: the gradients of the rows travel while that of f is computed.
+
+method: p2p sends between those ranks only that have something for each other; all_to_all involves all ranks, and is
+what torch.compile can trace. The rows sent are the same. The default is p2p, and all_to_all while compiling.
+"""
+
+import math
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from distributed.collectives import all_to_all
+
+METHODS = ("p2p", "all_to_all")
+
+
+def halo_exchange(x, dim, sizes, group, before, after, periodic=False, fill=0, method=None):
+    """Extend a local shard by its neighbours' rows.
+
+    x: local shard, (..., n_local, ...), cut along `dim` over `group` (distributed.collectives.Group), `sizes` rows on
+    each rank. before, after: rows needed from the previous and the next shard (may exceed a neighbour's size: then it
+    reaches further). periodic: the first and the last rank are neighbours (longitude); otherwise the rows outside are
+    `fill`, or are left out where fill is None.
+    Returns the extended shard, (..., before + n_local + after, ...). Differentiable: backward adds each halo's gradient
+    to its owner. Raises ValueError where the halo is negative or longer than the whole dimension.
+    """
+    length = sum(sizes)
+    if not (0 <= before <= length and 0 <= after <= length):
+        raise ValueError(f"halo of {before} rows before and {after} after: the whole dimension has {length}")
+    intervals = [(first - before, last + after) for first, last in bounds(sizes)]
+    return Fetch(x, dim, sizes, intervals, group, periodic, fill, method).rows()
+
+
+def bounds(sizes):
+    """First row of each shard and the one behind its last: (4, 3) -> [(0, 4), (4, 7)]."""
+    return [(last - n, last) for n, last in zip(sizes, accumulate(sizes), strict=True)]
+
+
+class Fetch:
+    """An interval of rows on its way to this rank; every rank of the group makes one.
+
+    x: local shard, (..., sizes[rank], ...). intervals: [(first, last)] of all ranks, in rows of the whole.
+    periodic, fill, method: as of halo_exchange.
+    own: x, to compute with before rows() is called, which has to follow.
+    traffic: whether any rank needs rows of another; the same on every rank.
+    Raises ValueError where sizes, intervals and x do not fit together, or for an unknown method.
+    """
+
+    def __init__(self, x, dim, sizes, intervals, group, periodic=False, fill=0, method=None):
+        compiling = torch.compiler.is_compiling()
+        method = method or ("all_to_all" if compiling else "p2p")
+        if method not in METHODS:
+            raise ValueError(f"halo exchange: no method '{method}', there are {', '.join(METHODS)}")
+        if not len(sizes) == len(intervals) == group.size or x.shape[dim] != sizes[group.rank]:
+            raise ValueError(
+                f"halo exchange over {group.size} ranks: sizes {tuple(sizes)} and {len(intervals)} intervals, and "
+                f"{x.shape[dim]} rows on rank {group.rank}; every rank has one size, one interval, and so many rows"
+            )
+        plan = (_plan.__wrapped__ if compiling else _plan)(
+            tuple(sizes), tuple(intervals), group.rank, periodic, fill is None
+        )
+        self.own, self.dim, self.plan, self.fill, self.arrived = x, dim % x.ndim, plan, fill, None
+        self.traffic = plan.traffic
+        if self.traffic:
+            self._start(group, method)
+
+    def _start(self, group, method):
+        x, dim, sent = self.own, self.dim, self.plan.sent
+        counts = _numbers(x, dim, sent), _numbers(x, dim, self.plan.received)
+        if method == "all_to_all":
+            self.finish = lambda: all_to_all(_packed(x, dim, sent), *counts, group)
+        else:
+            self.own, token = _Start.apply(x, dim, sent, *counts, group, travelling := [])
+            self.finish = lambda: _Finish.apply(token, *counts, group, travelling)
+
+    def rows(self, first=None, last=None):
+        """The interval, or its rows [first, last), (..., last - first, ...); waits for what travels."""
+        first, last = self.plan.first if first is None else first, self.plan.last if last is None else last
+        if self.arrived is None:
+            self.arrived = self._arrive() if self.traffic else {}
+        parts, place = [], self.plan.first
+        for i, (owner, start, n) in enumerate(self.plan.pieces):
+            low, high = max(first, place) - place, min(last, place + n) - place
+            if low < high and owner is None:
+                parts.append(self.own.new_full(_with_rows(self.own, self.dim, high - low), self.fill))
+            elif low < high:
+                source, start = (self.arrived[i], 0) if i in self.arrived else (self.own, start)
+                parts.append(source.narrow(self.dim, start + low, high - low))
+            place += n
+        if None in self.arrived:
+            parts.append(self.arrived[None])
+        elif all(owner is None for owner, _, _ in self.plan.pieces):
+            parts.append(self.own.narrow(self.dim, 0, 0))  # for autograd: the rows belong to x
+        return torch.cat(parts, self.dim) if len(parts) != 1 else parts[0]
+
+    def _arrive(self):
+        """{piece of the interval: its rows} for those of other ranks.
+
+        {None: no rows} where there are none: the result has to depend on them, or backward would not come by here
+        while other ranks wait for it.
+        """
+        pieces = [piece for pieces in self.plan.received for piece in pieces] or [(None, 0, 0)]
+        blocks = _unpacked(self.finish(), self.own, self.dim, pieces)
+        return {i: block for (i, _, _), block in zip(pieces, blocks, strict=True)}
+
+
+class _Plan(NamedTuple):
+    first: int
+    last: int  # of this rank's interval
+    pieces: tuple  # that it is made of, in order: (owner, None outside of the whole; first row in its shard; rows)
+    sent: tuple  # by rank, what it gets of this shard, and
+    received: tuple  # by rank, what is got of its shard: (which piece of the interval, first row in the shard, rows)
+    traffic: bool
+
+
+@lru_cache(maxsize=4096)
+def _plan(sizes, intervals, rank, periodic, clip):
+    length, ranks = sum(sizes), range(len(sizes))
+    if clip and not periodic:
+        intervals = [tuple(min(max(row, 0), length) for row in interval) for interval in intervals]
+    pieces = [_pieces(sizes, length, *interval, periodic) for interval in intervals]
+    travels = [
+        [tuple((i, *p[1:]) for i, p in enumerate(pieces[asker]) if p[0] == owner != asker) for owner in ranks]
+        for asker in ranks
+    ]
+    sent = tuple(travels[asker][rank] for asker in ranks)
+    traffic = any(any(of_owners) for of_owners in travels)
+    return _Plan(*intervals[rank], tuple(pieces[rank]), sent, tuple(travels[rank]), traffic)
+
+
+def _pieces(sizes, length, first, last, periodic):
+    """Cut [first, last) where shards begin and end: [(owner, first row in its shard, rows)]."""
+    pieces = []
+    while first < last:
+        row = first % length if periodic and length else first
+        if 0 <= row < length:
+            owner, (start, end) = next((r, b) for r, b in enumerate(bounds(sizes)) if row < b[1])
+            pieces.append((owner, row - start, min(end - row, last - first)))
+        else:
+            pieces.append((None, 0, (min(last, 0) if row < 0 else last) - first))
+        first += pieces[-1][-1]
+    return pieces
+
+
+class _Start(torch.autograd.Function):
+    """Forward begins to send rows, backward ends with the gradients that come for them.
+
+    What travels meanwhile is in the list `travelling`; the token ties the two functions together.
+    """
+
+    @staticmethod
+    def forward(ctx, x, dim, pieces, sent, received, group, travelling):
+        ctx.dim, ctx.pieces, ctx.travelling = dim, pieces, travelling
+        travelling.append(_post(_packed(x, dim, pieces), sent, received, group))
+        return x.view_as(x), x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, gradient, token):
+        gradient, pieces = gradient.clone(), [piece for pieces in ctx.pieces for piece in pieces]
+        blocks = _unpacked(_wait(ctx.travelling.pop()), gradient, ctx.dim, pieces)
+        for (_, start, n), block in zip(pieces, blocks, strict=True):
+            gradient.narrow(ctx.dim, start, n).add_(block)
+        return gradient, None, None, None, None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Forward ends with the rows that come, backward begins to send their gradients."""
+
+    @staticmethod
+    def forward(ctx, token, sent, received, group, travelling):
+        ctx.args, ctx.travelling = (received, sent, group), travelling
+        return _wait(travelling.pop())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.travelling.append(_post(gradient.contiguous(), *ctx.args))
+        return gradient.new_empty(0), None, None, None, None
+
+
+def _post(flat, sent, received, group):
+    """Begin to send sent[i] numbers of flat to rank i, and to receive received[i] from it."""
+    buffer, calls = flat.new_empty(sum(received)), []
+    process_group = _connected(_resolve_process_group(group.name), flat)
+    for call, whole, counts in ((dist.isend, flat, sent), (dist.irecv, buffer, received)):
+        for peer, part in enumerate(whole.split(counts)):
+            if part.numel():
+                calls.append(dist.P2POp(call, part, group=process_group, group_peer=peer))
+    return buffer, flat, dist.batch_isend_irecv(calls) if calls else []
+
+
+def _wait(posted):
+    buffer, _, works = posted
+    for work in works:
+        work.wait()
+    return buffer
+
+
+_ready = WeakSet()
+
+
+def _connected(process_group, like):
+    """The group, in which NCCL asks that all ranks take part in the first communication."""
+    if like.is_cuda and process_group not in _ready:
+        dist.all_reduce(like.new_zeros(1), group=process_group)
+        _ready.add(process_group)
+    return process_group
+
+
+def _with_rows(x, dim, rows):
+    return (*x.shape[:dim], rows, *x.shape[dim + 1 :])
+
+
+def _numbers(x, dim, pieces):
+    """How many numbers each rank's pieces of x have."""
+    row = math.prod(_with_rows(x, dim, 1))
+    return [row * sum(n for _, _, n in of_rank) for of_rank in pieces]
+
+
+def _packed(x, dim, pieces):
+    """The pieces of all ranks, one behind the other."""
+    parts = [x.narrow(dim, start, n).reshape(-1) for of_rank in pieces for _, start, n in of_rank]
+    return torch.cat(parts) if parts else x.narrow(dim, 0, 0).reshape(-1)
+
+
+def _unpacked(flat, like, dim, pieces):
+    """Blocks of rows, of the shape of `like` otherwise, from a flat tensor of them."""
+    blocks = [_with_rows(like, dim, n) for _, _, n in pieces]
+    parts = flat.split([math.prod(block) for block in blocks]) if blocks else ()
+    return [part.view(block) for part, block in zip(parts, blocks, strict=True)]

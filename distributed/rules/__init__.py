@@ -1,0 +1,17 @@
+"""What each torch function does with a ShardTensor. A module here registers its rules when it is imported."""
+
+from distributed.rules import (  # noqa: F401
+    attention,
+    attributes,
+    elementwise,
+    extrema,
+    indexing,
+    joining,
+    linear,
+    losses,
+    normalization,
+    reductions,
+    softmax,
+    spatial,
+    views,
+)

@@ -1,0 +1,197 @@
+"""Several tensors in one, and one tensor in another order."""
+
+import torch
+
+from distributed.collectives import all_to_all
+from distributed.redistribute import redistribute
+from distributed.rules.elementwise import common_spec, fitted
+from distributed.rules.reductions import numpy_names
+from distributed.shard_tensor import LocalTensors, ShardTensor, local, named, no_rule, reduced, rule, wrap
+from distributed.sharding import Axis, merged, shard_sizes, whole
+
+
+def alike(tensors):
+    """The tensors, partial only if all are, and in the same way."""
+    specs = [x.spec if isinstance(x, ShardTensor) else None for x in tensors]
+    if all(s is not None and s.partial == specs[0].partial for s in specs):
+        return list(tensors)
+    return [reduced(x) if isinstance(x, ShardTensor) else x for x in tensors]
+
+
+@rule(*named("stack"))
+@numpy_names
+def stack(func, tensors, dim=0):
+    tensors = alike(tensors)
+    if any(x.shape != tensors[0].shape for x in tensors):
+        raise RuntimeError(f"stack expects each tensor to be equal size, not {[tuple(x.shape) for x in tensors]}")
+    spec = common_spec(tensors)
+    dim = dim % (len(spec.dims) + 1)
+    parts = [fitted(x, spec) for x in tensors]
+    return wrap(torch.stack(parts, dim), spec.with_dims((*spec.dims[:dim], whole(len(parts)), *spec.dims[dim:])))
+
+
+@rule(*named("cat", "concat", "concatenate"))
+@numpy_names
+def cat(func, tensors, dim=0):
+    """Along a split dimension the result is in global order: rows move to where they belong."""
+    tensors = [x for x in alike(tensors) if tuple(x.shape) != (0,)]  # as torch, which has kept this for long
+    count = tensors[0].dim()
+    if not -count <= dim < count:
+        raise IndexError(f"Dimension out of range: {dim} of tensors of {count} dimensions")
+    dim = dim % count
+    rest = [x.shape[:dim] + x.shape[dim + 1 :] for x in tensors]
+    if any(shape != rest[0] for shape in rest):
+        raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {[tuple(x.shape) for x in tensors]}")
+    parts = [x for x in tensors if isinstance(x, ShardTensor)]
+    cut = [x for x in parts if x.spec.is_split(dim)]
+    base = _others(parts, dim, (cut or parts)[0].spec)
+    if not cut:
+        specs = [_with(base, dim, whole(x.shape[dim])) for x in tensors]
+        out = torch.cat([_brought(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
+        return wrap(out, _with(base, dim, whole(out.shape[dim])))
+    if any(len(x.spec.dims[dim]) > 1 for x in cut):
+        raise no_rule(func, tensors, {}, f"dimension {dim} is not in one piece")
+    mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
+    return joined(tensors, dim, mesh_dim, _new_sizes(tensors, dim, mesh_dim, base), base)
+
+
+def _others(parts, dim, base):
+    """base, in which dimensions that it leaves whole are split as in another of the tensors."""
+    used = {axis.mesh_dim for axes in base.dims for axis in axes if axis.sizes is not None}
+    dims = list(base.dims)
+    for x in parts:
+        for d, axes in enumerate(x.spec.dims):
+            over = {axis.mesh_dim for axis in axes if axis.sizes is not None}
+            if d != dim and over and not base.is_split(d) and not over & used:
+                dims[d] = axes
+                used |= over
+    return base.with_dims(dims)
+
+
+def _with(spec, dim, axes):
+    return spec.with_dims((*spec.dims[:dim], axes, *spec.dims[dim + 1 :]))
+
+
+def _brought(x, spec):
+    """The local part of x, split as spec says, which has its shape."""
+    return local(x) if isinstance(x, ShardTensor) and x.spec == spec else fitted(x, spec)
+
+
+def _new_sizes(tensors, dim, mesh_dim, base):
+    """Sizes of the ranks' pieces: a large split tensor stays where it is, what is beside it goes to the outer ranks."""
+    size, group = sum(x.shape[dim] for x in tensors), base.mesh.groups[mesh_dim]
+    largest = max(range(len(tensors)), key=lambda i: _is_cut(tensors[i], dim, mesh_dim) * (1 + tensors[i].shape[dim]))
+    kept = tensors[largest].shape[dim]
+    if (size - kept) * group.size > kept:
+        return shard_sizes(size, group.size)
+    sizes = list(tensors[largest].spec.dims[dim][0].sizes)
+    sizes[0] += sum(x.shape[dim] for x in tensors[:largest])
+    sizes[-1] += sum(x.shape[dim] for x in tensors[largest + 1 :])
+    return tuple(sizes)
+
+
+def _is_cut(x, dim, mesh_dim):
+    return isinstance(x, ShardTensor) and any(axis.mesh_dim == mesh_dim for axis in x.spec.dims[dim])
+
+
+def joined(tensors, dim, mesh_dim, sizes, base):
+    """cat along a dimension that a mesh dimension splits into the given sizes; base: the split of the others."""
+    parts, start = [], 0
+    for x in tensors:
+        pieces, end = [], 0
+        for size in sizes:  # what each rank's piece of the result has of x
+            begin, end = end, end + size
+            pieces.append(max(0, min(end, start + x.shape[dim]) - max(begin, start)))
+        start += x.shape[dim]
+        spec = _with(base, dim, (Axis(x.shape[dim], mesh_dim, tuple(pieces)),))
+        if isinstance(x, ShardTensor) and x.spec.with_dims(_with(x.spec, dim, ()).dims) == _with(base, dim, ()):
+            parts.append(redistribute(local(x), x.spec, spec.placements, {mesh_dim: tuple(pieces)})[0])
+        else:
+            parts.append(_brought(x, spec))
+    return wrap(torch.cat(parts, dim), _with(base, dim, (Axis(start, mesh_dim, tuple(sizes)),)))
+
+
+@rule(*named("flip"))
+def flip(func, input, *dims, **keywords):
+    dims = dims or tuple(keywords.values())
+    dims = dims[0] if dims and not isinstance(dims[0], int) else dims
+    for dim in dims:
+        input = flipped(func, input, dim % len(input.spec.dims))
+    return input
+
+
+def flipped(func, x, dim):
+    """Turn around one dimension: of a split one each rank sends its piece to its opposite."""
+    spec, part = x.spec, local(x)
+    part = part.flip(dim)
+    if spec.is_split(dim):
+        if len(spec.dims[dim]) > 1:
+            raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
+        (axis,) = spec.dims[dim]
+        group, spec = spec.mesh.groups[axis.mesh_dim], spec.resized({dim: axis.sizes[::-1]})
+        sent, received = [0] * group.size, [0] * group.size
+        sent[-1 - group.rank], received[-1 - group.rank] = part.numel(), spec.local_shape.numel()
+        part = all_to_all(part.reshape(-1), tuple(sent), tuple(received), group).view(spec.local_shape)
+    return wrap(part, spec)
+
+
+@rule(*named("roll"))
+def roll(func, input, shifts, dims=None):
+    if dims is None or dims == ():
+        return roll(func, input.reshape(-1), shifts, 0).reshape(input.shape)
+    shifts, dims = ((v,) if isinstance(v, int) else v for v in (shifts, dims))
+    for shift, dim in zip(shifts, dims, strict=True):
+        input = rolled(func, input, shift, dim % len(input.spec.dims))
+    return input
+
+
+def rolled(func, x, shift, dim):
+    """Rows move on by `shift`, and around: the pieces stay as large as they are."""
+    spec, size = x.spec, x.spec.shape[dim]
+    if not spec.is_split(dim):
+        return wrap(local(x).roll(shift, dim), spec)
+    if len(spec.dims[dim]) > 1:
+        raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
+    (axis,) = spec.dims[dim]
+    head = x.narrow(dim, 0, size - shift % size) if size else x
+    tail = x.narrow(dim, size - shift % size, shift % size) if size else x
+    return joined([tail, head], dim, axis.mesh_dim, axis.sizes, spec) if size else x
+
+
+@rule(*named("repeat", "tile"))
+def repeat(func, input, *repeats, **keywords):
+    """Of split dimensions too: every rank repeats its piece."""
+    repeats = repeats or tuple(keywords.values())
+    repeats = repeats[0] if repeats and not isinstance(repeats[0], int) else repeats
+    count = len(input.spec.dims)
+    if len(repeats) < count:
+        if func.__name__ == "repeat":
+            raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")
+        repeats = (*[1] * (count - len(repeats)), *repeats)
+    ahead = len(repeats) - count
+    dims = [merged((Axis(n), *(input.spec.dims[d - ahead] if d >= ahead else ()))) for d, n in enumerate(repeats)]
+    with LocalTensors():
+        return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
+
+
+@rule(*named("repeat_interleave"))
+def repeat_interleave(func, input, repeats, dim=None, *, output_size=None):
+    """Every row `repeats` times."""
+    if not isinstance(repeats, int):
+        raise no_rule(func, (input,), {}, "a number of repetitions for each row")
+    if dim is None:
+        input, dim = input.reshape(-1), 0
+    spec, dim = input.spec, dim % len(input.spec.dims)
+    with LocalTensors():
+        return wrap(input.repeat_interleave(repeats, dim), _with(spec, dim, merged((*spec.dims[dim], Axis(repeats)))))
+
+
+@rule(*named("tril", "triu"))
+def triangle(func, input, diagonal=0):
+    """Split rows and columns count from where they are in the whole."""
+    spec = input.spec
+    if any(len(axes) > 1 and any(axis.sizes for axis in axes) for axes in spec.dims[-2:]):
+        raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
+    row, column = (sum(spec.offset(axis) for axis in axes) for axes in spec.dims[-2:])
+    with LocalTensors():
+        return wrap((torch.tril if func.__name__ == "tril" else torch.triu)(input, diagonal + row - column), spec)

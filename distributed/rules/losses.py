@@ -1,0 +1,91 @@
+"""Losses: one value an element, or a sample, as the plain ones give; summed and averaged as other tensors are."""
+
+import torch
+from torch.nn import functional as F
+
+from distributed.rules.elementwise import broadcast, fitted
+from distributed.rules.reductions import kept
+from distributed.shard_tensor import ShardTensor, local, no_rule, reduced, rule, shared, wrap
+
+
+def averaged(loss, reduction):
+    if reduction == "none":
+        return loss
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+def named_reduction(reduction, size_average, reduce):
+    return reduction if size_average is reduce is None else F._Reduction.legacy_get_string(size_average, reduce)
+
+
+@rule(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+def regression_loss(func, input, target, size_average=None, reduce=None, reduction="mean", weight=None, **parameters):
+    """torch does not pass on the weight of F.l1_loss: it is lost before it comes here."""
+    reduction = named_reduction(reduction, size_average, reduce)
+    _same_shape(func, input, target, weight)
+    loss = broadcast(func, (input, target), {"reduction": "none", **parameters})
+    if weight is None:
+        return averaged(loss, reduction)
+    if reduction == "mean" and func is not F.huber_loss:
+        return (loss * weight).sum() / weight.sum()
+    return averaged(loss * weight, reduction)
+
+
+@rule(F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
+def binary_loss(
+    func, input, target, weight=None, size_average=None, reduce=None, reduction="mean", pos_weight=None
+):  # fmt: skip
+    _same_shape(func, input, target)
+    weights = {"weight": weight} if pos_weight is None else {"weight": weight, "pos_weight": pos_weight}
+    loss = broadcast(func, (input, target), {"reduction": "none", **weights})
+    return averaged(loss, named_reduction(reduction, size_average, reduce))
+
+
+@rule(F.kl_div)
+def kl_div(func, input, target, size_average=None, reduce=None, reduction="mean", log_target=False):
+    loss = broadcast(func, (input, target), {"reduction": "none", "log_target": log_target})
+    if reduction == "batchmean":
+        return loss.sum() / input.shape[0]
+    return averaged(loss, named_reduction(reduction, size_average, reduce))
+
+
+def _same_shape(func, *tensors):
+    shapes = [x.shape for x in tensors if x is not None]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{func.__name__}: shapes {', '.join(str(tuple(shape)) for shape in shapes)} differ")
+
+
+@rule(F.cross_entropy, F.nll_loss)
+def class_loss(
+    func, input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0,
+):  # fmt: skip
+    """input (C,) or (B, C, ...), its classes whole; target: indices (B, ...) or probabilities as input."""
+    if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor):
+        raise no_rule(func, (input, target, weight), {}, "the input must be a ShardTensor, the weight a plain tensor")
+    x = reduced(input)
+    target = reduced(target) if isinstance(target, ShardTensor) else target
+    reduction = named_reduction(reduction, size_average, reduce)
+    spec, classes = x.spec, 0 if len(x.spec.dims) == 1 else 1
+    if spec.is_split(classes):
+        raise no_rule(func, (input, target), {}, "the classes are split")
+    each = kept(spec, (classes,))
+    indices = target.dim() == len(each.dims)
+    if tuple(target.shape) != tuple(each.shape if indices else spec.shape):
+        raise ValueError(f"{func.__name__}: target {tuple(target.shape)} of input {tuple(spec.shape)}")
+    part = fitted(target, each if indices else spec)
+    smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
+    loss = func(
+        local(x), part, shared(weight, spec), ignore_index=ignore_index, reduction="none", **smoothing
+    )  # fmt: skip
+    if reduction != "mean" or not indices:
+        total = averaged(wrap(loss, each), "none" if reduction == "none" else "sum")
+        return total if reduction != "mean" else total / max(each.shape.numel(), 1)
+    counts = (part != ignore_index).to(loss.dtype)
+    if weight is not None:
+        counts = weight[torch.where(part == ignore_index, 0, part)] * counts
+    sums = torch.stack([wrap(loss, each).sum(), wrap(counts, each).sum()])  # one all-reduce for both
+    total, count = sums.unbind()
+    return total / count

@@ -1,0 +1,245 @@
+"""Sums, means, norms, variances and the like.
+
+A sum over a split dimension is a partial tensor: the parts are added up where an operation follows that is not linear,
+so several means in a row cost one all-reduce. All other reductions gather one number of each rank that has elements,
+and every rank combines them in the same way.
+"""
+
+import math
+
+import torch
+
+from distributed.collectives import all_gather, gather_from_region
+from distributed.shard_tensor import LocalTensors, local, named, no_rule, reduced, rule, wrap
+
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def numpy_names(implementation):
+    """Decorator: the rule takes axis and keepdims for dim and keepdim, as torch does."""
+
+    def renamed(func, *args, **kwargs):
+        return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
+
+    return renamed
+
+
+def dims_of(spec, dim):
+    """The dimensions named, none of them negative; all, where none is."""
+    count = len(spec.dims)
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(count))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    if any(not -max(count, 1) <= d < max(count, 1) for d in dims):
+        raise IndexError(f"Dimension out of range: {dims} of a tensor of {count} dimensions")
+    return tuple([d % count for d in dims]) if count else ()
+
+
+def reduced_spec(spec, dims, keepdim):
+    """The spec of a sum over dims: partial where a split dimension goes."""
+    partial = [a.mesh_dim for d in dims for a in spec.dims[d] if a.sizes is not None]
+    return spec.with_dims(kept_dims(spec, dims, keepdim), tuple(sorted({*spec.partial, *partial})))
+
+
+def kept(spec, dims, keepdim=False):
+    """The spec without dims, or with dims of size 1."""
+    return spec.with_dims(kept_dims(spec, dims, keepdim))
+
+
+def kept_dims(spec, dims, keepdim):
+    return [() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims]
+
+
+def sharers(spec, dims):
+    """(Group, elements of dims on each of its ranks) of the ranks among which dims are split; None where whole."""
+    cuts = [axis for d in dims for axis in spec.dims[d] if axis.sizes is not None]
+    if not cuts:
+        return None
+    counts = [math.prod([axis.size for d in dims for axis in spec.dims[d] if axis.sizes is None])]
+    for axis in sorted(cuts, key=lambda axis: axis.mesh_dim):
+        counts = [count * size for count in counts for size in axis.sizes]
+    joint = len(cuts) == len(spec.mesh.groups)
+    return spec.mesh.joint if joint else spec.mesh.groups[cuts[0].mesh_dim], tuple(counts)
+
+
+def gathered(x, summary, group, counts, dims):
+    """What summary(local tensor) is on each rank that has elements in dims, in order: (ranks, ...).
+
+    Every rank must go on in the same way with the result.
+    """
+    empty = [d for d in dims if x.shape[d] == 0]
+    if empty:  # the summary of one element instead of none is not sent
+        x = x.sum(empty, keepdim=True, dtype=x.dtype)
+    sizes = tuple([int(count > 0) for count in counts])
+    return gather_from_region(summary(x)[None][: sizes[group.rank]], 0, sizes, group)
+
+
+def reduce_by(x, dims, keepdim, summary, combine):
+    """summary(local tensor) keeps dims at size 1; combine joins those of several ranks, (ranks, ...) -> (...)."""
+    x = reduced(x)
+    spec, part = x.spec, local(x)
+    shared_by = sharers(spec, dims)
+    out = summary(part) if shared_by is None else combine(gathered(part, summary, *shared_by, dims))
+    return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
+
+
+@rule(*named("sum"))
+@numpy_names
+def total(func, input, dim=None, keepdim=False, *, dtype=None):
+    dims = dims_of(input.spec, dim)
+    with LocalTensors():
+        return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
+
+
+@rule(*named("mean"))
+@numpy_names
+def mean(func, input, dim=None, keepdim=False, *, dtype=None):
+    """Of all elements: a rank with more of them counts for more."""
+    spec = input.spec
+    dims = dims_of(spec, dim)
+    count, own = (math.prod([shape[d] for d in dims]) for shape in (spec.shape, spec.local_shape))
+    with LocalTensors():
+        if own == count:
+            out = input.mean(dims, keepdim, dtype=dtype)
+        elif own == 0:
+            out = input.sum(dims, keepdim, dtype=dtype)
+        else:  # the sum of all elements might not fit into 16 bits
+            out = input.mean(dims, keepdim, dtype=dtype) * (own / count)
+    return wrap(out, reduced_spec(spec, dims, keepdim))
+
+
+@rule(*named("count_nonzero"))
+def count_nonzero(func, input, dim=None):
+    return (input != 0).sum(dim)
+
+
+@rule(*named("any", "all"))
+@numpy_names
+def any_or_all(func, input, dim=None, keepdim=False):
+    reduce = torch.any if func.__name__ == "any" else torch.all
+    dims = dims_of(input.spec, dim)
+    return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
+
+
+@rule(*named("prod"))
+@numpy_names
+def prod(func, input, dim=None, keepdim=False, *, dtype=None):
+    dims = dims_of(input.spec, dim)
+
+    def product(x):
+        for d in dims:
+            x = x.prod(d, keepdim=True)
+        return x if x.is_floating_point() else x.long()
+
+    input = input if dtype is None else input.to(dtype)
+    return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))
+
+
+@rule(*named("logsumexp"))
+@numpy_names
+def logsumexp(func, input, dim, keepdim=False):
+    dims = dims_of(input.spec, dim)
+    return reduce_by(input, dims, keepdim, lambda x: x.logsumexp(dims, True), lambda parts: parts.logsumexp(0))
+
+
+@rule(torch.linalg.vector_norm)
+@numpy_names
+def vector_norm(func, x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    if ord in (math.inf, -math.inf):
+        x = (x if dtype is None else x.to(dtype)).abs()
+        return x.amax(dims_of(x.spec, dim), keepdim) if ord > 0 else x.amin(dims_of(x.spec, dim), keepdim)
+    x, dims, norm = reduced(x), dims_of(x.spec, dim), torch.linalg.vector_norm
+    if ord == 0:  # how many are not 0
+        return wrap(norm(local(x), 0, dims, keepdim, dtype=dtype), reduced_spec(x.spec, dims, keepdim))
+    return reduce_by(
+        x, dims, keepdim, lambda part: norm(part, ord, dims, True, dtype=dtype), lambda parts: norm(parts, ord, 0)
+    )
+
+
+@rule(*named("norm"))
+@numpy_names
+def norm(func, input, p=None, dim=None, keepdim=False, dtype=None, out=None, *, ord=None):
+    """torch.norm, Tensor.norm and torch.linalg.norm, as far as they are norms of vectors."""
+    if out is not None:
+        raise no_rule(func, (input,), {}, "out= is not supported")
+    order = p if ord is None else ord
+    if func is torch.linalg.norm and order is not None:
+        if not isinstance(dim, int) and len(dim or input.spec.dims) != 1:
+            raise no_rule(func, (input,), {}, "a norm of matrices")
+    elif order in (None, "fro"):
+        order = 2
+    if isinstance(order, str):
+        raise no_rule(func, (input,), {}, f"a norm of matrices, {order}")
+    return torch.linalg.vector_norm(input, 2 if order is None else order, dim, keepdim, dtype=dtype)
+
+
+def moments(x, dims, shared_by):
+    """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
+
+    dims stay, with size 1. Each rank's own mean and deviations are put together (Chan et al. 1979): unlike the mean of
+    squares minus the square of the mean, that loses nothing where the mean is large.
+    """
+
+    def summary(x):
+        if x.numel() == 0:  # and so is the summary; torch would warn
+            return x.sum(dims, keepdim=True).expand(2, *[1 if d in dims else n for d, n in enumerate(x.shape)])
+        var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        return torch.stack([mean, var * math.prod([x.shape[d] for d in dims])])
+
+    if shared_by is None:
+        mean, deviations = summary(x).unbind()
+        return mean, deviations, math.prod([x.shape[d] for d in dims])
+    group, counts = shared_by
+    means, deviations = gathered(x, summary, group, counts, dims).unbind(1)
+    count, present = sum(counts), [n for n in counts if n]
+    weight = torch.tensor(present, dtype=x.dtype, device=x.device).view(-1, *[1] * x.dim())
+    apart = means - means[:1]
+    shift = (apart * weight).sum(0) / count
+    return means[0] + shift, deviations.sum(0) + ((apart - shift).square() * weight).sum(0), count
+
+
+def at_least_float32(x):
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def root(var):
+    """Where the variance is 0, so is the gradient, as torch's."""
+    return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
+
+
+@rule(*named("var", "std", "var_mean", "std_mean"))
+@numpy_names
+def var(func, input, dim=None, unbiased=None, keepdim=False, *, correction=1):
+    if isinstance(dim, bool):  # var(x, unbiased)
+        dim, unbiased = None, dim
+    if unbiased is not None:
+        correction = int(unbiased)
+    elif correction is None:
+        correction = 1
+    input = reduced(input)
+    spec, part = input.spec, local(input)
+    dims = dims_of(spec, dim)
+    average, deviations, count = moments(at_least_float32(part), dims, sharers(spec, dims))
+    out = deviations / (count - correction) if count > correction else deviations * math.nan
+    if func.__name__ in ("std", "std_mean"):
+        out = root(out)
+    left = kept(spec, dims, keepdim)
+    out, average = (wrap((y if keepdim else y.squeeze(dims)).to(part.dtype), left) for y in (out, average))
+    return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
+
+
+@rule(*named("cumsum"))
+@numpy_names
+def cumsum(func, input, dim, *, dtype=None):
+    """Along a split dimension each rank adds what the ranks before it sum up to."""
+    input = reduced(input if dtype is None else input.to(dtype))
+    spec, part = input.spec, local(input)
+    (dim,) = dims_of(spec, dim)
+    out = part.cumsum(dim)
+    if spec.is_split(dim):
+        if len(spec.dims[dim]) > 1:
+            raise no_rule(func, (input,), {}, "the dimension is not in one piece")
+        _, group = spec.split(dim)
+        sums = all_gather(part.sum(dim, keepdim=True)[None], 0, (1,) * group.size, group)
+        out = out + sums[: group.rank].sum(0)
+    return wrap(out, spec)

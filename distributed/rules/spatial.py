@@ -1,0 +1,128 @@
+"""Convolution, pooling, interpolation and padding of images of which every rank has a part.
+
+Samples may be split as well, and channels where each of them is treated alone: not by convolution.
+"""
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from distributed.rules import resampling
+from distributed.rules.convolution import convolve, convolve_transposed
+from distributed.rules.pooling import adaptive_pool, avg_pool, max_pool
+from distributed.rules.windows import DIMENSIONS, of_kind
+from distributed.shard_tensor import ShardTensor, local, named, no_rule, reduced, rule, shared, wrap
+from distributed.sharding import whole
+
+
+def splits_of(func, x, dims):
+    """{dimension: (sizes, Group)} of those dims that are split."""
+    try:
+        return {dim: x.spec.split(dim) for dim in dims if x.spec.is_split(dim)}
+    except ValueError as error:
+        raise no_rule(func, (x,), {}, str(error)) from error
+
+
+def images(x, func):
+    """The spatial dimensions of x, (B, C, ...) or (C, ...)."""
+    count, ndim = DIMENSIONS[func], len(x.spec.dims)
+    if ndim not in (count + 1, count + 2):
+        raise ValueError(f"{func.__name__}: a tensor of {count + 1} or {count + 2} dimensions, not {ndim}")
+    return range(ndim - count, ndim)
+
+
+def result(x, y, sizes, dims, spec=None):
+    """y, the local output, as ShardTensor: split as x is, dims with new sizes."""
+    return wrap(y, (spec or x.spec).resized({dim: sizes.get(dim, y.shape[dim]) for dim in dims}))
+
+
+@rule(*of_kind("conv"))
+def convolution(func, input, weight, bias=None, *args, **kwargs):
+    return convolved(convolve, func, input, weight, bias, args, kwargs)
+
+
+@rule(*of_kind("conv_transpose"))
+def transposed_convolution(func, input, weight, bias=None, *args, **kwargs):
+    return convolved(convolve_transposed, func, input, weight, bias, args, kwargs)
+
+
+def convolved(implementation, func, x, weight, bias, args, kwargs):
+    if not isinstance(x, ShardTensor) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        raise no_rule(func, (x, weight, bias), {}, "the weights of a layer are plain tensors")
+    x, dims = reduced(x), images(x, func)
+    channels = dims[0] - 1
+    if x.spec.is_split(channels):
+        raise no_rule(func, (x,), {}, "channels are split")
+    splits, part = splits_of(func, x, dims), local(x)
+    weights = shared(weight, x.spec), shared(bias, x.spec)
+    if splits:
+        y, sizes = implementation(func, part, splits, *weights, *args, **kwargs)
+    else:
+        y, sizes = func(part, *weights, *args, **kwargs), {}
+    spec = x.spec.with_dims(whole(y.shape[d]) if d == channels else axes for d, axes in enumerate(x.spec.dims))
+    return result(x, y, sizes, dims, spec)
+
+
+def pooled(implementation, func, x, args, kwargs):
+    if kwargs.pop("return_indices", False):
+        with_indices(func, x)
+    x, dims = reduced(x), images(x, func)
+    splits, part = splits_of(func, x, dims), local(x)
+    y, sizes = implementation(func, part, splits, *args, **kwargs) if splits else (func(part, *args, **kwargs), {})
+    return result(x, y, sizes, dims)
+
+
+@rule(*of_kind("max_pool"))
+def max_pooling(func, input, *args, **kwargs):
+    return pooled(max_pool, func, input, args, kwargs)
+
+
+@rule(*of_kind("avg_pool"))
+def avg_pooling(func, input, *args, **kwargs):
+    return pooled(avg_pool, func, input, args, kwargs)
+
+
+@rule(*of_kind("adaptive_max_pool"))
+def adaptive_max_pooling(func, input, output_size, **kwargs):
+    return pooled(partial(adaptive_pool, average=False), func, input, (output_size,), kwargs)
+
+
+@rule(*of_kind("adaptive_avg_pool"))
+def adaptive_avg_pooling(func, input, output_size):
+    if output_size in (1, (1,) * DIMENSIONS[func], [1] * DIMENSIONS[func]):
+        return input.mean(tuple(images(input, func)), keepdim=True)  # a sum over the ranks instead of all rows on one
+    return pooled(partial(adaptive_pool, average=True), func, input, (output_size,), {})
+
+
+@rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
+@rule(torch.adaptive_max_pool1d)  # gives them always
+def with_indices(func, x, *args, **kwargs):
+    raise no_rule(func, (x,), {}, "return_indices")
+
+
+@rule(F.interpolate)
+def interpolate(
+    func, input, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None,
+    antialias=False,
+):  # fmt: skip
+    x, dims = reduced(input), range(2, len(input.spec.dims))
+    splits, part = splits_of(func, x, dims), local(x)
+    if not splits:
+        y = func(part, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return result(x, y, {}, dims)
+    if mode == "area":
+        lengths, _ = resampling.wanted_lengths(part, splits, size, scale_factor, True)
+        return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{len(dims)}d"), x, lengths)
+    if antialias or not resampling.supported(mode, len(dims)):
+        raise no_rule(func, (x,), {}, f"mode '{mode}'" + antialias * " with antialias")
+    y, sizes = resampling.interpolate(part, splits, size, scale_factor, mode, align_corners, recompute_scale_factor)
+    return result(x, y, sizes, dims)
+
+
+@rule(*named("pad"))
+def pad(func, input, pad, mode="constant", value=None):
+    x, ndim = reduced(input), len(input.spec.dims)
+    dims = [ndim - 1 - i for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])]
+    y, sizes = resampling.pad(local(x), splits_of(func, x, dims), pad, mode, value)
+    return result(x, y, sizes, dims)

@@ -1,0 +1,207 @@
+"""The same elements in other dimensions: the axes of the dimensions are regrouped, nothing is communicated."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from distributed.shard_tensor import LocalTensors, ShardTensor, named, no_rule, rule, wrap
+from distributed.sharding import Axis, merged, whole
+
+
+def regrouped(axes, shape):
+    """The axes of each dimension of `shape`, which has as many elements in the same order; None where a piece of a
+    split axis would be broken up."""
+    left, dims = list(axes)[::-1], []
+    for size in shape:
+        taken, missing = [], size
+        while missing > 1:
+            if not left:
+                return None
+            axis = left.pop()
+            if missing % axis.size == 0 and axis.size:
+                taken.append(axis)
+                missing //= axis.size
+            elif axis.size % missing == 0:
+                inner = axis.size // missing
+                if axis.sizes is not None and any(n % inner for n in axis.sizes):
+                    return None
+                sizes = axis.sizes and tuple(n // inner for n in axis.sizes)
+                taken.append(Axis(missing, axis.mesh_dim, sizes))
+                left.append(Axis(inner))
+                missing = 1
+            else:
+                return None
+        dims.append(taken)
+    if any(axis.sizes is not None for axis in left):  # a split axis of size 1 at the end
+        if not dims:
+            return None
+        dims[-1] += left[::-1]
+    return tuple(merged(taken) for taken in dims)
+
+
+def reshaped(func, x, shape):
+    """x in a global shape, in which one size may be -1."""
+    spec, shape = x.spec, list(shape)
+    if -1 in shape:
+        known = -math.prod(shape)
+        shape[shape.index(-1)] = spec.shape.numel() // known if known else 0
+    if math.prod(shape) != spec.shape.numel():
+        raise RuntimeError(f"shape '{shape}' is invalid for input of size {spec.shape.numel()}")
+    dims = regrouped([axis for axes in spec.dims for axis in axes], shape)
+    if dims is None:
+        raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
+    new = spec.with_dims(dims)
+    with LocalTensors():
+        out = x.view(new.local_shape) if func in (Tensor.view,) else x.reshape(new.local_shape)
+    return wrap(out, new)
+
+
+@rule(*named("reshape", "view", "view_as", "reshape_as"))
+def reshape(func, input, *shape, **keywords):
+    """Into a global shape, given as numbers, as one tuple, or as another tensor's."""
+    shape = shape or tuple(keywords.values())
+    if isinstance(shape[0], torch.dtype):
+        raise no_rule(func, (input,), {}, "a view as another dtype")
+    return reshaped(func, input, _sizes(shape))
+
+
+def _sizes(shape):
+    """(2, 3), ((2, 3),) or (tensor,) as a tuple of numbers."""
+    if len(shape) == 1 and isinstance(shape[0], Tensor):
+        return tuple(shape[0].shape)
+    return tuple(shape[0] if shape and isinstance(shape[0], tuple | list) else shape)
+
+
+@rule(*named("ravel"))
+def ravel(func, input):
+    return reshaped(func, input, (input.spec.shape.numel(),))
+
+
+@rule(*named("flatten"))
+def flatten(func, x, start_dim=0, end_dim=-1):
+    count = len(x.spec.dims)
+    if not count:
+        return reshaped(func, x, (1,))
+    start, end, shape = start_dim % count, end_dim % count, x.spec.shape
+    return reshaped(func, x, (*shape[:start], shape[start : end + 1].numel(), *shape[end + 1 :]))
+
+
+@rule(*named("unflatten"))
+def unflatten(func, x, dim, sizes):
+    shape, dim = x.spec.shape, dim % len(x.spec.dims)
+    sizes = list(sizes)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
+    if math.prod(sizes) != shape[dim]:
+        raise RuntimeError(f"unflatten: sizes {sizes} do not multiply up to {shape[dim]}, the size of dimension {dim}")
+    return reshaped(func, x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
+
+
+@rule(*named("permute"))
+def permute(func, input, *dims, **keywords):
+    dims = _sizes(dims or tuple(keywords.values()))
+    if len(dims) != len(input.spec.dims):
+        raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(input.spec.dims)}")
+    with LocalTensors():
+        return wrap(input.permute(dims), input.spec.with_dims([input.spec.dims[d] for d in dims]))
+
+
+@rule(*named("transpose", "swapaxes", "swapdims"))
+def transpose(func, input, dim0, dim1):
+    dims = list(input.spec.dims)
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    with LocalTensors():
+        return wrap(input.transpose(dim0, dim1), input.spec.with_dims(dims))
+
+
+@rule(Tensor.mT.__get__, *named("t", "adjoint"))
+def matrix_transpose(func, input):
+    count = len(input.spec.dims)
+    if count > 2 and func in named("t"):
+        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {count}D")
+    return input if count < 2 else input.transpose(-2, -1)
+
+
+@rule(Tensor.T.__get__)
+def reversed_dims(func, input):
+    return input.permute(tuple(range(len(input.spec.dims)))[::-1])
+
+
+@rule(Tensor.H.__get__, Tensor.mH.__get__)
+def conjugate_transpose(func, input):
+    if input.is_complex():
+        raise no_rule(func, (input,), {}, "complex numbers")
+    return input.transpose(-2, -1)
+
+
+@rule(*named("movedim", "moveaxis"))
+def movedim(func, x, source, destination):
+    count = len(x.spec.dims)
+    source, destination = (
+        [d % count for d in ((dims,) if isinstance(dims, int) else dims)] for dims in (source, destination)
+    )
+    order = [d for d in range(count) if d not in source]
+    for place, dim in sorted(zip(destination, source, strict=True)):
+        order.insert(place, dim)
+    return x.permute(order)
+
+
+@rule(*named("unsqueeze"))
+def unsqueeze(func, x, dim):
+    dim = dim % (len(x.spec.dims) + 1)
+    with LocalTensors():
+        return wrap(x.unsqueeze(dim), x.spec.with_dims((*x.spec.dims[:dim], (), *x.spec.dims[dim:])))
+
+
+@rule(*named("squeeze"))
+def squeeze(func, x, dim=None):
+    """Dimensions of global size 1 go; one of them may be split, one rank having the element."""
+    spec = x.spec
+    dims = (
+        range(len(spec.dims)) if dim is None else [d % len(spec.dims) for d in ([dim] if isinstance(dim, int) else dim)]
+    )
+    gone = [d for d in dims if spec.shape[d] == 1]
+    if any(spec.is_split(d) for d in gone):
+        raise no_rule(func, (x,), {}, "a dimension that is split would go")
+    with LocalTensors():
+        return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
+
+
+@rule(*named("expand", "expand_as", "broadcast_to"))
+def expand(func, x, *shape, **keywords):
+    shape = _sizes(shape or tuple(keywords.values()))
+    ahead = len(shape) - len(x.spec.dims)
+    dims, sizes = [], []
+    for dim, size in enumerate(shape):
+        axes = x.spec.dims[dim - ahead] if dim >= ahead else ()
+        grows = dim < ahead or (size != -1 and size != x.spec.shape[dim - ahead])
+        if grows and any(axis.sizes is not None for axis in axes):
+            raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
+        dims.append(whole(size) if grows else axes)
+        sizes.append(size if grows else -1)
+    with LocalTensors():
+        return wrap(x.expand(sizes), x.spec.with_dims(dims))
+
+
+@rule(torch.broadcast_tensors)
+def broadcast_tensors(func, *tensors):
+    """ShardTensors alone: a plain tensor is expanded where it meets a ShardTensor."""
+    if not all(isinstance(x, ShardTensor) for x in tensors):
+        raise no_rule(func, tensors, {}, "of plain tensors too")
+    shape = torch.broadcast_shapes(*[x.spec.shape for x in tensors])
+    return [x.expand(shape) for x in tensors]
+
+
+@rule(*named("pixel_shuffle", "pixel_unshuffle"))
+def pixel_shuffle(func, input, factor):
+    """(..., C r^2, H, W) -> (..., C, H r, W r), and back."""
+    *ahead, channels, height, width = input.spec.shape
+    n, first = len(ahead), tuple(range(len(ahead)))
+    if func.__name__ == "pixel_shuffle":
+        x = input.reshape(*ahead, channels // factor**2, factor, factor, height, width)
+        x = x.permute(*first, n, n + 3, n + 1, n + 4, n + 2)
+        return x.reshape(*ahead, channels // factor**2, height * factor, width * factor)
+    x = input.reshape(*ahead, channels, height // factor, factor, width // factor, factor)
+    x = x.permute(*first, n, n + 2, n + 4, n + 1, n + 3)
+    return x.reshape(*ahead, channels * factor**2, height // factor, width // factor)

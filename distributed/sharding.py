@@ -1,0 +1,208 @@
+"""How a tensor is split over the ranks of a mesh: what a ShardTensor knows besides its local part. Arithmetic alone.
+
+Every dimension of the tensor is a product of *axes*, outermost first; an axis is whole on every rank, or split over
+one dimension of the mesh into contiguous pieces of any sizes, 0 included. An image has one axis a dimension. Flattened,
+(H, W) is one dimension of two axes: so tokens of a tile remember their rows and columns, and unflatten exactly.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from distributed.collectives import Group, as_group, shard_sizes
+
+_meshes = {}
+
+
+class Axis(NamedTuple):
+    """So many elements in a row; where mesh_dim is not None, rank i of that dimension of the mesh holds sizes[i]."""
+
+    size: int
+    mesh_dim: int | None = None
+    sizes: tuple | None = None
+
+
+class Mesh(NamedTuple):
+    """What a Spec needs of a DeviceMesh, as plain values that can be traced."""
+
+    device_mesh: object
+    groups: tuple  # a Group for each dimension
+    joint: Group  # of all ranks, in row-major order
+
+
+def as_mesh(device_mesh):
+    """The Mesh of a DeviceMesh. For one of two dimensions, the first call on it is collective."""
+    if isinstance(device_mesh, Mesh):
+        return device_mesh
+    key = id(device_mesh)
+    if key not in _meshes or _meshes[key].device_mesh is not device_mesh:
+        groups = tuple(as_group(device_mesh.get_group(i)) for i in range(device_mesh.ndim))
+        joint = groups[0] if device_mesh.ndim == 1 else as_group(device_mesh._flatten().get_group())
+        _meshes[key] = Mesh(device_mesh, groups, joint)
+    return _meshes[key]
+
+
+class Spec:
+    """mesh, the axes of every dimension of the tensor, and over which dimensions of the mesh it is partial.
+
+    partial: the tensor is the sum of the ranks' local tensors. A mesh dimension over which the tensor is neither split
+    nor partial holds copies of it. Specs are immutable.
+    """
+
+    def __init__(self, mesh, dims, partial=()):
+        self.mesh, self.dims, self.partial = mesh, dims, partial
+        groups, shape, local, split, used = mesh.groups, [], [], [], []
+        for dim, axes in enumerate(dims):
+            size = own = 1
+            for axis in axes:
+                size *= axis.size
+                if axis.sizes is None:
+                    own *= axis.size
+                else:
+                    own *= axis.sizes[groups[axis.mesh_dim].rank]
+                    used.append(axis.mesh_dim)
+                    if dim not in split:
+                        split.append(dim)
+            shape.append(size)
+            local.append(own)
+        self.shape, self.local_shape = torch.Size(shape), torch.Size(local)  # global, of this rank
+        self.split_dims = tuple(split)
+        self.copies = 1  # ranks that hold the same local tensor
+        for mesh_dim, group in enumerate(groups):
+            if mesh_dim not in used and mesh_dim not in partial:
+                self.copies *= group.size
+
+    def __eq__(self, other):
+        return self is other or (
+            self.dims == other.dims and self.partial == other.partial and self.mesh.groups == other.mesh.groups
+        )
+
+    __hash__ = None
+
+    @property
+    def placements(self):
+        """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
+        found = [Partial() if m in self.partial else Replicate() for m in range(len(self.mesh.groups))]
+        for dim, axes in enumerate(self.dims):
+            for axis in axes:
+                if axis.mesh_dim is not None:
+                    found[axis.mesh_dim] = Shard(dim)
+        return tuple(found)
+
+    def is_split(self, dim):
+        return dim % len(self.dims) in self.split_dims
+
+    def local_axes(self, axes):
+        """The sizes of axes on this rank."""
+        return [a.size if a.sizes is None else a.sizes[self.mesh.groups[a.mesh_dim].rank] for a in axes]
+
+    def coordinate(self, mesh_dim, rank=None):
+        """The place along a mesh dimension of this rank, or of a rank counted in row-major order."""
+        if rank is None:
+            return self.mesh.groups[mesh_dim].rank
+        inner = math.prod([group.size for group in self.mesh.groups[mesh_dim + 1 :]])
+        return rank // inner % self.mesh.groups[mesh_dim].size
+
+    def offset(self, axis):
+        """Where this rank's piece of an axis begins."""
+        return 0 if axis.sizes is None else sum(axis.sizes[: self.mesh.groups[axis.mesh_dim].rank])
+
+    def split(self, dim):
+        """(sizes of all ranks, Group) of a dimension that is split along one axis; None where it is whole.
+
+        Raises ValueError for a dimension of several axes of which one is split: it is not contiguous on a rank.
+        """
+        axes = self.dims[dim]
+        if all(axis.sizes is None for axis in axes):
+            return None
+        if len(axes) > 1:
+            raise ValueError(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
+        return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
+
+    def with_dims(self, dims, partial=None):
+        return Spec(self.mesh, tuple(dims), self.partial if partial is None else partial)
+
+    def resized(self, sizes):
+        """The spec where some dimensions have other sizes: {dim: one size, or the sizes of all ranks}."""
+        dims = list(self.dims)
+        for dim, size in sizes.items():
+            dims[dim] = whole(size) if isinstance(size, int) else (dims[dim][0]._replace(size=sum(size), sizes=size),)
+        return self.with_dims(dims)
+
+    def shares(self, dim):
+        """(elements that each rank holds, Group) of the ranks among which a dimension is split, by any of its axes."""
+        counts, over = [1], [a.mesh_dim for a in self.dims[dim] if a.sizes is not None]
+        for mesh_dim in sorted(over):
+            sizes = next(a.sizes for a in self.dims[dim] if a.mesh_dim == mesh_dim)
+            counts = [n * size for n in counts for size in sizes]
+        others = math.prod([a.size for a in self.dims[dim] if a.sizes is None])
+        joint = len(over) == len(self.mesh.groups)
+        return tuple(n * others for n in counts), self.mesh.joint if joint else self.mesh.groups[over[0]]
+
+    def __repr__(self):
+        return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
+
+
+def whole(size):
+    """The axes of a dimension that is not split."""
+    return (Axis(size),) if size != 1 else ()
+
+
+def merged(axes):
+    """The same dimension in as few axes as can be: neighbours join where the outer is whole or the inner is."""
+    found = []
+    for axis in axes:
+        if axis.size == 1 and axis.sizes is None:
+            continue
+        if found and axis.sizes is None:  # whatever is outside, a piece of it stays contiguous
+            last = found[-1]
+            sizes = last.sizes and tuple(n * axis.size for n in last.sizes)
+            found[-1] = Axis(last.size * axis.size, last.mesh_dim, sizes)
+        else:
+            found.append(axis)
+    return tuple(found)
+
+
+def spec_of(mesh, shape, placements, sizes=None):
+    """The Spec of a tensor of a global shape.
+
+    placements: Shard(dim), Replicate() or Partial() for each dimension of the mesh. sizes: {mesh dimension: sizes of
+    its ranks}; as even as can be, the longer first, where none are given. Raises ValueError for sizes that do not add
+    up and for a dimension split twice.
+    """
+    mesh, dims, partial = as_mesh(mesh), [whole(n) for n in shape], []
+    if len(placements) != len(mesh.groups):
+        raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh.groups)} dimensions")
+    for m, (placement, group) in enumerate(zip(placements, mesh.groups, strict=True)):
+        if placement.is_partial():
+            partial.append(m)
+        if not placement.is_shard():
+            continue
+        dim = placement.dim % len(shape)
+        if any(axis.sizes for axis in dims[dim]):
+            raise ValueError(f"dimension {dim} cannot be split over two dimensions of the mesh")
+        cut = tuple((sizes or {}).get(m) or shard_sizes(shape[dim], group.size))
+        if len(cut) != group.size or sum(cut) != shape[dim]:
+            raise ValueError(f"sizes {cut} of {group.size} ranks do not make up dimension {dim} of {shape[dim]}")
+        dims[dim] = (Axis(shape[dim], m, cut),)
+    return Spec(mesh, tuple(dims), tuple(partial))
+
+
+def part_of(full, spec, rank=None):
+    """The part of a whole tensor that a rank of the mesh (this one) holds; differentiable.
+
+    Dimensions of size 1 where the spec has more stay as they are: they broadcast.
+    """
+    for dim, axes in enumerate(spec.dims):
+        if dim in spec.split_dims and (full.shape[dim] != 1 or spec.shape[dim] == 1):
+            if len(axes) > 1:
+                full = full.unflatten(dim, [axis.size for axis in axes])
+            for place, axis in enumerate(axes):
+                if axis.sizes is not None:
+                    at = spec.coordinate(axis.mesh_dim, rank)
+                    full = full.narrow(dim + place, sum(axis.sizes[:at]), axis.sizes[at])
+            if len(axes) > 1:
+                full = full.flatten(dim, dim + len(axes) - 1)
+    return full

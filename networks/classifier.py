@@ -1,0 +1,74 @@
+"""Vision transformer that classifies images, in two or three dimensions: the example of the domain-parallel lesson.
+
+Method: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words" (arXiv:2010.11929), with a normalized patch embedding
+and the mean over all tokens instead of a class token. Its blocks are those of the forecasting model.
+
+Shapes in comments: B batch, C channels, N tokens, D embedding size.
+"""
+
+import math
+
+from torch import nn
+from torch.nn import functional as F
+
+from networks.initial import InitialWeights
+from networks.vit import LAYER_NORM_EPS, Block, PatchEmbed, PositionEmbedding, patch_grid
+
+
+class NormalizedPatchEmbed(PatchEmbed):
+    """Patches to tokens, then LayerNorm and ReLU: (B, C, *img_size) -> (B, N, D)."""
+
+    def __init__(self, patch_size, in_channels, embed_dim):
+        super().__init__(patch_size, in_channels, embed_dim)
+        self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+
+    def forward(self, x):
+        return F.relu(self.norm(super().forward(x)))
+
+
+class ClassHead(nn.Module):
+    """Mean over the tokens, then one linear layer: (B, N, D) -> (B, num_classes)."""
+
+    def __init__(self, embed_dim, num_classes):
+        super().__init__()
+        self.proj = nn.Linear(embed_dim, num_classes)
+
+    def forward(self, x):
+        return self.proj(x.mean(1))
+
+
+class Classifier(InitialWeights):
+    """Vision transformer, (B, in_channels, *img_size) -> (B, num_classes), not normalized.
+
+    img_size: points along each axis, two or three of them.
+    patch_size: points of a patch along each axis, or one number for all.
+    Raises ValueError where a patch does not divide the image, or num_heads does not divide embed_dim.
+    """
+
+    def __init__(
+        self,
+        img_size,
+        patch_size=8,
+        in_channels=3,
+        num_classes=1000,
+        embed_dim=768,
+        depth=16,
+        num_heads=6,
+        mlp_ratio=4,
+        dropout=0.0,
+    ):
+        super().__init__()
+        grid, patch_size = patch_grid(img_size, patch_size)
+        self.patch_embed = NormalizedPatchEmbed(patch_size, in_channels, embed_dim)
+        self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
+        self.pos_drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+        self.head = ClassHead(embed_dim, num_classes)
+        self.reset_parameters()
+
+    def forward(self, x):
+        x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

@@ -1,0 +1,169 @@
+"""Neighborhood attention: each point of a grid attends to a window around it, in one, two or three dimensions.
+
+Method: Hassani et al. 2023, "Neighborhood Attention Transformer" (arXiv:2204.07143), and with gaps between the keys
+Hassani and Shi 2022 (arXiv:2209.15001). At the edges the window is moved inwards: each query has kernel_size keys
+along every axis. Cost and memory grow with points x window, not with points squared.
+
+On a GPU the kernels of the natten package are used where it is installed.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from networks.vit import LAYER_NORM_EPS, MLP
+
+try:
+    from natten import functional as natten
+except ImportError:
+    natten = None
+
+TILE_QUERIES = 64  # that share one piece of keys and values
+
+
+def neighborhood_attention(q, k, v, kernel_size, dilation=1, scale=None):
+    """Softmax attention of each query over the keys in its window.
+
+    q, k, v: (B, heads, *spatial, d), one to three spatial axes.
+    kernel_size: keys of a window along each axis, odd, or one number for all axes. dilation: distance of two of them,
+    in points, likewise. scale: of the scores, 1 / sqrt(d) unless given.
+    Returns (B, heads, *spatial, d). Raises ValueError for an even kernel, and for a window longer than the axis.
+    """
+    if has_torch_function((q, k, v)):  # a kind of tensor may have a way of its own
+        return handle_torch_function(
+            neighborhood_attention, (q, k, v), q, k, v, kernel_size, dilation=dilation, scale=scale
+        )
+    spatial = q.shape[2:-1]
+    kernel_size, dilation = per_axis(kernel_size, len(spatial)), per_axis(dilation, len(spatial))
+    starts = [window_starts(*axis) for axis in zip(spatial, kernel_size, dilation, strict=True)]
+    if natten and q.is_cuda:
+        attend = getattr(natten, f"na{len(spatial)}d")
+        last = [x.movedim(1, -2) for x in (q, k, v)]  # (B, *spatial, heads, d)
+        return attend(*last, kernel_size=kernel_size, dilation=dilation, scale=scale).movedim(-2, 1)
+    return attend_windows(q, k, v, kernel_size, starts, dilation, scale)
+
+
+def window_starts(length, kernel_size, dilation=1):
+    """The first key of each query's window along an axis of `length` points: length 6, kernel 3 -> [0, 0, 1, 2, 3, 3].
+
+    The window is the first key and every dilation-th one behind it, kernel_size in all.
+    Raises ValueError for an even kernel, and for a window longer than the axis.
+    """
+    if kernel_size % 2 == 0 or min(kernel_size, dilation) < 1:
+        raise ValueError(f"kernel_size {kernel_size} with dilation {dilation}: the kernel is odd, both are positive")
+    if kernel_size * dilation > length:
+        raise ValueError(f"kernel_size {kernel_size} with dilation {dilation} is longer than the axis, {length} points")
+    starts = []
+    for point in range(length):
+        step, phase = divmod(point, dilation)  # every dilation-th point is an axis of its own
+        points = -(-(length - phase) // dilation)
+        starts.append(phase + dilation * min(max(step - kernel_size // 2, 0), points - kernel_size))
+    return starts
+
+
+def attend_windows(q, k, v, kernel_size, starts, dilation=1, scale=None):
+    """Attention over windows that are given: what `neighborhood_attention` does for a part of the queries.
+
+    q: (B, heads, *queries, d). k, v: (B, heads, *keys, d), at least the keys of all windows.
+    starts: for each axis, a list with the first key of each query's window, as an index into k and v.
+    The rest as in neighborhood_attention. Returns (B, heads, *queries, d).
+    Raises ValueError where a window does not lie inside of k and v.
+    """
+    axes, batch, queries = len(starts), q.shape[:2], q.shape[2:-1]
+    kernel_size, dilation = per_axis(kernel_size, axes), per_axis(dilation, axes)
+    tile, mask = round(TILE_QUERIES ** (1 / axes)), torch.ones((), dtype=torch.bool, device=q.device)
+    # Equal boxes of queries, each with an equal box of keys around them: one call for all of them.
+    for axis in range(axes):
+        dim = 2 + 2 * axis
+        lengths = q.shape[dim], k.shape[dim]
+        rows, columns, seen = (
+            part.to(q.device) for part in _cut_axis(starts[axis], kernel_size[axis], dilation[axis], tile, *lengths)
+        )
+        q = q.index_select(dim, rows.flatten()).unflatten(dim, rows.shape)
+        k, v = (x.index_select(dim, columns.flatten()).unflatten(dim, columns.shape) for x in (k, v))
+        mask = mask & seen.view([n if i == axis else 1 for n in seen.shape for i in range(axes)])
+    tiles, box = q.shape[2:-1:2], q.shape[3:-1:2]
+    q, k, v = (_tiles_first(x, axes) for x in (q, k, v))  # (tiles, B heads, points of the box, d)
+    mask = mask.flatten(2 * axes).flatten(axes, 2 * axes - 1).flatten(0, axes - 1)  # (tiles, queries, keys)
+    x = F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=scale)
+    x = x.unflatten(2, box).unflatten(1, batch).unflatten(0, tiles)
+    x = x.permute(axes, axes + 1, *(dim for i in range(axes) for dim in (i, axes + 2 + i)), -1)
+    for axis, length in enumerate(queries):  # (B, heads, .., tiles, queries of a tile, .., d)
+        x = x.flatten(2 + axis, 3 + axis).narrow(2 + axis, 0, length)
+    return x
+
+
+def _cut_axis(starts, kernel_size, dilation, tile, num_queries, num_keys):
+    """Tiles of about `tile` queries along an axis, all of T queries and L keys.
+
+    Returns the queries of each tile, (tiles, T), the last one repeated to fill up, its keys, (tiles, L), and which of
+    them each query sees, (tiles, T, L).
+    """
+    reach = (kernel_size - 1) * dilation
+    if len(starts) != num_queries or min(starts) < 0 or max(starts) + reach >= num_keys:
+        raise ValueError(
+            f"{len(starts)} windows from {min(starts)} to {max(starts) + reach} "
+            f"for {num_queries} queries, {num_keys} keys"
+        )
+    size = -(-num_queries // -(-num_queries // max(tile, kernel_size)))  # as even as can be
+    rows = [[min(i + n, num_queries - 1) for n in range(size)] for i in range(0, num_queries, size)]
+    ends = [(min(starts[i] for i in row), max(starts[i] for i in row) + reach + 1) for row in rows]
+    length = max(end - begin for begin, end in ends)
+    columns = torch.tensor([min(begin, num_keys - length) for begin, _ in ends])[:, None] + torch.arange(length)
+    rows = torch.tensor(rows)
+    ahead = columns[:, None] - torch.tensor(starts)[rows][:, :, None]
+    return rows, columns, (ahead >= 0) & (ahead <= reach) & (ahead % dilation == 0)
+
+
+def _tiles_first(x, axes):
+    """(B, heads, tiles_0, n_0, tiles_1, n_1, .., d) -> (all tiles, B heads, all n, d)."""
+    x = x.permute(*range(2, 2 + 2 * axes, 2), 0, 1, *range(3, 3 + 2 * axes, 2), -1)
+    return x.flatten(axes + 2, 2 * axes + 1).flatten(axes, axes + 1).flatten(0, axes - 1)
+
+
+def per_axis(value, axes):
+    """One number for each axis. Raises ValueError where there are more or fewer."""
+    values = (value,) * axes if isinstance(value, int) else tuple(value)
+    if len(values) != axes:
+        raise ValueError(f"{list(values)} for {axes} spatial axes")
+    return values
+
+
+class NeighborhoodAttention(nn.Module):
+    """Multi-head attention of each point over the window around it: (B, *spatial, D) -> (B, *spatial, D).
+
+    q, k and v are one projection whose rows are ordered (head, q|k|v, d), as in networks.vit.Attention.
+    """
+
+    def __init__(self, embed_dim, num_heads, kernel_size, dilation=1):
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
+        self.head_dim, self.kernel_size, self.dilation = embed_dim // num_heads, kernel_size, dilation
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
+        self.proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, *spatial, heads, 3, d)
+        axes = x.ndim - 2
+        order = 0, axes + 1, *range(1, axes + 1), axes + 2
+        q, k, v = (part.permute(order) for part in qkv.unbind(-2))  # (B, heads, *spatial, d)
+        x = neighborhood_attention(q, k, v, self.kernel_size, self.dilation)
+        return self.proj(x.permute(0, *range(2, axes + 2), 1, axes + 2).flatten(-2))
+
+
+class NeighborhoodBlock(nn.Module):
+    """Pre-norm transformer block with neighborhood attention: (B, *spatial, D) -> (B, *spatial, D)."""
+
+    def __init__(self, embed_dim, num_heads, kernel_size, dilation=1, mlp_ratio=4, dropout=0.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+        self.attn = NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation)
+        self.norm2 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(embed_dim, int(embed_dim * mlp_ratio), dropout)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))

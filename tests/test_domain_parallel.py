@@ -1,0 +1,111 @@
+"""Every layout of rung 4 trains as one device does with the whole batch."""
+
+import pytest
+import torch
+
+from tests.test_data_parallel import train as train_data_parallel
+from tests.test_model_parallel import assert_serial, train, train_from
+
+# 9 x 10 patches: rows that no number of ranks divides.
+SIZES = {
+    "img_size": [36, 40],
+    "num_heads": 4,
+    "depth": 2,
+    "global_batch_size": 4,
+    "optimizer": "AdamW",
+    "num_iters": 50,
+}
+
+
+LAYOUTS = {
+    "domain2": (2, {"domain_parallel": 2}),
+    "domain3": (3, {"domain_parallel": 3}),
+    "domain4": (4, {"domain_parallel": 4}),
+    "domain1x3": (3, {"domain_parallel": "1x3"}),
+    "domain2x2": (4, {"domain_parallel": "2x2"}),
+    "domain3 ring": (3, {"domain_parallel": 3, "domain_method": "ring"}),
+    "domain2x2 ring": (4, {"domain_parallel": "2x2", "domain_method": "ring"}),
+    "domain2 all-to-all": (2, {"domain_parallel": 2, "domain_method": "all_to_all"}),
+    "domain2x2 all-to-all": (4, {"domain_parallel": "2x2", "domain_method": "all_to_all"}),
+    "domain2 x ddp": (4, {"domain_parallel": 2}),
+    "domain2 x zero1": (4, {"domain_parallel": 2, "data_parallel": "zero1"}),
+    "domain2 x zero2": (4, {"domain_parallel": 2, "data_parallel": "zero2"}),
+    "domain2 x fsdp": (4, {"domain_parallel": 2, "data_parallel": "fsdp"}),
+    "domain2x2 fsdp": (4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
+    "domain2 x hsdp": (4, {"domain_parallel": 2, "data_parallel": "hsdp", "dp_shard": 1}),
+    "domain2 x tp2": (4, {"domain_parallel": 2, "tensor_parallel": 2}),
+    "domain2 x tp2 adjacent": (4, {"domain_parallel": 2, "tensor_parallel": 2, "parallel_order": "domain-tp"}),
+    "domain2 x dp2 x tp2": (8, {"domain_parallel": 2, "tensor_parallel": 2}),
+    "domain2 x fsdp x tp2": (8, {"domain_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}),
+}
+
+OTHERS = {
+    "serial": (1, {}),
+    "dp4": (4, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "cp3": (3, {"context_parallel": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def serial_runs():
+    return {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, serial_runs, layout):
+    size, options = LAYOUTS[layout]
+    if not serial_runs:
+        serial_runs["plain"] = train_data_parallel(tiny_config(**SIZES))
+    assert_serial(ranks(size, train, tiny_config(**SIZES, **options)), serial_runs["plain"])
+
+
+RECOMPUTED = {"activation_checkpointing": "selective"}
+COMPILED = {"enable_jit": True}
+
+
+@pytest.mark.parametrize(
+    "extra", [RECOMPUTED, COMPILED, RECOMPUTED | COMPILED], ids=["recomputed", "compiled", "recomputed, compiled"]
+)
+@pytest.mark.parametrize("layout", ["domain2x2", "domain3 ring", "domain2 x tp2", "domain2 x fsdp"])
+def test_compute_options_change_no_number(ranks, tiny_config, serial_runs, layout, extra):
+    size, options = LAYOUTS[layout]
+    if not serial_runs:
+        serial_runs["plain"] = train_data_parallel(tiny_config(**SIZES))
+    assert_serial(ranks(size, train, tiny_config(**SIZES, **options, **extra)), serial_runs["plain"])
+
+
+@pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["domain3", "domain2x2 ring", "domain2 x fsdp", "domain2 x tp2"])
+def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
+    size, options = LAYOUTS[layout]
+    mixed = SIZES | {"amp_mode": amp_mode}
+    serial = train_data_parallel(tiny_config(**mixed), steps=4)
+    for losses, *_ in ranks(size, train, tiny_config(**mixed, **options), steps=4):
+        torch.testing.assert_close(losses, serial[0], rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["domain3", "domain2x2", "domain2 x fsdp", "domain2 x tp2", "domain2 x zero1"])
+def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
+    size, options = LAYOUTS[layout]
+    clipped = SIZES | {"clip_grad_norm": 0.05}
+    serial = train_data_parallel(tiny_config(**clipped), steps=4)
+    assert_serial(ranks(size, train, tiny_config(**clipped, **options), steps=4), serial)
+
+
+CHAINS = {
+    "serial -> domain3 -> domain2 x fsdp -> tp2": ["serial", "domain3", "domain2 x fsdp", "tp2"],
+    "domain2x2 -> dp4 -> domain2 x tp2 -> serial": ["domain2x2", "dp4", "domain2 x tp2", "serial"],
+    "domain2 x zero1 -> cp3 -> domain2x2 fsdp": ["domain2 x zero1", "cp3", "domain2x2 fsdp", "serial"],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
+    serial, _ = train_data_parallel(tiny_config(**SIZES), steps=12)
+    layouts = LAYOUTS | OTHERS
+    losses = []
+    for part, layout in enumerate(CHAINS[chain]):
+        size, options = layouts[layout]
+        losses.append(ranks(size, train_from, tiny_config(**SIZES, **options), tmp_path, 3 * part, 3 * part + 3)[0])
+    torch.testing.assert_close(torch.cat(losses), serial, rtol=1e-5, atol=0)

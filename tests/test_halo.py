@@ -1,0 +1,235 @@
+"""Intervals of rows of a tensor that lies in shards: values and gradients against the whole, and what is sent."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from distributed.collectives import as_group
+from distributed.counting import CollectiveCounter
+from distributed.halo import METHODS, Fetch, bounds, halo_exchange
+from tests.shard_parity import domain_mesh
+
+
+class Halo(NamedTuple):
+    sizes: tuple
+    before: int
+    after: int
+    periodic: bool = False
+    fill: Any = 0
+    dim: int = 1
+    dtype: Any = torch.float32
+
+
+def world():
+    return as_group(dist.group.WORLD)
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(whole, dim, first, last, periodic, fill):
+    """What a rank has to get, by indices into the whole."""
+    length = whole.shape[dim]
+    if periodic:
+        return whole.index_select(dim, torch.arange(first, last) % length)
+    inside = whole.narrow(dim, max(first, 0), max(0, min(last, length) - max(first, 0)))
+    if fill is None:
+        return inside
+    ends = [max(0, -first), max(0, last - length)]
+    return F.pad(inside, [0, 0] * (whole.ndim - 1 - dim) + ends, value=fill)
+
+
+def check_halos(halos, method, group=None):
+    group = group or world()
+    for halo in halos:
+        sizes, before, after, periodic, fill, dim, dtype = halo
+        shape = [2, 3, 4]
+        shape[dim] = sum(sizes)
+        whole = random(*shape).to(dtype).double().requires_grad_()
+        mine = whole.detach().split(sizes, dim)[group.rank].to(dtype).requires_grad_()
+        if halo.dim == 2:
+            mine = mine.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()  # not contiguous
+        found = halo_exchange(mine, dim, sizes, group, before, after, periodic, fill, method)
+        assert found.dtype == dtype, halo
+        expected = [rows_of(whole, dim, a - before, b + after, periodic, fill) for a, b in bounds(sizes)]
+        upstream = [random(*y.shape, seed=r).to(dtype) for r, y in enumerate(expected)]
+        assert torch.equal(found.double(), expected[group.rank]), halo
+        found.backward(upstream[group.rank])
+        torch.autograd.backward(expected, [u.double() for u in upstream])
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(
+            mine.grad.double(), whole.grad.split(sizes, dim)[group.rank], rtol=tolerance, atol=tolerance, msg=str(halo)
+        )
+
+
+SIZES = {
+    2: [(4, 4), (160, 96), (129, 128), (0, 5), (1, 6)],
+    3: [(4, 4, 4), (5, 1, 3), (3, 0, 4), (0, 0, 5), (2, 5, 0)],
+    4: [(3, 3, 3, 3), (1, 1, 1, 5), (0, 4, 0, 3)],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_halos_are_slices_of_the_whole(ranks, size, method):
+    halos = []
+    for sizes in SIZES[size]:
+        halos += [Halo(sizes, *n, p) for n in [(1, 1), (2, 0), (0, 3), (5, 4)] for p in (False, True)]
+        halos += [Halo(sizes, 2, 3, False, fill) for fill in (None, -torch.inf, 7.0)]
+        halos += [Halo(sizes, 3, 1, True, dim=dim, dtype=torch.bfloat16) for dim in (0, 2)]
+    ranks(size, check_halos, halos, method)
+
+
+def check_intervals(method):
+    """Any interval: another cut of the rows, all of them, none, far away, several times round."""
+    group, sizes = world(), (5, 0, 4)
+    whole = random(2, 9)
+    mine = whole.split(sizes, 1)[group.rank]
+    for intervals, periodic in [
+        ([(0, 3), (3, 6), (6, 9)], False),
+        ([(0, 9), (0, 9), (0, 0)], False),
+        ([(7, 9), (0, 0), (0, 2)], False),
+        ([(-20, -15), (-2, 30), (9, 12)], True),
+        ([(-20, -15), (-2, 30), (9, 12)], False),
+    ]:
+        x = mine.clone().requires_grad_()
+        found = Fetch(x, 1, sizes, intervals, group, periodic, method=method).rows()
+        first, last = intervals[group.rank]
+        expected = rows_of(whole, 1, first, last, periodic, 0)[:, : last - first]
+        if not periodic and (last <= 0 or first >= 9):
+            expected = torch.zeros(2, last - first)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        counts = torch.zeros(9)
+        for a, b in intervals:
+            for row in range(a, b):
+                if periodic or 0 <= row < 9:
+                    counts[row % 9] += 1
+        assert torch.equal(x.grad, counts.split(sizes)[group.rank].expand(2, -1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_interval_can_be_fetched(ranks, method):
+    ranks(3, check_intervals, method)
+
+
+def check_subgroups(method):
+    """Halos in groups whose ranks are not 0, 1, ...: rows and columns of a 2 x 2 mesh, the corners by the way."""
+    mesh = domain_mesh((2, 2))
+    for name in mesh.mesh_dim_names:
+        check_halos([Halo((5, 3), 2, 1), Halo((0, 4), 1, 1, True)], method, as_group(mesh[name]))
+    heights, widths = (5, 3), (4, 6)
+    groups = [as_group(mesh[name]) for name in mesh.mesh_dim_names]
+    whole = random(8, 10).requires_grad_()
+    i, j = (group.rank for group in groups)
+    mine = whole.detach().split(heights)[i].split(widths, 1)[j].clone().requires_grad_()
+    found = halo_exchange(mine, 0, heights, groups[0], 1, 2, method=method)
+    found = halo_exchange(found, 1, widths, groups[1], 3, 1, True, method=method)
+    tiles = {
+        (i, j): rows_of(rows_of(whole, 0, a - 1, b + 2, False, 0), 1, c - 3, d + 1, True, 0)
+        for i, (a, b) in enumerate(bounds(heights))
+        for j, (c, d) in enumerate(bounds(widths))
+    }
+    assert torch.equal(found, tiles[i, j])
+    found.square().sum().backward()
+    sum(tile.square().sum() for tile in tiles.values()).backward()
+    torch.testing.assert_close(mine.grad, whole.grad.split(heights)[i].split(widths, 1)[j])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_corners_of_tiles_come_by_way_of_the_neighbours(ranks, method):
+    ranks(4, check_subgroups, method)
+
+
+def count_traffic(sizes, before, after, method):
+    group = world()
+    x = torch.randn(2, sizes[group.rank], 4, requires_grad=True)  # rows of 32 bytes
+    with CollectiveCounter() as forward:
+        y = halo_exchange(x, 1, sizes, group, before, after, method=method)
+    with CollectiveCounter() as backward:
+        y.sum().backward()
+    return [dict(counted) for c in (forward, backward) for counted in (c.calls, c.bytes)]
+
+
+def test_only_the_rows_asked_for_travel(ranks):
+    first, second, third = ranks(3, count_traffic, (4, 4, 4), 1, 2, "p2p")
+    assert first == [{"send": 1, "recv": 1}, {"send": 32, "recv": 0}, {"send": 1, "recv": 1}, {"send": 64, "recv": 0}]
+    assert second == [{"send": 2, "recv": 2}, {"send": 96, "recv": 0}] * 2
+    assert third == [{"send": 1, "recv": 1}, {"send": 64, "recv": 0}, {"send": 1, "recv": 1}, {"send": 32, "recv": 0}]
+    reaches_far = ranks(3, count_traffic, (4, 0, 1), 2, 0, "p2p")
+    assert [forward.get("send", 0) for forward, *_ in reaches_far] == [2, 0, 0]
+    assert [backward for _, _, _, backward in ranks(3, count_traffic, (4, 4, 4), 1, 2, "all_to_all")] == [
+        {"all_to_all": n} for n in (64, 96, 32)
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_sent_where_nothing_is_asked_for(ranks, method):
+    assert ranks(3, count_traffic, (4, 5, 0), 0, 0, method) == [[{}] * 4] * 3
+
+
+def overlapped():
+    """The order of events: the exchange begins before the computation and ends after it, in backward as well."""
+    group, events = world(), []
+    x = torch.randn(4, 3, requires_grad=True)
+    coming = Fetch(x, 0, (4, 4), [(0, 5), (3, 8)], group)
+    inner = coming.own * 2
+    inner.register_hook(lambda _: events.append("computation"))
+    y = coming.rows()
+
+    class Seen(CollectiveCounter):
+        def __torch_dispatch__(self, func, *args, **kwargs):
+            before = sum(self.calls.values())
+            result = super().__torch_dispatch__(func, *args, **kwargs)
+            events.extend(["exchange begins"] * (before == 0 < sum(self.calls.values())))
+            return result
+
+    with Seen():
+        (inner.sum() + y.sum()).backward()
+    return events
+
+
+def test_backward_computes_while_gradients_travel(ranks):
+    assert ranks(2, overlapped) == [["exchange begins", "computation"]] * 2
+
+
+def compiled(x, group, sizes):
+    return halo_exchange(torch.sin(x), 1, sizes, group, 1, 2, periodic=True).square().sum()
+
+
+def check_compiled():
+    group, sizes = world(), (3, 4)
+    x = random(2, sizes[group.rank], seed=group.rank).requires_grad_()
+    y = compiled(x, group, sizes)
+    (expected,) = torch.autograd.grad(y, x)
+    with CollectiveCounter() as counted:
+        z = torch.compile(compiled, fullgraph=True, backend="aot_eager")(x, group, sizes)
+        (found,) = torch.autograd.grad(z, x)
+    torch.testing.assert_close((z, found), (y, expected))
+    assert counted.calls == {"all_to_all": 2}
+
+
+def test_compiles_without_a_graph_break(ranks):
+    ranks(2, check_compiled)
+
+
+def test_what_cannot_be_is_refused():
+    group, x = as_group(None), torch.zeros(2, 5)
+    with pytest.raises(ValueError, match="halo of 1 rows before and 6 after: the whole dimension has 5"):
+        halo_exchange(x, 1, (5,), group, 1, 6)
+    with pytest.raises(ValueError, match="halo of -1 rows before"):
+        halo_exchange(x, 1, (5,), group, -1, 0)
+    with pytest.raises(ValueError, match=r"sizes \(4,\) and 1 intervals, and 5 rows on rank 0"):
+        halo_exchange(x, 1, (4,), group, 1, 1)
+    with pytest.raises(ValueError, match="no method 'carrier pigeon', there are p2p, all_to_all"):
+        halo_exchange(x, 1, (5,), group, 1, 1, method="carrier pigeon")
+
+
+def test_a_single_rank_fetches_from_itself():
+    x = torch.arange(5.0).view(1, 5)
+    found = halo_exchange(x, 1, (5,), as_group(None), 2, 1, periodic=True)
+    assert found.tolist() == [[3, 4, 0, 1, 2, 3, 4, 0]]

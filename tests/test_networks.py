@@ -1,0 +1,212 @@
+"""The plain networks of the domain-parallel lesson."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from networks.classifier import Classifier
+from networks.convnet import ConvNet
+from networks.neighborhood import NeighborhoodBlock, attend_windows, neighborhood_attention, window_starts
+
+SMALL = {"in_channels": 3, "num_classes": 7, "embed_dim": 16, "depth": 2, "num_heads": 4}
+MODELS = {
+    "classifier": lambda: Classifier((8, 12), 4, **SMALL),
+    "convnet": lambda: ConvNet(3, 2, width=8),
+}
+
+
+# ---- classifier
+
+
+@pytest.mark.parametrize(("img_size", "patch_size"), [((8, 12), 4), ((8, 12), (2, 3)), ((4, 6, 8), 2)])
+def test_the_classifier_takes_images_of_two_and_three_dimensions(img_size, patch_size):
+    model = Classifier(img_size, patch_size, **SMALL)
+    x = torch.randn(2, 3, *img_size)
+    tokens = model.patch_embed(x)
+    assert model(x).shape == (2, 7) and (tokens >= 0).all() and (tokens == 0).any()
+
+
+def test_the_classifier_of_the_lesson():
+    with torch.device("meta"):
+        model = Classifier((256, 256))
+        assert model(torch.empty(1, 3, 256, 256)).shape == (1, 1000)
+    assert (len(model.blocks), model.norm.weight.numel(), model.blocks[0].attn.head_dim) == (16, 768, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"img_size": (8, 13)}, r"img_size \[8, 13\] cannot be cut into patches of \[4, 4\]"),
+        ({"num_heads": 3}, "embed_dim 16 is not a multiple of num_heads 3"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(change, line):
+    with pytest.raises(ValueError, match=line):
+        Classifier(**({"img_size": (8, 12), "patch_size": 4} | SMALL | change))
+
+
+# ---- convolutional network
+
+
+def test_the_convnet_commutes_with_a_shift_in_longitude():
+    model, x = ConvNet(3, 2, width=8), torch.randn(2, 3, 8, 12)
+    y = model(x)
+    assert y.shape == (2, 2, 8, 12)
+    torch.testing.assert_close(model(x.roll(4, 3)), y.roll(4, 3))
+    assert not torch.allclose(model(x.roll(4, 2)), y.roll(4, 2))
+
+
+# ---- weights of both
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_weights_depend_on_the_seed_alone_also_where_the_model_has_no_memory(build):
+    torch.manual_seed(3)
+    first = build()
+    torch.manual_seed(3)
+    again = dict(build().named_parameters())
+    assert all(torch.equal(p, again[name]) for name, p in first.named_parameters())
+    with torch.device("meta"):
+        meta = build()
+    weights = [dict(m.initial_weights(torch.Generator().manual_seed(5))) for m in (first, meta)]
+    assert set(weights[0]) == set(again) == set(weights[1])
+    for name, value in weights[1].items():
+        assert value.shape == again[name].shape and not value.is_meta
+        torch.testing.assert_close(value, weights[0][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_every_parameter_gets_a_gradient(build):
+    model = build()
+    model(torch.randn(2, 3, 8, 12)).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+# ---- neighborhood attention
+
+
+def seen_keys(length, kernel_size, dilation):
+    """Which keys each query sees along an axis, by definition: of the points in its own phase, the nearest ones."""
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for query in range(length):
+        phase = range(query % dilation, length, dilation)
+        first = min(max(phase.index(query) - kernel_size // 2, 0), len(phase) - kernel_size)
+        seen[query, list(phase)[first : first + kernel_size]] = True
+    return seen
+
+
+def dense(q, k, v, kernel_size, dilation):
+    """All queries with all keys, masked."""
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for axis in zip(q.shape[2:-1], kernel_size, dilation, strict=True):
+        mask = torch.kron(mask, seen_keys(*axis))
+    flat = [x.flatten(2, -2) for x in (q, k, v)]
+    return F.scaled_dot_product_attention(*flat, attn_mask=mask).unflatten(2, q.shape[2:-1])
+
+
+CASES = {
+    "1d": ((37,), (5,), (1,)),
+    "1d, several tiles": ((150,), (7,), (1,)),
+    "1d, kernel 1": ((9,), (1,), (1,)),
+    "1d, gaps": ((23,), (3,), (4,)),
+    "2d": ((9, 14), (3, 5), (1, 1)),
+    "2d, several tiles": ((19, 21), (5, 3), (1, 1)),
+    "2d, window as long as an axis": ((7, 13), (7, 3), (1, 1)),
+    "2d, gaps": ((11, 18), (3, 5), (2, 3)),
+    "3d": ((5, 6, 7), (3, 5, 3), (1, 1, 1)),
+    "3d, gaps": ((6, 5, 9), (3, 3, 3), (2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize(("spatial", "kernel_size", "dilation"), CASES.values(), ids=CASES)
+def test_neighborhood_attention_is_dense_attention_under_a_mask(spatial, kernel_size, dilation):
+    qkv = [torch.randn(2, 3, *spatial, 4, requires_grad=True) for _ in range(3)]
+    expected = dense(*qkv, kernel_size, dilation)
+    result = neighborhood_attention(*qkv, kernel_size, dilation)
+    torch.testing.assert_close(result, expected)
+    upstream = torch.randn_like(expected)
+    for own, other in zip(
+        torch.autograd.grad(result, qkv, upstream), torch.autograd.grad(expected, qkv, upstream), strict=True
+    ):
+        torch.testing.assert_close(own, other)
+
+
+def test_every_query_sees_as_many_keys_also_at_the_edges():
+    assert window_starts(6, 3) == [0, 0, 1, 2, 3, 3]
+    assert window_starts(7, 3, 2) == [0, 1, 0, 1, 2, 1, 2]
+    for length, kernel, dilation in [(6, 5, 1), (7, 7, 1), (13, 3, 4), (15, 5, 3)]:
+        assert (seen_keys(length, kernel, dilation).sum(1) == kernel).all()
+        first = seen_keys(length, kernel, dilation).int().argmax(1)
+        assert window_starts(length, kernel, dilation) == first.tolist()
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_bands_with_the_keys_of_their_windows_give_the_whole(dilation):
+    """What a part of the image needs is a few rows beyond its own, and its window starts counted from there."""
+    height, width, kernel = 17, 9, 3
+    q, k, v = (torch.randn(1, 2, height, width, 4) for _ in range(3))
+    starts = [window_starts(n, kernel, dilation) for n in (height, width)]
+    bands = []
+    for low, high in [(0, 6), (6, 8), (8, 17)]:
+        first = min(starts[0][low:high])
+        end = max(starts[0][low:high]) + (kernel - 1) * dilation + 1
+        own = [[start - first for start in starts[0][low:high]], starts[1]]
+        keys, values = (x[:, :, first:end] for x in (k, v))
+        bands.append(attend_windows(q[:, :, low:high], keys, values, kernel, own, dilation))
+    torch.testing.assert_close(torch.cat(bands, 2), neighborhood_attention(q, k, v, kernel, dilation))
+
+
+def test_windows_that_do_not_fit_are_refused():
+    x = torch.randn(1, 1, 6, 8, 4)
+    for kernel, dilation, line in [
+        (4, 1, "kernel_size 4 with dilation 1: the kernel is odd"),
+        ((3, 9), 1, "kernel_size 9 with dilation 1 is longer than the axis, 8 points"),
+        (3, 3, "kernel_size 3 with dilation 3 is longer than the axis, 6 points"),
+        ((3, 3, 3), 1, r"\[3, 3, 3\] for 2 spatial axes"),
+    ]:
+        with pytest.raises(ValueError, match=line):
+            neighborhood_attention(x, x, x, kernel, dilation)
+    with pytest.raises(ValueError, match="6 windows from 0 to 8 for 6 queries, 6 keys"):
+        attend_windows(x, x, x, 3, [[0, 1, 2, 3, 4, 6], [0] * 8])
+
+
+def test_what_is_kept_grows_with_the_points_and_not_with_their_square():
+    def saved(points):
+        sizes = []
+        q, k, v = (torch.randn(1, 1, points, 4, requires_grad=True) for _ in range(3))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            neighborhood_attention(q, k, v, 7)
+        return sum(sizes)
+
+    assert saved(4096) == pytest.approx(4 * saved(1024), rel=0.05)
+
+
+def test_a_tensor_with_a_way_of_its_own_is_asked():
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is neighborhood_attention:
+                return "own", args[3], kwargs
+            return super().__torch_function__(func, types, args, kwargs)
+
+    x = torch.randn(1, 1, 6, 4).as_subclass(Own)
+    assert neighborhood_attention(x, x, x, 3) == ("own", 3, {"dilation": 1, "scale": None})
+
+
+@pytest.mark.parametrize("spatial", [(11,), (6, 9), (4, 5, 6)])
+def test_the_block_mixes_points_within_reach_only(spatial):
+    block = NeighborhoodBlock(8, 2, kernel_size=3)
+    x = torch.randn(2, *spatial, 8, requires_grad=True)
+    y = block(x)
+    assert y.shape == x.shape
+    grad = torch.autograd.grad(y[0, *(0 for _ in spatial)].sum(), x)[0].abs().sum(-1)
+    assert (grad[0, *(slice(0, 3) for _ in spatial)] > 0).all() and (grad > 0).sum() == 3 ** len(spatial)
+    assert isinstance(block.norm1, nn.LayerNorm)
+
+
+def test_the_block_compiles_whole():
+    torch.manual_seed(0)
+    block, x = NeighborhoodBlock(8, 2, kernel_size=3), torch.randn(2, 6, 9, 8)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), block(x))

@@ -1,0 +1,393 @@
+"""Convolution, pooling, interpolation and padding of images that are split, against the whole."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.nn import functional as F
+
+from distributed.collectives import as_group
+from distributed.counting import CollectiveCounter
+from distributed.rules.convolution import convolve
+from distributed.shard_tensor import ShardTensor, local, wrap
+from distributed.sharding import as_mesh, spec_of
+from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
+
+BANDS = {2: [(5, 4), (9, 8), (1, 7)], 3: [(6, 0, 3), (1, 9, 2)], 4: [(3, 3, 3, 3), (0, 5, 1, 4)]}
+TILES = [((5, 4), (3, 6)), ((6, 7), (8, 0))]  # of 2 x 2 ranks: rows, columns
+COUNTS = {"1d": 1, "2d": 2, "3d": 3}
+
+
+def operation(x, *weights, name, **options):
+    return getattr(F, name)(x, *weights, **options)
+
+
+def images(world, count):
+    """(image (B, 4, ...) with its rows split, mesh); of 4 ranks tiles as well."""
+    for sizes in BANDS[world]:
+        batch = (1, 3)[sizes == BANDS[world][0]]
+        yield X((batch, 4, sum(sizes), *(9, 6)[: count - 1]), (2,), {0: sizes}), ()
+    if world == 4 and count > 1:
+        for h, w in TILES:
+            yield X((1, 4, sum(h), sum(w), *(5,)[: count - 2]), (2, 3), {0: h, 1: w}), (2, 2)
+
+
+def cases(world, name, *options, count=None):
+    """name with each of the options, on all images of this many ranks; weights as the kernel says."""
+    count = count or COUNTS[name[-2:]]
+    for option in options:
+        option, weights = dict(option), ()
+        if name.startswith("conv"):
+            kernel = [option.pop("kernel")] * count
+            groups = option.get("groups", 1)
+            weights = ((4, 6 // groups, *kernel), (6,)) if "transpose" in name else ((6, 4 // groups, *kernel), (6,))
+        for x, mesh in images(world, count):
+            yield Case(operation, (x,), weights, mesh, keywords={"name": name} | option)
+
+
+CONVOLUTIONS = [
+    {"kernel": 3, "padding": 1},
+    {"kernel": 3, "stride": 3},
+    {"kernel": 3, "stride": 2, "padding": 1},
+    {"kernel": 5, "stride": 5, "padding": 2},
+    {"kernel": 7, "stride": 7, "padding": 3},
+    {"kernel": 7, "padding": 3},
+    {"kernel": 5, "padding": 4, "dilation": 2},
+    {"kernel": 2, "padding": "same"},
+    {"kernel": 4, "stride": 2, "padding": 1},
+    {"kernel": 2, "stride": 2},
+    {"kernel": 1, "stride": 3, "padding": 2},
+    {"kernel": 3, "padding": "valid", "groups": 2},
+]
+TRANSPOSED = [
+    {"kernel": 2, "stride": 2},
+    {"kernel": 4, "stride": 2, "padding": 1},
+    {"kernel": 3, "stride": 2, "padding": 1, "output_padding": 1},
+    {"kernel": 3, "padding": 1},
+    {"kernel": 3, "padding": 0, "dilation": 2, "groups": 2},
+    {"kernel": 1, "stride": 3, "output_padding": 2},
+    {"kernel": 5, "stride": 3, "padding": 3, "output_padding": 1},
+]
+MAX = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2},
+    {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
+]
+AVG = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False, "ceil_mode": True},
+    {"kernel_size": 5, "stride": 3, "padding": 2, "ceil_mode": True},
+    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
+]
+ADAPTIVE = [{"output_size": n} for n in (1, 2, 5, 12)]
+SCALES = [{"size": 5}, {"size": 23}, {"scale_factor": 2}, {"scale_factor": 1.7}, {"scale_factor": 0.6}]
+SCALES += [{"scale_factor": 1.3, "recompute_scale_factor": True}]
+PADS = [
+    {"pad": (0, 0, 2, 1)},
+    {"pad": (1, 2, -1, -2), "value": 3.0},
+    {"pad": (0, 0, 3, 4, 1, 0)},
+    *({"pad": (1, 1, 2, 1), "mode": mode} for mode in ("circular", "reflect", "replicate")),
+    *({"pad": (0, 0, 7, 7), "mode": mode} for mode in ("circular", "reflect", "replicate")),
+]
+
+
+def check_all_of(ranks, world, options):
+    """options: {name: options of cases}."""
+    found = [case for name, them in options.items() for case in cases(world, name, *them)]
+    ranks(world, check_all, found)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_convolution(ranks, world):
+    options = {"conv1d": CONVOLUTIONS[2:6], "conv2d": CONVOLUTIONS, "conv3d": CONVOLUTIONS[1:4]}
+    check_all_of(ranks, world, options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_transposed_convolution(ranks, world):
+    options = {f"conv_transpose{n}d": TRANSPOSED[i:] for n, i in ((1, 4), (2, 0), (3, 5))}
+    check_all_of(ranks, world, options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_pooling(ranks, world):
+    options = {
+        f"{kind}_pool{n}d": them[i:] for kind, them in (("max", MAX), ("avg", AVG)) for n, i in ((1, 1), (2, 0), (3, 2))
+    }
+    options["avg_pool2d"] = [*AVG, {"kernel_size": 3, "padding": 1, "divisor_override": 5}]
+    check_all_of(ranks, world, options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_adaptive_pooling(ranks, world):
+    them = {1: ADAPTIVE[:2], 2: [*ADAPTIVE, {"output_size": (None, 4)}], 3: ADAPTIVE[2:3]}
+    options = {f"adaptive_{kind}_pool{n}d": them[n] for kind in ("avg", "max") for n in (1, 2, 3)}
+    options["adaptive_avg_pool2d"] = [*them[2], {"output_size": 1}]
+    check_all_of(ranks, world, options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_interpolation(ranks, world):
+    found = []
+    for count, name in ((1, "linear"), (2, "bilinear"), (3, "trilinear")):
+        scales = SCALES if count == 2 else SCALES[1:4:2]
+        options = [{"mode": mode} | s for mode in ("nearest", "nearest-exact", "area") for s in scales]
+        options += [{"mode": name, "align_corners": align} | s for align in (False, True) for s in scales]
+        found += cases(world, "interpolate", *options, count=count)
+    ranks(world, check_all, found)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_padding(ranks, world):
+    ranks(world, check_all, list(cases(world, "pad", *PADS, count=2)))
+
+
+def circular(x, weight, bias, count, kernel):
+    """As nn.Conv of padding_mode circular does it."""
+    layer = getattr(nn, f"Conv{count}d")(4, 6, kernel, padding=kernel // 2, padding_mode="circular")
+    return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_circular_convolution_keeps_the_sizes(ranks, world):
+    found = []
+    for count, kernel in ((1, 5), (2, 3), (3, 3)):
+        for x, mesh in images(world, count):
+            weights = ((6, 4, *[kernel] * count), (6,))
+            found.append(Case(circular, (x,), weights, mesh, keywords={"count": count, "kernel": kernel}))
+    ranks(world, check_all, found)
+    assert ranks(world, sizes_of_circular, BANDS[world][0]) == [BANDS[world][0]] * world
+
+
+def sizes_of_circular(sizes):
+    x = split(torch.randn(1, 4, sum(sizes), 6), X((), (2,), {0: sizes}), domain_mesh())
+    return circular(x, torch.randn(6, 4, 3, 3), torch.randn(6), 2, 3).spec.split(2)[0]
+
+
+def test_samples_or_channels_may_be_split_and_samples_may_be_missing(ranks):
+    samples, channels = X((3, 4, 9, 6), (0, 2), {0: (2, 1), 1: (5, 4)}), X((2, 4, 9, 6), (1, 3), {1: (4, 2)})
+    unbatched = X((4, 9, 6), (1, 2), {0: (5, 4), 1: (4, 2)})
+    found = []
+    for x in (samples, channels, unbatched):
+        for keywords in (
+            {"name": "max_pool2d", "kernel_size": 3, "stride": 2, "padding": 1},
+            {"name": "avg_pool2d", "kernel_size": 3, "stride": 2, "padding": 1},
+            {"name": "adaptive_avg_pool2d", "output_size": (4, 5)},
+            {"name": "pad", "pad": (1, 2, 0, 3), "mode": "circular"},
+            {"name": "pad", "pad": (1, 2, 0, 1, 2, 1)},
+        ):
+            found.append(Case(operation, (x,), (), (2, 2), keywords=keywords))
+        if x is not unbatched:
+            found.append(Case(operation, (x,), (), (2, 2), keywords={"name": "interpolate", "scale_factor": 1.5}))
+        if x is not channels:
+            keywords = {"name": "conv2d", "stride": 2, "padding": 1}
+            found.append(Case(operation, (x,), ((6, 4, 3, 3), (6,)), (2, 2), keywords=keywords))
+    ranks(4, check_all, found)
+
+
+def serial_error(x, weights, keywords, dtype):
+    """(output, input gradient, weight gradients) in a dtype, of the same upstream gradient."""
+    inputs = [t.to(dtype).detach().requires_grad_() for t in (x, *weights)]
+    y = operation(*inputs, **keywords)
+    y.backward(draw(y.shape, torch.float32, 9).detach().to(dtype))
+    return [y.detach(), *(t.grad for t in inputs)]
+
+
+def bf16_errors(keywords, shapes, sizes):
+    """The errors of whole and of split, each against float64: the output, its input's gradient, its weights'."""
+    x, *weights = (draw(s, torch.bfloat16, i).detach() for i, s in enumerate(((2, 8, sum(sizes), 32), *shapes)))
+    exact, plain = (serial_error(x, weights, keywords, dtype) for dtype in (torch.float64, torch.bfloat16))
+    how = X(x.shape, (2,), {0: sizes})
+    part = split(x.requires_grad_(), how, domain_mesh())
+    weights = [w.requires_grad_() for w in weights]
+    y = operation(part, *weights, **keywords)
+    upstream = draw(y.shape, torch.float32, 9).detach().bfloat16()
+    local(y).backward(local(split(upstream, X((), (2,), {0: y.spec.split(2)[0]}), domain_mesh())))
+    gradients = [w.grad.float() for w in weights]
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    found = [y.detach().full_tensor(), ShardTensor.from_local(local(part.grad), y.mesh, y.placements).full_tensor()]
+    return [
+        tuple(((t.double() - e).norm() / e.norm()).item() for t in (a, b))
+        for a, b, e in zip(plain, [*found, *gradients], exact, strict=True)
+    ]
+
+
+BF16 = [
+    ({"name": "conv2d", "padding": 1}, ((8, 8, 3, 3), (8,))),
+    ({"name": "conv2d", "stride": 3}, ((8, 8, 3, 3), (8,))),
+    ({"name": "conv_transpose2d", "stride": 2, "padding": 1}, ((8, 8, 4, 4), (8,))),
+    ({"name": "avg_pool2d", "kernel_size": 3, "stride": 2, "padding": 1}, ()),
+    ({"name": "adaptive_avg_pool2d", "output_size": (7, 5)}, ()),
+    ({"name": "interpolate", "scale_factor": 1.7, "mode": "bilinear"}, ()),
+]
+
+
+@pytest.mark.parametrize(("keywords", "shapes"), BF16)
+def test_bf16_is_as_exact_as_of_the_whole(ranks, keywords, shapes):
+    for plain, found in ranks(2, bf16_errors, keywords, shapes, (37, 27))[0]:
+        assert found <= 1.2 * plain
+
+
+def count(keywords, shapes, x):
+    part, weights = split(torch.randn(x.shape), x, domain_mesh()), [torch.randn(shape) for shape in shapes]
+    with CollectiveCounter() as counted:
+        operation(part, *weights, **keywords)
+    return dict(counted.calls), counted.bytes["send"]
+
+
+def test_only_rows_that_windows_share_are_sent(ranks):
+    patches = {"name": "conv2d", "stride": 8}, ((6, 4, 8, 8),), X((1, 4, 40, 16), (2,), {0: (24, 16)})
+    assert ranks(2, count, *patches) == [({}, 0)] * 2
+    unaligned = {"name": "conv2d", "stride": 3}, ((6, 4, 3, 3),), X((1, 4, 9, 16), (2,), {0: (5, 4)})
+    assert ranks(2, count, *unaligned) == [({"recv": 1}, 0), ({"send": 1}, 4 * 4 * 16)]  # one row of 4 channels
+    doubled = {"name": "interpolate", "scale_factor": 2}, (), X((1, 4, 9, 16), (2,), {0: (5, 4)})
+    assert ranks(2, count, *doubled) == [({}, 0)] * 2
+    pooled = {"name": "max_pool2d", "kernel_size": 2}, (), X((1, 4, 10, 16), (2,), {0: (6, 4)})
+    assert ranks(2, count, *pooled) == [({}, 0)] * 2
+
+
+def check_overlap():
+    """The inner outputs apart from the outer ones, and all at once."""
+    sizes, mesh = (20, 3, 17), domain_mesh()
+    group = as_group(mesh)
+    for options in ({"padding": 3}, {"stride": 2, "padding": 3}, {"padding": 6, "dilation": 2}, {"stride": 7}):
+        results = []
+        for overlap in (True, False):
+            x = draw((2, 4, sizes[group.rank], 9), torch.float32, group.rank)
+            weight = draw((6, 4, 7, 7), torch.float32, 5)
+            if options.get("stride") == 7:
+                x = F.pad(x, (0, 7))
+            y, new = convolve(F.conv2d, x, {2: (sizes, group)}, weight, overlap=overlap, **options)
+            grads = torch.autograd.grad(y, (x, weight), draw(y.shape, torch.float32, 8 + group.rank).detach())
+            results.append((y, *grads, torch.tensor(new[2])))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
+
+
+def test_overlap_changes_no_number(ranks):
+    ranks(3, check_overlap)
+
+
+def block(x, weight, bias, sizes, group):
+    """A band of an image in, a band out, through everything here."""
+    x = wrap(x, spec_of(group, (1, 4, sum(sizes), 6), [Shard(2)], {0: sizes}))
+    x = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight, bias)
+    x = F.interpolate(F.max_pool2d(x, 2), scale_factor=2, mode="bilinear")
+    x = F.conv_transpose2d(F.interpolate(x, size=(7, 5)), weight, stride=2)
+    return local(F.avg_pool2d(x, 3, 2, padding=1))
+
+
+def check_compiled(sizes):
+    mesh = as_mesh(domain_mesh())
+    x = draw((1, 4, sizes[dist.get_rank()], 6), torch.float32, dist.get_rank())
+    weight, bias = draw((4, 4, 3, 3), torch.float32, 1), draw((4,), torch.float32, 2)
+    found = []
+    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        y = function(x, weight, bias, sizes, mesh)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, bias))))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+
+
+def test_all_of_it_compiles_without_a_graph_break(ranks):
+    ranks(2, check_compiled, (5, 4))
+
+
+def check_autocast():
+    x = split(draw((1, 4, 8, 4), torch.float32, 0), X((), (2,), {0: (4, 4)}), domain_mesh())
+    with torch.autocast("cpu", torch.bfloat16), CollectiveCounter() as counted:
+        y = F.conv2d(x, draw((4, 4, 3, 3), torch.float32, 1), padding=1)
+    assert y.dtype == torch.bfloat16 and counted.bytes["send"] == 2 * 4 * 4
+
+
+def test_rows_travel_in_the_dtype_of_autocast(ranks):
+    ranks(2, check_autocast)
+
+
+def check_refusals():
+    mesh = domain_mesh()
+    image = split(torch.randn(2, 4, 8, 6), X((), (2,), {0: (4, 4)}), mesh)
+    channels = split(torch.randn(2, 4, 8, 6), X((), (1,)), mesh)
+    weight = torch.randn(4, 4, 3, 3)
+    for refused, why in (
+        (lambda: F.max_pool2d(image, 2, return_indices=True), "return_indices"),
+        (lambda: F.adaptive_max_pool2d(image, 2, return_indices=True), "return_indices"),
+        (lambda: F.interpolate(image, scale_factor=2, mode="bicubic"), "mode 'bicubic'"),
+        (lambda: F.interpolate(image, scale_factor=2, mode="bilinear", antialias=True), "with antialias"),
+        (lambda: F.conv2d(channels, weight), "channels are split"),
+        (lambda: F.conv2d(image, image), "the weights of a layer are plain tensors"),
+    ):
+        with pytest.raises(NotImplementedError, match=why) as error:
+            refused()
+        assert "no rule for" in str(error.value) and "full_tensor()" in str(error.value)
+    for wrong, why in (
+        (lambda: F.conv2d(image, torch.randn(4, 4, 9, 9)), "a window of 9 rows on 8"),
+        (lambda: F.conv2d(image, weight, stride=2, padding="same"), "padding='same'"),
+        (lambda: F.max_pool2d(image, 9), "a window of 9 rows on 8"),
+        (lambda: F.max_pool2d(image, 2, padding=2), "padding 2 is more than half"),
+        (lambda: F.pad(image, (0, 0, 8, 0), mode="reflect"), "pad: reflect of 8 rows by 8 before"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            wrong()
+
+
+def test_what_is_not_supported_is_refused(ranks):
+    ranks(2, check_refusals)
+
+
+@st.composite
+def drawn_cases(draw_):
+    """A case of any operation with any parameters that the plain operation takes."""
+    number = lambda low, high: draw_(st.integers(low, high))  # noqa: E731
+    count, world = number(1, 2), 3
+    sizes = tuple(number(0, 7) for _ in range(world))
+    shape = (number(1, 2), 2, sum(sizes), *[number(1, 6)] * (count - 1))
+    kinds = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool", "interpolate"
+    kind = draw_(st.sampled_from(kinds))
+    kernel, weights, keywords = number(1, 5), (), {"name": f"{kind}{count}d"}
+    if "conv" in kind or kind in ("max_pool", "avg_pool"):
+        keywords |= {"stride": number(1, 5), "padding": number(0, kernel // 2 if "pool" in kind else 4)}
+    if kind in ("conv", "conv_transpose", "max_pool"):
+        keywords["dilation"] = number(1, 3)
+    if "conv" in kind:
+        weights = ((2, 2, *[kernel] * count), (2,))
+    if kind == "conv_transpose":
+        keywords["output_padding"] = number(0, max(keywords["stride"], keywords["dilation"]) - 1)
+    if kind in ("max_pool", "avg_pool"):
+        keywords |= {"kernel_size": kernel, "ceil_mode": draw_(st.booleans())}
+    if kind == "avg_pool":
+        keywords["count_include_pad"] = draw_(st.booleans())
+    if kind == "adaptive_max_pool":
+        keywords["output_size"] = number(1, 12)
+    if kind == "interpolate":
+        mode = draw_(st.sampled_from(["nearest", "nearest-exact", ("linear", "bilinear")[count - 1]]))
+        keywords = {"name": kind, "mode": mode, "size": [number(1, 20) for _ in range(count)]}
+        if "linear" in mode:
+            keywords["align_corners"] = draw_(st.booleans())
+    return Case(operation, (X(shape, (2,), {0: sizes}),), weights, (), keywords=keywords)
+
+
+def allowed(case):
+    """Whether the plain operation takes the case."""
+    try:
+        y = operation(*(torch.randn(shape) for shape in (case.inputs[0].shape, *case.weights)), **case.keywords)
+        return y.numel() > 0 and bool(y.isfinite().all())  # a window of dilated max pooling may see nothing
+    except (RuntimeError, ValueError):
+        return False
+
+
+def test_any_operation_with_any_parameters_on_any_shards(ranks):
+    found = []
+
+    @settings(max_examples=200, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(drawn_cases().filter(allowed))
+    def collect(case):
+        found.append(case)
+
+    collect()
+    ranks(3, check_all, found)

@@ -1,0 +1,49 @@
+"""Rung 4 of the ladder: one image over several devices, by domain parallelism, beside data and tensor parallelism.
+
+    torchrun --nproc_per_node 2 train_shard.py --config=shard_quick --domain_parallel 2
+    torchrun --nproc_per_node 4 train_shard.py --config=shard_quick --domain_parallel 2x2 --data_parallel fsdp
+
+Every rank reads, embeds and predicts its band of latitude or its tile alone. The ranks that are left are data parallel,
+with any strategy of rung 2. Exit status: as train.py.
+"""
+
+import torch
+
+from distributed.data_parallel import data_parallel
+from distributed.domain_parallel import split_images
+from utils import comm
+from utils.compute import apply_compute_options
+from utils.config import load_config
+from utils.data_loader import build_loaders
+from utils.errors import reported_as_usage_error
+from utils.launch import read_launch
+from utils.model import build_model, initial_weights
+from utils.optim import build_optimizer
+from utils.profiling import restart_under_nsys
+from utils.trainer import train
+
+SPLITS = ("tensor_parallel", "domain_parallel")
+
+
+def main(argv=None):
+    launch = read_launch()
+    config = load_config(argv, __doc__, launch.world_size, "config/shard.yaml", SPLITS)
+    layout = config.layout(launch.world_size, launch.ranks_per_node)
+    restart_under_nsys()
+    device = comm.init(config.device, config.comm_timeout)
+    comm.build_mesh(device, layout)
+
+    model = build_model(config)  # names and shapes; memory comes when it is known who holds what
+    with reported_as_usage_error(ValueError, config.config):
+        split = split_images(model, config)
+    apply_compute_options(config, device, model)
+    loaders = comm.agree(lambda: build_loaders(config, device))
+    parallel = data_parallel(model, config, device, initial_weights(config), split)
+    optimizer = build_optimizer(config, model, device)
+    torch.manual_seed(config.seed + comm.dropout_stream())
+
+    return train(config, device, parallel, optimizer, loaders)
+
+
+if __name__ == "__main__":
+    comm.run_ranks(main)

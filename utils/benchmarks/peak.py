@@ -1,0 +1,61 @@
+"""The most memory that tensors hold at once, on devices whose allocator does not tell."""
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
+
+
+class PeakMemory(TorchDispatchMode):
+    """Context: `peak` is the most bytes of distinct storages alive after any operation inside.
+
+    tensors: those that are there before. limit: bytes above which a MemoryError is raised. What an operation holds
+    while it runs is not seen.
+    """
+
+    def __init__(self, tensors=(), limit=None):
+        super().__init__()
+        self.limit, self.peak, self.storages = limit, 0, {}
+        self.note(tensors)
+
+    @classmethod
+    def is_infra_mode(cls):
+        return True  # torch.compile does not run under other modes
+
+    def note(self, tensors):
+        new = False
+        for tensor in _plain(tensors):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.storages:
+                key, new = storage._cdata, True
+                self.storages[key] = weakref.ref(storage, lambda _, key=key: self.storages.pop(key, None))
+        if new:  # fully_shard empties storages that stay: sizes are read, not remembered
+            now = sum(storage.nbytes() for ref in list(self.storages.values()) if (storage := ref()) is not None)
+            self.peak = max(self.peak, now)
+            if self.limit is not None and now > self.limit:
+                raise MemoryError(f"{now} bytes of tensors: the limit is {self.limit:.0f}")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
+            result = func(*args, **(kwargs or {}))
+            self.note(tree_leaves((args, kwargs, result)))
+        return result
+
+
+def _plain(values):
+    """The tensors among some values; of a DTensor, and whatever else wraps tensors, those inside."""
+    for value in values:
+        if is_traceable_wrapper_subclass(value):
+            yield from _plain([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def is_out_of_memory(error):
+    """Whether an exception says that memory has run out, on whatever device."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    )
