@@ -4,7 +4,7 @@
     python benchmark.py data --config=short       data loaders alone
     python benchmark.py dp --config=quick         the strategies of rung 2: speed, memory, messages of every rank
     python benchmark.py mp --config=mp_quick      the layouts of rung 3 x model sizes: the same of a split model
-    python benchmark.py domain --config=shard_quick   rung 4: image sizes x layouts of one image over several devices
+    python benchmark.py domain --sizes 32 96 32   rung 4: image sizes x layouts of devices that share an image
 
 Every other option is a key of the config, as in train.py: --local_batch_size 4, --device cpu, ...
 """

@@ -70,6 +70,7 @@ def ring_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sizes, group, mask):
+        q = _dense(q)
         kernel = _kernel(q, mask)
         ctx.sizes, ctx.group, ctx.mask = sizes, group, mask
         kv = torch.stack((k, v))  # (2, B, heads, n, d)
@@ -89,7 +90,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         """The blocks go round again; a block's gradient follows it, gathers every rank's part and ends at its owner."""
         (q, k, v, out, lse), sizes, group, mask = ctx.saved_tensors, ctx.sizes, ctx.group, ctx.mask
-        kernel = _kernel(q, mask)
+        kernel, grad = _kernel(q, mask), _dense(grad)
         wide = torch.promote_types(q.dtype, torch.float32)
         kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
         own = arrive_grad = None
@@ -118,6 +119,11 @@ class _Ring(torch.autograd.Function):
 def _block_shape(block, sizes, group, step):
     """Shape of the block that a rank holds at a step of the ring: its own at first, then the previous ranks'."""
     return (*block.shape[:3], sizes[(group.rank - step) % group.size], block.shape[4])
+
+
+def _dense(x):
+    """The fused kernels take features that lie next to each other; from others they compute nonsense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _columns(mask, sizes, group, step):

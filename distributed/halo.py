@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from distributed.collectives import all_to_all
@@ -36,8 +37,9 @@ def halo_exchange(x, dim, sizes, group, before, after, periodic=False, fill=0, m
     each rank. before, after: rows needed from the previous and the next shard (may exceed a neighbour's size: then it
     reaches further). periodic: the first and the last rank are neighbours (longitude); otherwise the rows outside are
     `fill`, or are left out where fill is None.
-    Returns the extended shard, (..., before + n_local + after, ...). Differentiable: backward adds each halo's gradient
-    to its owner. Raises ValueError where the halo is negative or longer than the whole dimension.
+    Returns the extended shard, (..., before + n_local + after, ...); x itself where there is no halo. Differentiable:
+    backward adds each halo's gradient to its owner. Raises ValueError where the halo is negative or longer than the
+    whole dimension.
     """
     length = sum(sizes)
     if not (0 <= before <= length and 0 <= after <= length):
@@ -57,7 +59,8 @@ class Fetch:
     x: local shard, (..., sizes[rank], ...). intervals: [(first, last)] of all ranks, in rows of the whole.
     periodic, fill, method: as of halo_exchange.
     own: x, to compute with before rows() is called, which has to follow.
-    traffic: whether any rank needs rows of another; the same on every rank.
+    traffic: whether any rank needs rows of another; the same on every rank. joined: whether rows() makes a new tensor,
+    which it does not where there is no traffic and the interval lies in x.
     Raises ValueError where sizes, intervals and x do not fit together, or for an unknown method.
     """
 
@@ -75,7 +78,8 @@ class Fetch:
             tuple(sizes), tuple(intervals), group.rank, periodic, fill is None
         )
         self.own, self.dim, self.plan, self.fill, self.arrived = x, dim % x.ndim, plan, fill, None
-        self.traffic = plan.traffic
+        self.traffic, self.joined = plan.traffic, plan.traffic or [p[0] for p in plan.pieces] != [group.rank]
+        self.format = _memory_format(x)
         if self.traffic:
             self._start(group, method)
 
@@ -97,7 +101,8 @@ class Fetch:
         for i, (owner, start, n) in enumerate(self.plan.pieces):
             low, high = max(first, place) - place, min(last, place + n) - place
             if low < high and owner is None:
-                parts.append(self.own.new_full(_with_rows(self.own, self.dim, high - low), self.fill))
+                outside = self.own.new_full(_with_rows(self.own, self.dim, high - low), self.fill)
+                parts.append(outside.contiguous(memory_format=self.format))
             elif low < high:
                 source, start = (self.arrived[i], 0) if i in self.arrived else (self.own, start)
                 parts.append(source.narrow(self.dim, start + low, high - low))
@@ -106,7 +111,7 @@ class Fetch:
             parts.append(self.arrived[None])
         elif all(owner is None for owner, _, _ in self.plan.pieces):
             parts.append(self.own.narrow(self.dim, 0, 0))  # for autograd: the rows belong to x
-        return torch.cat(parts, self.dim) if len(parts) != 1 else parts[0]
+        return torch.cat(parts, self.dim) if self.joined else parts[0]
 
     def _arrive(self):
         """{piece of the interval: its rows} for those of other ranks.
@@ -116,7 +121,7 @@ class Fetch:
         """
         pieces = [piece for pieces in self.plan.received for piece in pieces] or [(None, 0, 0)]
         blocks = _unpacked(self.finish(), self.own, self.dim, pieces)
-        return {i: block for (i, _, _), block in zip(pieces, blocks, strict=True)}
+        return {i: block.contiguous(memory_format=self.format) for (i, _, _), block in zip(pieces, blocks, strict=True)}
 
 
 class _Plan(NamedTuple):
@@ -170,6 +175,7 @@ class _Start(torch.autograd.Function):
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient, token):
         gradient, pieces = gradient.clone(), [piece for pieces in ctx.pieces for piece in pieces]
         blocks = _unpacked(_wait(ctx.travelling.pop()), gradient, ctx.dim, pieces)
@@ -187,6 +193,7 @@ class _Finish(torch.autograd.Function):
         return _wait(travelling.pop())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         ctx.travelling.append(_post(gradient.contiguous(), *ctx.args))
         return gradient.new_empty(0), None, None, None, None
@@ -219,6 +226,13 @@ def _connected(process_group, like):
         dist.all_reduce(like.new_zeros(1), group=process_group)
         _ready.add(process_group)
     return process_group
+
+
+def _memory_format(x):
+    """That of x, which torch.cat keeps if all pieces have it."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    found = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    return last if found else torch.contiguous_format
 
 
 def _with_rows(x, dim, rows):

@@ -30,10 +30,21 @@ def redistribute(local, spec, placements, sizes=None):
     if len(placements) != len(spec.mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
     placements = [Shard(p.dim % len(spec.dims)) if p.is_shard() else p for p in placements]
-    order = range(len(placements))
-    for m in sorted(order, key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard()):  # gather first
+    pending = range(len(placements))  # what is gathered comes first
+    pending = sorted(pending, key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard())
+    while pending:
+        m = next((m for m in pending if _is_free(spec, placements[m], m)), pending[0])
+        if not _is_free(spec, placements[m], m) and spec.placements[m].is_shard():  # two change places
+            local, spec = _gather(local, spec, m)
+            continue
+        pending.remove(m)
         local, spec = _change(local, spec, m, placements[m], sizes.get(m))
     return local, spec
+
+
+def _is_free(spec, target, m):
+    """Whether no other mesh dimension splits the dimension that mesh dimension m is to split."""
+    return not target.is_shard() or all(axis.mesh_dim in (None, m) for axis in spec.dims[target.dim])
 
 
 def _change(local, spec, m, target, sizes):

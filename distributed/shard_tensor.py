@@ -36,7 +36,10 @@ class ShardTensor(torch.Tensor):
         rule = RULES.get(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
-        return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+        if func is torch.Tensor.backward:  # runs hooks and recomputation, which compute with ShardTensors
+            return rule(func, *args, **(kwargs or {}))
+        with LocalTensors():
+            return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
 
     @classmethod
     def from_local(cls, local, mesh, placements, sizes=None):
@@ -56,7 +59,10 @@ class ShardTensor(torch.Tensor):
                     dist.all_gather_object(every, local.shape[dim], group=mesh.device_mesh.get_group(m))
                     found[m] = tuple(every)
                 shape[dim] = sum(found[m])
-        return wrap(local, spec_of(mesh, shape, placements, found))
+        spec = spec_of(mesh, shape, placements, found)
+        if spec.local_shape != local.shape:
+            raise ValueError(f"a local tensor of {tuple(local.shape)} is not this rank's part of {spec}")
+        return wrap(local, spec)
 
     @classmethod
     def from_dtensor(cls, tensor):
@@ -100,7 +106,11 @@ class ShardTensor(torch.Tensor):
 
 
 def rule(*functions):
-    """Decorator: what it decorates computes these torch functions, called as rule(function, *args, **kwargs)."""
+    """Decorator: what it decorates computes these torch functions, called as rule(function, *args, **kwargs).
+
+    In a rule ShardTensors count as their local parts, eager as under torch.compile, which knows no other way: x.spec
+    has the global shape, and dispatch(function, *args) goes by another rule.
+    """
 
     def register(implementation):
         for function in functions:
@@ -116,9 +126,19 @@ def _method(implementation, function):
     """The rule as a method: torch.compile does not find those methods of torch.Tensor that are written in Python."""
 
     def method(self, *args, **kwargs):
-        return implementation(function, self, *args, **kwargs)
+        return dispatch(function, self, *args, **kwargs)
 
     return method
+
+
+def dispatch(func, *args, **kwargs):
+    """A torch function by its rule, for use in rules."""
+    return ShardTensor.__torch_function__(func, (), args, kwargs)
+
+
+def global_shape(x):
+    """The shape of a ShardTensor or of a plain tensor, for use in rules."""
+    return x.spec.shape if isinstance(x, ShardTensor) else x.shape
 
 
 def named(*names):

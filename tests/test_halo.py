@@ -172,6 +172,20 @@ def test_nothing_is_sent_where_nothing_is_asked_for(ranks, method):
     assert ranks(3, count_traffic, (4, 5, 0), 0, 0, method) == [[{}] * 4] * 3
 
 
+def check_format_and_second_derivative():
+    group, sizes = world(), (3, 4)
+    x = random(2, 4, sizes[group.rank], 5).to(memory_format=torch.channels_last).requires_grad_()
+    y = halo_exchange(x, 2, sizes, group, 1, 1)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_the_memory_format_is_kept_and_a_second_derivative_refused(ranks):
+    ranks(2, check_format_and_second_derivative)
+
+
 def overlapped():
     """The order of events: the exchange begins before the computation and ends after it, in backward as well."""
     group, events = world(), []

@@ -309,10 +309,32 @@ def test_rows_travel_in_the_dtype_of_autocast(ranks):
     ranks(2, check_autocast)
 
 
+def check_results_are_new():
+    """Also where a rank's part of the result is what it had: its input stays when the result changes in place."""
+    sizes = (4, 4, 4)
+    for keywords in (
+        {"name": "pad", "pad": (0, 0, 1, 1)},
+        {"name": "pad", "pad": (0, 0, 1, 1), "mode": "reflect"},
+        {"name": "pad", "pad": (0, 0, 1, 1), "mode": "replicate"},
+        {"name": "interpolate", "size": (12, 3)},
+        {"name": "interpolate", "size": (12, 3), "mode": "bilinear"},
+        {"name": "adaptive_avg_pool2d", "output_size": (12, 3)},
+        {"name": "avg_pool2d", "kernel_size": 1},
+    ):
+        x = split(torch.zeros(1, 2, 12, 3), X((), (2,), {0: sizes}), domain_mesh())
+        local(operation(x, **keywords)).add_(1)
+        assert not local(x).any(), keywords
+
+
+def test_results_share_no_memory_with_the_input(ranks):
+    ranks(3, check_results_are_new)
+
+
 def check_refusals():
     mesh = domain_mesh()
     image = split(torch.randn(2, 4, 8, 6), X((), (2,), {0: (4, 4)}), mesh)
     channels = split(torch.randn(2, 4, 8, 6), X((), (1,)), mesh)
+    tokens = split(torch.randn(2, 4, 8, 6), X((), (3,)), mesh).flatten(2)  # each rank has a piece of every row
     weight = torch.randn(4, 4, 3, 3)
     for refused, why in (
         (lambda: F.max_pool2d(image, 2, return_indices=True), "return_indices"),
@@ -320,6 +342,8 @@ def check_refusals():
         (lambda: F.interpolate(image, scale_factor=2, mode="bicubic"), "mode 'bicubic'"),
         (lambda: F.interpolate(image, scale_factor=2, mode="bilinear", antialias=True), "with antialias"),
         (lambda: F.conv2d(channels, weight), "channels are split"),
+        (lambda: F.conv1d(tokens, weight[0]), r"product of axes \[8, 6\]"),
+        (lambda: F.pad(tokens, (1, 1)), r"product of axes \[8, 6\]"),
         (lambda: F.conv2d(image, image), "the weights of a layer are plain tensors"),
     ):
         with pytest.raises(NotImplementedError, match=why) as error:

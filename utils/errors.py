@@ -41,7 +41,7 @@ def run_main(main):
 
     A process that dies of SIGBUS or SIGSEGV prints its stacks first.
     """
-    faulthandler.enable()
+    faulthandler.enable(sys.__stderr__)
     try:
         status = main()
     except (UsageError, NonFiniteLossError) as error:

@@ -9,6 +9,7 @@ from distributed.rules import (  # noqa: F401
     joining,
     linear,
     losses,
+    neighborhood,
     normalization,
     reductions,
     softmax,

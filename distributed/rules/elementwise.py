@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from distributed.collectives import copy_to_region
+from distributed.collectives import copy_to_region, reduce_from_region
 from distributed.shard_tensor import (
     LocalTensors,
     ShardTensor,
+    dispatch,
     local,
     named,
     no_rule,
@@ -48,6 +49,9 @@ IN_PLACE = {
     or (f.__name__.startswith("__i") and f.__name__ != "__invert__")
 }  # fmt: skip
 CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
+DROPOUT = set(named("dropout"))
+SHARED_RANDOM = DROPOUT | set(named("rand_like", "randn_like"))
+RANDOM = SHARED_RANDOM | set(named("dropout_", "alpha_dropout", "bernoulli", "normal_", "uniform_"))
 # f(a + b) = f(a) + f(b): these keep a partial tensor partial.
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
@@ -66,11 +70,32 @@ def elementwise(func, *args, **kwargs):
         elif isinstance(x, Tensor):
             break
     else:
-        if spec is not None and not kwargs and (not spec.partial or func in LINEAR or scales(func, args)):
-            with LocalTensors():  # the common case: all operands are split in the same way
-                out = func(*args)
-            return wrap(out, spec) if out is not args[0] else out
+        if spec is not None and plain_numbers(kwargs):
+            if func in RANDOM and (spec.partial or spec.copies > 1):
+                return alike_on_copies(func, reduced(args[0]), *args[1:], **kwargs)
+            if not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))):
+                with LocalTensors():  # the common case: all operands are split in the same way
+                    out = func(*args, **kwargs)
+                return wrap(out, spec) if out is not args[0] else out
     return broadcast(func, args, kwargs)
+
+
+def plain_numbers(kwargs):
+    return not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items())
+
+
+def alike_on_copies(func, x, *args, **kwargs):
+    """Random numbers for a tensor of which several ranks hold a copy: those of the first of them, on all."""
+    if func not in SHARED_RANDOM:
+        raise no_rule(func, (x,), {}, "random numbers for a tensor of which several ranks hold a copy")
+    with LocalTensors():
+        ones = torch.ones_like(x)
+        drawn = func(ones, *args, **kwargs)
+    for placement, group in zip(x.spec.placements, x.spec.mesh.groups, strict=True):
+        if placement.is_replicate():
+            drawn = reduce_from_region(drawn if group.rank == 0 else torch.zeros_like(drawn), group)
+    drawn = wrap(drawn, x.spec)
+    return dispatch(torch.mul, x, drawn) if func in DROPOUT else drawn
 
 
 def scales(func, args):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distributed.collectives import gather_from_region
 from distributed.rules.reductions import dims_of, gathered, kept, numpy_names, reduce_by, sharers
-from distributed.shard_tensor import local, named, reduced, rule, wrap
+from distributed.shard_tensor import dispatch, local, named, reduced, rule, wrap
 from distributed.sharding import part_of
 
 
@@ -64,9 +64,9 @@ def max_or_min(func, input, dim=None, keepdim=False, *, other=None):
     largest = func.__name__ == "max"
     other = dim if isinstance(dim, Tensor) else other
     if other is not None:
-        return torch.maximum(input, other) if largest else torch.minimum(input, other)
+        return dispatch(torch.maximum if largest else torch.minimum, input, other)
     if dim is None:
-        return torch.amax(input) if largest else torch.amin(input)
+        return dispatch(torch.amax if largest else torch.amin, input)
     return along(input, dim, keepdim, largest)
 
 
@@ -75,8 +75,8 @@ def max_or_min(func, input, dim=None, keepdim=False, *, other=None):
 def arg(func, input, dim=None, keepdim=False):
     largest = func.__name__ == "argmax"
     if dim is not None:
-        return along(input.detach(), dim, keepdim, largest).indices
-    x = reduced(input.detach())
+        return along(dispatch(torch.detach, input), dim, keepdim, largest).indices
+    x = reduced(dispatch(torch.detach, input))
     spec, part = x.spec, local(x)
     dims = dims_of(spec, None)
     if sharers(spec, dims) is None:

@@ -5,7 +5,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.rules.elementwise import fitted
-from distributed.shard_tensor import LocalTensors, ShardTensor, local, named, no_rule, reduced, rule, shared, wrap
+from distributed.shard_tensor import (
+    LocalTensors,
+    ShardTensor,
+    dispatch,
+    global_shape,
+    local,
+    named,
+    no_rule,
+    reduced,
+    rule,
+    shared,
+    wrap,
+)
 from distributed.sharding import Axis, whole
 
 
@@ -19,7 +31,7 @@ def getitem(func, x, index):
         return _rows_of_plain(func, x, index)
     spec, own = _located(func, x, index)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # sums are for numbers
-        return x.to(torch.uint8)[index].bool()
+        return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
     if own is None:
         return wrap(_Zeros.apply(local(x), spec.local_shape), spec)
     with LocalTensors():
@@ -154,8 +166,8 @@ def setitem(func, x, index, value):
         raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
     if isinstance(value, Tensor):
         value = reduced(value) if isinstance(value, ShardTensor) else value
-        while value.dim() > len(spec.dims) and value.shape[0] == 1:
-            value = value[0]
+        while value.dim() > len(spec.dims) and global_shape(value)[0] == 1:
+            value = select(func, value, 0, 0) if isinstance(value, ShardTensor) else value[0]
         value = fitted(value, spec)
     with LocalTensors():
         x[own] = value
@@ -246,9 +258,9 @@ def gather(func, input, dim, index=None, *, sparse_grad=False, **kwargs):
     if dim is None or not isinstance(input, ShardTensor) or input.spec.is_split(dim):
         raise no_rule(func, (input, index), {}, "of a plain tensor, or along a split dimension")
     dim, x = dim % len(input.spec.dims), reduced(input)
-    if any(d != dim and size != x.spec.shape[d] for d, size in enumerate(index.shape)):
+    if any(d != dim and size != x.spec.shape[d] for d, size in enumerate(global_shape(index))):
         raise no_rule(func, (input, index), {}, "the indices must have the tensor's size in all other dimensions")
-    out = x.spec.with_dims([whole(index.shape[d]) if d == dim else axes for d, axes in enumerate(x.spec.dims)])
+    out = x.spec.with_dims([whole(global_shape(index)[d]) if d == dim else axes for d, axes in enumerate(x.spec.dims)])
     index = fitted(reduced(index) if isinstance(index, ShardTensor) else index, out)
     return wrap(local(x).gather(dim, index.expand(out.local_shape)), out)
 
@@ -268,7 +280,7 @@ def embedding(
 @rule(F.one_hot)
 def one_hot(func, tensor, num_classes=-1):
     if num_classes == -1:
-        num_classes = int(tensor.max()) + 1
+        num_classes = int(local(dispatch(torch.amax, tensor))) + 1
     tensor = reduced(tensor)
     spec = tensor.spec.with_dims((*tensor.spec.dims, whole(num_classes)))
     return wrap(F.one_hot(local(tensor), num_classes), spec)

@@ -6,7 +6,18 @@ from distributed.collectives import all_to_all
 from distributed.redistribute import redistribute
 from distributed.rules.elementwise import common_spec, fitted
 from distributed.rules.reductions import numpy_names
-from distributed.shard_tensor import LocalTensors, ShardTensor, local, named, no_rule, reduced, rule, wrap
+from distributed.shard_tensor import (
+    LocalTensors,
+    ShardTensor,
+    dispatch,
+    global_shape,
+    local,
+    named,
+    no_rule,
+    reduced,
+    rule,
+    wrap,
+)
 from distributed.sharding import Axis, merged, shard_sizes, whole
 
 
@@ -22,8 +33,9 @@ def alike(tensors):
 @numpy_names
 def stack(func, tensors, dim=0):
     tensors = alike(tensors)
-    if any(x.shape != tensors[0].shape for x in tensors):
-        raise RuntimeError(f"stack expects each tensor to be equal size, not {[tuple(x.shape) for x in tensors]}")
+    shapes = [tuple(global_shape(x)) for x in tensors]
+    if any(shape != shapes[0] for shape in shapes):
+        raise RuntimeError(f"stack expects each tensor to be equal size, not {shapes}")
     spec = common_spec(tensors)
     dim = dim % (len(spec.dims) + 1)
     parts = [fitted(x, spec) for x in tensors]
@@ -34,21 +46,22 @@ def stack(func, tensors, dim=0):
 @numpy_names
 def cat(func, tensors, dim=0):
     """Along a split dimension the result is in global order: rows move to where they belong."""
-    tensors = [x for x in alike(tensors) if tuple(x.shape) != (0,)]  # as torch, which has kept this for long
+    tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # as torch, which has kept this for long
     count = tensors[0].dim()
     if not -count <= dim < count:
         raise IndexError(f"Dimension out of range: {dim} of tensors of {count} dimensions")
     dim = dim % count
-    rest = [x.shape[:dim] + x.shape[dim + 1 :] for x in tensors]
+    shapes = [tuple(global_shape(x)) for x in tensors]
+    rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
     if any(shape != rest[0] for shape in rest):
-        raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {[tuple(x.shape) for x in tensors]}")
+        raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
     cut = [x for x in parts if x.spec.is_split(dim)]
     base = _others(parts, dim, (cut or parts)[0].spec)
     if not cut:
-        specs = [_with(base, dim, whole(x.shape[dim])) for x in tensors]
+        specs = [_with(base, dim, whole(global_shape(x)[dim])) for x in tensors]
         out = torch.cat([_brought(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
-        return wrap(out, _with(base, dim, whole(out.shape[dim])))
+        return wrap(out, _with(base, dim, whole(out.size(dim))))
     if any(len(x.spec.dims[dim]) > 1 for x in cut):
         raise no_rule(func, tensors, {}, f"dimension {dim} is not in one piece")
     mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
@@ -79,14 +92,15 @@ def _brought(x, spec):
 
 def _new_sizes(tensors, dim, mesh_dim, base):
     """Sizes of the ranks' pieces: a large split tensor stays where it is, what is beside it goes to the outer ranks."""
-    size, group = sum(x.shape[dim] for x in tensors), base.mesh.groups[mesh_dim]
-    largest = max(range(len(tensors)), key=lambda i: _is_cut(tensors[i], dim, mesh_dim) * (1 + tensors[i].shape[dim]))
-    kept = tensors[largest].shape[dim]
+    size, group = sum(global_shape(x)[dim] for x in tensors), base.mesh.groups[mesh_dim]
+    lengths = [global_shape(x)[dim] + 1 if _is_cut(x, dim, mesh_dim) else 0 for x in tensors]
+    largest = lengths.index(max(lengths))
+    kept = global_shape(tensors[largest])[dim]
     if (size - kept) * group.size > kept:
         return shard_sizes(size, group.size)
     sizes = list(tensors[largest].spec.dims[dim][0].sizes)
-    sizes[0] += sum(x.shape[dim] for x in tensors[:largest])
-    sizes[-1] += sum(x.shape[dim] for x in tensors[largest + 1 :])
+    sizes[0] += sum(global_shape(x)[dim] for x in tensors[:largest])
+    sizes[-1] += sum(global_shape(x)[dim] for x in tensors[largest + 1 :])
     return tuple(sizes)
 
 
@@ -101,9 +115,9 @@ def joined(tensors, dim, mesh_dim, sizes, base):
         pieces, end = [], 0
         for size in sizes:  # what each rank's piece of the result has of x
             begin, end = end, end + size
-            pieces.append(max(0, min(end, start + x.shape[dim]) - max(begin, start)))
-        start += x.shape[dim]
-        spec = _with(base, dim, (Axis(x.shape[dim], mesh_dim, tuple(pieces)),))
+            pieces.append(max(0, min(end, start + global_shape(x)[dim]) - max(begin, start)))
+        start += global_shape(x)[dim]
+        spec = _with(base, dim, (Axis(global_shape(x)[dim], mesh_dim, tuple(pieces)),))
         if isinstance(x, ShardTensor) and x.spec.with_dims(_with(x.spec, dim, ()).dims) == _with(base, dim, ()):
             parts.append(redistribute(local(x), x.spec, spec.placements, {mesh_dim: tuple(pieces)})[0])
         else:
@@ -138,7 +152,8 @@ def flipped(func, x, dim):
 @rule(*named("roll"))
 def roll(func, input, shifts, dims=None):
     if dims is None or dims == ():
-        return roll(func, input.reshape(-1), shifts, 0).reshape(input.shape)
+        flat = dispatch(torch.flatten, input)
+        return dispatch(torch.reshape, roll(func, flat, shifts, 0), input.spec.shape)
     shifts, dims = ((v,) if isinstance(v, int) else v for v in (shifts, dims))
     for shift, dim in zip(shifts, dims, strict=True):
         input = rolled(func, input, shift, dim % len(input.spec.dims))
@@ -153,9 +168,10 @@ def rolled(func, x, shift, dim):
     if len(spec.dims[dim]) > 1:
         raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
     (axis,) = spec.dims[dim]
-    head = x.narrow(dim, 0, size - shift % size) if size else x
-    tail = x.narrow(dim, size - shift % size, shift % size) if size else x
-    return joined([tail, head], dim, axis.mesh_dim, axis.sizes, spec) if size else x
+    if not size:
+        return x
+    head, tail = dispatch(torch.split, x, [size - shift % size, shift % size], dim)
+    return joined([tail, head], dim, axis.mesh_dim, axis.sizes, spec)
 
 
 @rule(*named("repeat", "tile"))
@@ -180,7 +196,7 @@ def repeat_interleave(func, input, repeats, dim=None, *, output_size=None):
     if not isinstance(repeats, int):
         raise no_rule(func, (input,), {}, "a number of repetitions for each row")
     if dim is None:
-        input, dim = input.reshape(-1), 0
+        input, dim = dispatch(torch.flatten, input), 0
     spec, dim = input.spec, dim % len(input.spec.dims)
     with LocalTensors():
         return wrap(input.repeat_interleave(repeats, dim), _with(spec, dim, merged((*spec.dims[dim], Axis(repeats)))))

@@ -11,7 +11,19 @@ from torch.nn import functional as F
 
 from distributed.collectives import copy_to_region
 from distributed.rules.elementwise import split_alike, to_spec
-from distributed.shard_tensor import LocalTensors, ShardTensor, local, named, no_rule, reduced, rule, shared, wrap
+from distributed.shard_tensor import (
+    LocalTensors,
+    ShardTensor,
+    dispatch,
+    global_shape,
+    local,
+    named,
+    no_rule,
+    reduced,
+    rule,
+    shared,
+    wrap,
+)
 from distributed.sharding import Spec, part_of, whole
 
 
@@ -47,7 +59,7 @@ def common_sizes(operands, labels):
     """The size of each label."""
     sizes = {}
     for x, names in zip(operands, labels, strict=True):
-        for name, size in zip(names, x.shape, strict=True):
+        for name, size in zip(names, global_shape(x), strict=True):
             before = sizes.get(name, 1)
             if 1 not in (before, size) and before != size:
                 raise RuntimeError(f"sizes {before} and {size} of one dimension of a product differ")
@@ -57,7 +69,8 @@ def common_sizes(operands, labels):
 
 def _operand(x, axes, out, used):
     """The local part of an operand, whose dimensions are to be split as axes say."""
-    wanted = [() if n == 1 and math.prod([b.size for b in a]) != 1 else a for n, a in zip(x.shape, axes, strict=True)]
+    grown = [n == 1 and math.prod([b.size for b in a]) != 1 for n, a in zip(global_shape(x), axes, strict=True)]
+    wanted = [() if grows else a for grows, a in zip(grown, axes, strict=True)]
     if not isinstance(x, ShardTensor):
         return part_of(shared(x, out), out.with_dims(wanted, ()))
     spec = x.spec.with_dims(wanted)
@@ -98,7 +111,7 @@ def matmul(func, input, other):
     rows, columns = input.dim() > 1, other.dim() > 1
     first = [*_batch(input), "n", "d"] if rows else ["d"]
     second = [*_batch(other), "d", "m"] if columns else ["d"]
-    ahead = max(_batch(input), _batch(other), key=len)
+    ahead = _batch(input if input.dim() > other.dim() else other)
     result = [*ahead, *["n"] * rows, *["m"] * columns]
     return contracted(torch.matmul, (input, other), (first, second), result)
 
@@ -110,9 +123,14 @@ def _batch(x):
 
 @rule(*named("addmm", "baddbmm", "addmv"))
 def add_product(func, input, first, second, *, beta=1, alpha=1):
-    product = torch.matmul(first, second)
-    product = product if alpha == 1 else product * alpha
-    return product + (input if beta == 1 else input * beta)
+    if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
+        raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
+    product = matmul(torch.matmul, first, second)
+    if alpha != 1:
+        product = dispatch(torch.mul, product, alpha)
+    if beta != 1:
+        input = dispatch(torch.mul, input, beta) if isinstance(input, ShardTensor) else input * beta
+    return dispatch(torch.add, product, input)
 
 
 @rule(*named("outer", "ger"))

@@ -4,8 +4,9 @@ import torch
 from torch.nn import functional as F
 
 from distributed.rules.elementwise import broadcast, fitted
-from distributed.rules.reductions import kept
-from distributed.shard_tensor import ShardTensor, local, no_rule, reduced, rule, shared, wrap
+from distributed.rules.reductions import kept, reduced_spec
+from distributed.shard_tensor import ShardTensor, dispatch, global_shape, local, no_rule, reduced, rule, shared, wrap
+from distributed.sharding import whole
 
 
 def averaged(loss, reduction):
@@ -13,7 +14,7 @@ def averaged(loss, reduction):
         return loss
     if reduction not in ("mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    return loss.mean() if reduction == "mean" else loss.sum()
+    return dispatch(torch.mean if reduction == "mean" else torch.sum, loss)
 
 
 def named_reduction(reduction, size_average, reduce):
@@ -28,9 +29,11 @@ def regression_loss(func, input, target, size_average=None, reduce=None, reducti
     loss = broadcast(func, (input, target), {"reduction": "none", **parameters})
     if weight is None:
         return averaged(loss, reduction)
+    loss = dispatch(torch.mul, loss, weight)
     if reduction == "mean" and func is not F.huber_loss:
-        return (loss * weight).sum() / weight.sum()
-    return averaged(loss * weight, reduction)
+        total = dispatch(torch.sum, weight) if isinstance(weight, ShardTensor) else weight.sum()
+        return dispatch(torch.div, dispatch(torch.sum, loss), total)
+    return averaged(loss, reduction)
 
 
 @rule(F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
@@ -47,12 +50,12 @@ def binary_loss(
 def kl_div(func, input, target, size_average=None, reduce=None, reduction="mean", log_target=False):
     loss = broadcast(func, (input, target), {"reduction": "none", "log_target": log_target})
     if reduction == "batchmean":
-        return loss.sum() / input.shape[0]
+        return dispatch(torch.div, averaged(loss, "sum"), global_shape(input)[0])
     return averaged(loss, named_reduction(reduction, size_average, reduce))
 
 
 def _same_shape(func, *tensors):
-    shapes = [x.shape for x in tensors if x is not None]
+    shapes = [global_shape(x) for x in tensors if x is not None]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{func.__name__}: shapes {', '.join(str(tuple(shape)) for shape in shapes)} differ")
 
@@ -73,8 +76,8 @@ def class_loss(
         raise no_rule(func, (input, target), {}, "the classes are split")
     each = kept(spec, (classes,))
     indices = target.dim() == len(each.dims)
-    if tuple(target.shape) != tuple(each.shape if indices else spec.shape):
-        raise ValueError(f"{func.__name__}: target {tuple(target.shape)} of input {tuple(spec.shape)}")
+    if tuple(global_shape(target)) != tuple(each.shape if indices else spec.shape):
+        raise ValueError(f"{func.__name__}: target {tuple(global_shape(target))} of input {tuple(spec.shape)}")
     part = fitted(target, each if indices else spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
     loss = func(
@@ -82,10 +85,11 @@ def class_loss(
     )  # fmt: skip
     if reduction != "mean" or not indices:
         total = averaged(wrap(loss, each), "none" if reduction == "none" else "sum")
-        return total if reduction != "mean" else total / max(each.shape.numel(), 1)
+        return total if reduction != "mean" else dispatch(torch.div, total, max(each.shape.numel(), 1))
     counts = (part != ignore_index).to(loss.dtype)
     if weight is not None:
         counts = weight[torch.where(part == ignore_index, 0, part)] * counts
-    sums = torch.stack([wrap(loss, each).sum(), wrap(counts, each).sum()])  # one all-reduce for both
-    total, count = sums.unbind()
-    return total / count
+    one = reduced_spec(each, range(len(each.dims)), False)
+    sums = reduced(wrap(torch.stack([loss.sum(), counts.sum()]), one.with_dims([whole(2)])))  # one all-reduce for both
+    total, count = local(sums).unbind()
+    return wrap(total / count, sums.spec.with_dims([]))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from distributed.collectives import gather_from_region, reduce_from_region
 from distributed.rules.reductions import at_least_float32, moments, numpy_names, sharers
-from distributed.shard_tensor import ShardTensor, local, named, no_rule, reduced, rule, shared, wrap
+from distributed.shard_tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, shared, wrap
 from distributed.sharding import part_of
 
 
@@ -185,10 +185,10 @@ def instance_norm(
 ):  # fmt: skip
     """(B, C, ...), each channel of each sample by itself."""
     if not use_input_stats:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is not None:
         raise no_rule(func, (input,), {}, "running statistics (track_running_stats) of instances")
-    return F.group_norm(input, input.shape[1], weight, bias, eps)
+    return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 
 @rule(F.normalize)
@@ -196,4 +196,5 @@ def instance_norm(
 def to_unit_norm(func, input, p=2.0, dim=1, eps=1e-12, out=None):
     if out is not None:
         raise no_rule(func, (input,), {}, "out= is not supported")
-    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp(min=eps)
+    size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)
+    return dispatch(torch.div, input, dispatch(torch.clamp, size, min=eps))

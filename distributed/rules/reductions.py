@@ -8,9 +8,10 @@ and every rank combines them in the same way.
 import math
 
 import torch
+from torch import Tensor
 
 from distributed.collectives import all_gather, gather_from_region
-from distributed.shard_tensor import LocalTensors, local, named, no_rule, reduced, rule, wrap
+from distributed.shard_tensor import LocalTensors, dispatch, local, named, no_rule, reduced, rule, wrap
 
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -110,7 +111,7 @@ def mean(func, input, dim=None, keepdim=False, *, dtype=None):
 
 @rule(*named("count_nonzero"))
 def count_nonzero(func, input, dim=None):
-    return (input != 0).sum(dim)
+    return dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)
 
 
 @rule(*named("any", "all"))
@@ -131,7 +132,7 @@ def prod(func, input, dim=None, keepdim=False, *, dtype=None):
             x = x.prod(d, keepdim=True)
         return x if x.is_floating_point() else x.long()
 
-    input = input if dtype is None else input.to(dtype)
+    input = input if dtype is None else dispatch(Tensor.to, input, dtype)
     return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))
 
 
@@ -146,8 +147,8 @@ def logsumexp(func, input, dim, keepdim=False):
 @numpy_names
 def vector_norm(func, x, ord=2, dim=None, keepdim=False, *, dtype=None):
     if ord in (math.inf, -math.inf):
-        x = (x if dtype is None else x.to(dtype)).abs()
-        return x.amax(dims_of(x.spec, dim), keepdim) if ord > 0 else x.amin(dims_of(x.spec, dim), keepdim)
+        x = dispatch(torch.abs, x if dtype is None else dispatch(Tensor.to, x, dtype))
+        return dispatch(torch.amax if ord > 0 else torch.amin, x, dims_of(x.spec, dim), keepdim)
     x, dims, norm = reduced(x), dims_of(x.spec, dim), torch.linalg.vector_norm
     if ord == 0:  # how many are not 0
         return wrap(norm(local(x), 0, dims, keepdim, dtype=dtype), reduced_spec(x.spec, dims, keepdim))
@@ -170,7 +171,7 @@ def norm(func, input, p=None, dim=None, keepdim=False, dtype=None, out=None, *, 
         order = 2
     if isinstance(order, str):
         raise no_rule(func, (input,), {}, f"a norm of matrices, {order}")
-    return torch.linalg.vector_norm(input, 2 if order is None else order, dim, keepdim, dtype=dtype)
+    return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
 
 
 def moments(x, dims, shared_by):
@@ -232,7 +233,7 @@ def var(func, input, dim=None, unbiased=None, keepdim=False, *, correction=1):
 @numpy_names
 def cumsum(func, input, dim, *, dtype=None):
     """Along a split dimension each rank adds what the ranks before it sum up to."""
-    input = reduced(input if dtype is None else input.to(dtype))
+    input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
     spec, part = input.spec, local(input)
     (dim,) = dims_of(spec, dim)
     out = part.cumsum(dim)

@@ -27,6 +27,7 @@ def interpolate(
     """F.interpolate by nearest, nearest-exact, linear, bilinear or trilinear: x (B, C, ...)."""
     count, dtype, new = x.ndim - 2, x.dtype, {}
     lengths, scales = wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor)
+    resampled = False
     for dim in sorted(splits):
         (sizes, group), i = splits[dim], dim - 2
         rows, length, scale = sum(sizes), lengths[i], scales[i]
@@ -49,15 +50,15 @@ def interpolate(
         if first == last:
             continue
         if source is None:
-            x = linear(x, dim, first, last, step, intervals[group.rank], align_corners)
+            x, resampled = linear(x, dim, first, last, step, intervals[group.rank], align_corners), True
         else:
             mine = tuple(row - intervals[group.rank][0] for row in source[first:last])
             if mine != nearest_rows(mode, x.shape[dim], last - first, None):
-                x = x.index_select(dim, torch.tensor(mine, device=x.device))
+                x, resampled = x.index_select(dim, torch.tensor(mine, device=x.device)), True
     shape = (*x.shape[:2], *lengths)
     if is_empty(shape, new):
         return no_outputs(x.to(dtype), shape), new
-    if x.shape != shape or scales != [None] * count:
+    if not resampled or x.shape != shape or scales != [None] * count:
         if mode in NEAREST:
             x = NEAREST[mode][count - 1](x, lengths, *scales)
         else:
@@ -138,7 +139,8 @@ def pad(x, splits, padding, mode="constant", value=None):
         if mode in ("reflect", "replicate"):
             x = mirrored(x, dim, sizes, group, intervals, mode)
         else:
-            x = Fetch(x, dim, sizes, intervals, group, mode == "circular", value or 0).rows()
+            coming = Fetch(x, dim, sizes, intervals, group, mode == "circular", value or 0)
+            x = coming.rows() if coming.joined else coming.rows().clone()
     mode = mode if x.numel() else "constant"  # the others want no empty tensors
     return (F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x), new
 
@@ -153,7 +155,8 @@ def mirrored(x, dim, sizes, group, intervals, mode):
 
     rows = [[inner(row) for row in range(*interval)] for interval in intervals]
     read = [(min(r), max(r) + 1) if r else (0, 0) for r in rows]
-    x, (start, end) = Fetch(x, dim, sizes, read, group).rows(), read[group.rank]
-    if read[group.rank] == tuple(intervals[group.rank]) or start == end:
-        return x
-    return x.index_select(dim, torch.tensor([row - start for row in rows[group.rank]], device=x.device))
+    coming, start = Fetch(x, dim, sizes, read, group), read[group.rank][0]
+    if coming.joined and read[group.rank] == intervals[group.rank]:
+        return coming.rows()
+    order = torch.tensor([row - start for row in rows[group.rank]], dtype=torch.long, device=x.device)
+    return coming.rows().index_select(dim, order)

@@ -1,10 +1,11 @@
 """Softmax and its logarithm along a dimension, whole or split."""
 
 import torch
+from torch import Tensor
 
 from distributed.collectives import reduce_from_region
 from distributed.rules.reductions import at_least_float32, dims_of, gathered, numpy_names, sharers
-from distributed.shard_tensor import local, named, no_rule, reduced, rule, wrap
+from distributed.shard_tensor import dispatch, local, named, no_rule, reduced, rule, wrap
 
 
 @rule(*named("softmax", "log_softmax"))
@@ -16,7 +17,7 @@ def softmax(func, input, dim=None, _stacklevel=3, dtype=None):
     if _stacklevel is None or isinstance(_stacklevel, torch.dtype):  # torch.softmax(x, dim, dtype)
         dtype = _stacklevel
     logarithm = func.__name__ == "log_softmax"
-    x = reduced(input if dtype is None else input.to(dtype))
+    x = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
     spec, part = x.spec, local(x)
     dims = dims_of(spec, dim)
     shared_by = sharers(spec, dims)

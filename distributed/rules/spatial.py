@@ -12,7 +12,7 @@ from distributed.rules import resampling
 from distributed.rules.convolution import convolve, convolve_transposed
 from distributed.rules.pooling import adaptive_pool, avg_pool, max_pool
 from distributed.rules.windows import DIMENSIONS, of_kind
-from distributed.shard_tensor import ShardTensor, local, named, no_rule, reduced, rule, shared, wrap
+from distributed.shard_tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, shared, wrap
 from distributed.sharding import whole
 
 
@@ -91,7 +91,8 @@ def adaptive_max_pooling(func, input, output_size, **kwargs):
 @rule(*of_kind("adaptive_avg_pool"))
 def adaptive_avg_pooling(func, input, output_size):
     if output_size in (1, (1,) * DIMENSIONS[func], [1] * DIMENSIONS[func]):
-        return input.mean(tuple(images(input, func)), keepdim=True)  # a sum over the ranks instead of all rows on one
+        # A sum over the ranks instead of all rows on one.
+        return dispatch(torch.mean, input, tuple(images(input, func)), keepdim=True)
     return pooled(partial(adaptive_pool, average=True), func, input, (output_size,), {})
 
 

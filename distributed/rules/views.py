@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from distributed.shard_tensor import LocalTensors, ShardTensor, named, no_rule, rule, wrap
+from distributed.shard_tensor import LocalTensors, ShardTensor, dispatch, global_shape, named, no_rule, rule, wrap
 from distributed.sharding import Axis, merged, whole
 
 
@@ -69,7 +69,7 @@ def reshape(func, input, *shape, **keywords):
 def _sizes(shape):
     """(2, 3), ((2, 3),) or (tensor,) as a tuple of numbers."""
     if len(shape) == 1 and isinstance(shape[0], Tensor):
-        return tuple(shape[0].shape)
+        return tuple(global_shape(shape[0]))
     return tuple(shape[0] if shape and isinstance(shape[0], tuple | list) else shape)
 
 
@@ -120,19 +120,19 @@ def matrix_transpose(func, input):
     count = len(input.spec.dims)
     if count > 2 and func in named("t"):
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {count}D")
-    return input if count < 2 else input.transpose(-2, -1)
+    return input if count < 2 else transpose(func, input, -2, -1)
 
 
 @rule(Tensor.T.__get__)
 def reversed_dims(func, input):
-    return input.permute(tuple(range(len(input.spec.dims)))[::-1])
+    return permute(func, input, tuple(range(len(input.spec.dims)))[::-1])
 
 
 @rule(Tensor.H.__get__, Tensor.mH.__get__)
 def conjugate_transpose(func, input):
     if input.is_complex():
         raise no_rule(func, (input,), {}, "complex numbers")
-    return input.transpose(-2, -1)
+    return transpose(func, input, -2, -1)
 
 
 @rule(*named("movedim", "moveaxis"))
@@ -144,7 +144,7 @@ def movedim(func, x, source, destination):
     order = [d for d in range(count) if d not in source]
     for place, dim in sorted(zip(destination, source, strict=True)):
         order.insert(place, dim)
-    return x.permute(order)
+    return permute(func, x, order)
 
 
 @rule(*named("unsqueeze"))
@@ -162,8 +162,10 @@ def squeeze(func, x, dim=None):
         range(len(spec.dims)) if dim is None else [d % len(spec.dims) for d in ([dim] if isinstance(dim, int) else dim)]
     )
     gone = [d for d in dims if spec.shape[d] == 1]
-    if any(spec.is_split(d) for d in gone):
-        raise no_rule(func, (x,), {}, "a dimension that is split would go")
+    cut = next((d for d in gone if spec.is_split(d)), None)
+    if cut is not None:  # its one row is one rank's
+        x = dispatch(torch.select, x, cut, 0)
+        return squeeze(func, x, [d - (d > cut) for d in gone if d != cut])
     with LocalTensors():
         return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
 
@@ -190,7 +192,7 @@ def broadcast_tensors(func, *tensors):
     if not all(isinstance(x, ShardTensor) for x in tensors):
         raise no_rule(func, tensors, {}, "of plain tensors too")
     shape = torch.broadcast_shapes(*[x.spec.shape for x in tensors])
-    return [x.expand(shape) for x in tensors]
+    return [expand(func, x, shape) for x in tensors]
 
 
 @rule(*named("pixel_shuffle", "pixel_unshuffle"))
@@ -199,9 +201,9 @@ def pixel_shuffle(func, input, factor):
     *ahead, channels, height, width = input.spec.shape
     n, first = len(ahead), tuple(range(len(ahead)))
     if func.__name__ == "pixel_shuffle":
-        x = input.reshape(*ahead, channels // factor**2, factor, factor, height, width)
-        x = x.permute(*first, n, n + 3, n + 1, n + 4, n + 2)
-        return x.reshape(*ahead, channels // factor**2, height * factor, width * factor)
-    x = input.reshape(*ahead, channels, height // factor, factor, width // factor, factor)
-    x = x.permute(*first, n, n + 2, n + 4, n + 1, n + 3)
-    return x.reshape(*ahead, channels * factor**2, height // factor, width // factor)
+        x = reshaped(func, input, (*ahead, channels // factor**2, factor, factor, height, width))
+        x = permute(func, x, *first, n, n + 3, n + 1, n + 4, n + 2)
+        return reshaped(func, x, (*ahead, channels // factor**2, height * factor, width * factor))
+    x = reshaped(func, input, (*ahead, channels, height // factor, factor, width // factor, factor))
+    x = permute(func, x, *first, n, n + 2, n + 4, n + 1, n + 3)
+    return reshaped(func, x, (*ahead, channels * factor**2, height // factor, width // factor))

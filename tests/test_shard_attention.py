@@ -1,0 +1,166 @@
+"""Attention over split tokens is that over whole ones: methods, masks, tiles, uneven parts, half precision."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from distributed.rules.attention import set_attention_method
+from tests.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
+
+METHODS = ["gather", "ring", "all_to_all"]
+
+
+def attend(q, k, v, **options):
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def attend_biased(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, bias)
+
+
+def attend_tiles(x, **options):
+    """The tokens of an image: a dimension of two split axes, if the image is split into tiles."""
+    q, k, v = x.flatten(3).transpose(2, 3).chunk(3, 1)  # (B, 3 heads, d, H, W) -> (B, heads, H W, d)
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def masks(n, kind):
+    if kind == "rows":  # some queries attend to few keys, one to the last key alone
+        mask = torch.rand(n, n, generator=torch.Generator().manual_seed(3)) < 0.3
+        mask[:, -1] = True
+        mask[1] = False
+        mask[1, -1] = True
+        return mask
+    if kind == "heads":
+        return torch.randn(4, n, n, generator=torch.Generator().manual_seed(4))
+    return torch.rand(1, 1, 1, n, generator=torch.Generator().manual_seed(5)) < 0.7  # keys that nobody sees
+
+
+def cases(size, method):
+    uneven = {2: (4, 9), 3: (5, 0, 8), 4: (1, 7, 0, 5)}
+    for batch in (1, 3):
+        for sizes in (None, {0: uneven[size]}):
+            x = X((batch, 4, 13, 8), (2,), sizes)
+            yield Case(attend, (x, x, x))
+            yield Case(attend, (x, x, x), keywords={"scale": 0.3})
+            yield Case(attend, (x, x, x), keywords={"is_causal": True})
+            for kind in ("rows", "heads", "keys"):
+                yield Case(attend, (x, x, x), keywords={"attn_mask": masks(13, kind)})
+            if method != "ring":
+                yield Case(attend_biased, (x, x, x), ((13, 13),))
+    x, few = X((2, 4, 13, 8), (2,)), X((2, 2, 13, 8), (2,))
+    yield Case(attend, (x, few, few), keywords={"enable_gqa": True})
+    yield Case(attend, (x, X((2, 4, 7, 8)), X((2, 4, 7, 8))))  # whole keys
+    yield Case(attend, (x, X((2, 4, 13, 8)), X((2, 4, 13, 8))), keywords={"is_causal": True})
+    yield Case(attend, (X((2, 4, 7, 8)), x, x))  # whole queries
+    heads = X((4, 4, 13, 8), (1,))
+    yield Case(attend, (heads, heads, heads), keywords={"is_causal": True})
+    samples = X((4, 4, 13, 8), (0,))
+    yield Case(attend, (samples, samples, samples))
+    yield Case(attend, (x, x, x), dtype=torch.bfloat16)
+
+
+def check_method(size, method):
+    set_attention_method(method)
+    try:
+        check_all(cases(size, method))
+    finally:
+        set_attention_method("gather")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_split_tokens_attend_as_whole_ones(ranks, size, method):
+    if method == "all_to_all" and size == 3:
+        pytest.skip("4 heads are not split over 3 ranks")
+    ranks(size, check_method, size, method)
+
+
+def check_tiles(method):
+    set_attention_method(method)
+    mask = masks(15, "rows")
+    try:
+        for sizes in (None, {0: (1, 2), 1: (5, 0)}):
+            for splits in ((3, 4), (4, 3), (3, None), (None, 4)):
+                x = X((2, 12, 8, 3, 5), splits, sizes if splits == (3, 4) else None)
+                for keywords in ({}, {"is_causal": True}, {"attn_mask": mask}):
+                    check(Case(attend_tiles, (x,), mesh=(2, 2), keywords=keywords))
+    finally:
+        set_attention_method("gather")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_of_tiles_attend_as_whole_ones(ranks, method):
+    ranks(4, check_tiles, method)
+
+
+def zero_column(method):
+    """An output that is exactly 0 has no logarithm."""
+    set_attention_method(method)
+    mesh, how = domain_mesh(), X((1, 2, 9, 8), (2,))
+    try:
+        q, k, v = (split(draw(how.shape, torch.float32, i), how, mesh) for i in range(3))
+        with torch.no_grad():
+            v.to_local()[..., 3] = 0
+        y = attend(q, k, v)
+        y.square().sum().backward()
+        found = [y.full_tensor(), *(t.grad.full_tensor() for t in (q, k, v))]
+        return [t.isfinite().all().item() for t in found], found[0][..., 3].abs().max().item()
+    finally:
+        set_attention_method("gather")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_output_of_exactly_zero_is_no_nan(ranks, method):
+    assert ranks(2, zero_column, method) == [([True] * 4, 0.0)] * 2
+
+
+def bf16_errors(method):
+    """Relative error of output and gradients in bfloat16: split, and whole."""
+    set_attention_method(method)
+    mesh, how = domain_mesh(), X((2, 4, 33, 16), (2,))
+    try:
+        exact = [draw(how.shape, torch.float32, i) for i in range(3)]
+        halves = [t.detach().bfloat16().requires_grad_() for t in exact]
+        parts = [split(t, how, mesh) for t in halves]
+        weight = draw(how.shape, torch.float32, 9).detach()
+        results = []
+        for tensors in (exact, halves, parts):
+            y = attend(*tensors)
+            (y.float() * weight).sum().backward()
+            results.append([y, *(t.grad for t in tensors)])
+        assert all(t.dtype == torch.bfloat16 for t in results[2])
+        norm = [t.detach().norm() for t in results[0]]
+        whole, parts = results[1], [t.full_tensor() for t in results[2]]
+        triples = [zip(found, results[0], norm, strict=True) for found in (whole, parts)]
+        return torch.tensor([[(f.detach() - e.detach()).norm() / n for f, e, n in each] for each in triples])
+    finally:
+        set_attention_method("gather")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision_is_as_exact_as_on_one_device(ranks, method):
+    whole, parts = ranks(2, bf16_errors, method)[0]
+    assert (parts <= 1.2 * whole + 1e-4).all(), (whole, parts)
+
+
+def refused():
+    mesh = domain_mesh()
+    q = split(draw((2, 4, 13, 8), torch.float32, 1), X((2, 4, 13, 8), (2,)), mesh)
+    other = split(draw((2, 4, 13, 8), torch.float32, 1), X((2, 4, 13, 8), (3,)), mesh)
+    with pytest.raises(NotImplementedError, match="features must be whole"):
+        attend(q, other, other)
+    with pytest.raises(NotImplementedError, match="samples and heads must be split in the same way"):
+        attend(q, *[split(draw((2, 4, 13, 8), torch.float32, 1), X((2, 4, 13, 8), (1,)), mesh)] * 2)
+    with pytest.raises(ValueError, match="no method 'magic'"):
+        set_attention_method("magic")
+    set_attention_method("ring")
+    try:
+        with pytest.raises(ValueError, match="ring attention cannot drop out"):
+            attend(q, q, q, dropout_p=0.1)
+    finally:
+        set_attention_method("gather")
+
+
+def test_what_cannot_be_is_refused(ranks):
+    ranks(2, refused)
