@@ -1,6 +1,6 @@
 #!/bin/bash
 # Rung 4, domain parallel, on whole nodes with one task per GPU.
-#   sbatch -N 4 submit_shard.sh --config=shard
+#   sbatch -N 4 submit_shard.sh --config=shard --domain_parallel=4
 # What follows the name of this file goes to train_shard.py. docs/launch.md
 #SBATCH --job-name=vit-era5
 #SBATCH --output=%x-%j.out

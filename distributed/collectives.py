@@ -99,6 +99,15 @@ def sum_over_ranks(x, group):
     return _apply(_all_reduce, _times_size, x, group)
 
 
+def alike_on_ranks(x, group):
+    """The same number, a loss that every rank of the group computes alike, where the ranks' *mean* is minimized.
+
+    Backward multiplies the gradient by the number of ranks: each rank goes on to a part of the weights' gradients, and
+    the mean over the ranks is to be the sum of the parts.
+    """
+    return _apply(_identity, _times_size, x, group)
+
+
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, forward, backward, *args):

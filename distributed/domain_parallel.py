@@ -149,7 +149,7 @@ def split_images(model, config):
 
     The position embedding is split with the tokens, except under zero1, whose ranks send each other whole parameters,
     and with fp16 under fully_shard: torch's gradient scaler takes no mixture of DTensors and plain tensors.
-    Raises ValueError where heads, hidden features or patches cannot be split so.
+    Raises ValueError where heads, hidden features or patches cannot be split so, and for ring attention with dropout.
     """
     split, tp = Split(), comm.get_size("tp")
     if tp > 1:
@@ -157,6 +157,8 @@ def split_images(model, config):
     heads = config.num_heads // tp
     if config.domain_method == "all_to_all" and heads % comm.get_size("domain"):
         raise ValueError(f"domain parallel: all_to_all cannot split {heads} heads over {comm.get_size('domain')} ranks")
+    if config.domain_method == "ring" and config.dropout and comm.get_size("domain") > 1:
+        raise ValueError("domain parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
     domain = domain_parallel(model, config.img_size, config.patch_size, config.domain_method)
     plain = config.data_parallel == "ddp" or (config.data_parallel != "zero1" and config.amp_mode != "fp16")
     if domain and plain:

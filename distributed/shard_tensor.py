@@ -126,7 +126,10 @@ def _method(implementation, function):
     """The rule as a method: torch.compile does not find those methods of torch.Tensor that are written in Python."""
 
     def method(self, *args, **kwargs):
-        return dispatch(function, self, *args, **kwargs)
+        if function is torch.Tensor.backward:
+            return implementation(function, self, *args, **kwargs)
+        with LocalTensors():
+            return implementation(function, self, *args, **kwargs)
 
     return method
 

@@ -7,7 +7,7 @@ fail() { echo "error: $1" >&2; exit 2; }
 
 script=$1
 shift
-[[ -f $script ]] || fail "$script: not in $PWD; this rung is not here yet, or the job was not submitted from the repository"
+[[ -f $script ]] || fail "$script: not in $PWD"
 [[ ${SLURM_JOB_ID:-} ]] || fail "no Slurm job here: submit with sbatch, or run python $script"
 
 # The site: paths, modules, container.

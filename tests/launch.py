@@ -51,6 +51,6 @@ def rank_pids(process):
     pids = []
     for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if {"train.py", "train_mp.py"} & set(child.cmdline()):
+            if {"train.py", "train_mp.py", "train_shard.py"} & set(child.cmdline()):
                 pids.append(child.pid)
     return pids

@@ -9,9 +9,10 @@ import torch
 import benchmark
 from utils.benchmarks import domain
 from utils.benchmarks.domain import LAYOUTS, ONE, build_points
-from utils.benchmarks.domain_ranks import Teams, build_classifier
+from utils.benchmarks.domain_ranks import Teams
 from utils.benchmarks.peak import PeakMemory, is_out_of_memory
 from utils.errors import UsageError, run_main
+from utils.model import build_model
 
 WORDS = ["--embed_dim=32", "--depth=2", "--num_heads=2", "--patch_size=4", "--n_in_channels=3", "--device=cpu"]
 
@@ -59,7 +60,7 @@ def test_all_layouts_compute_the_same_loss_of_the_same_images(measured):
 def test_memory_is_what_tensors_hold(measured):
     """Of one device: the weights in a forward pass; in training gradients, two moments and activations as well."""
     case = build_points(WORDS, [], sizes=(36, 36, 1))[0][0]
-    weights = 4 * sum(p.numel() for p in build_classifier(case.config).parameters())
+    weights = 4 * sum(p.numel() for p in build_model(case.config).parameters())
     forward, training = (measured[1][ONE, 36, 1, mode] for mode in domain.MODES)
     assert weights < forward["peak"] < 2 * weights
     assert 4 * weights < training["peak"] < 5 * weights + 2 * training["activations"]

@@ -90,8 +90,11 @@ def loss_of_itself(x):
 
 
 def normalized(x, name):
-    return {"layer": lambda: F.layer_norm(x, x.shape[1:]), "group": lambda: F.group_norm(x, 2),
-            "batch": lambda: F.batch_norm(x, None, None, training=True), "rms": lambda: F.rms_norm(x, x.shape[1:])}[name]()  # fmt: skip
+    if name == "group":
+        return F.group_norm(x, 2)
+    if name == "batch":
+        return F.batch_norm(x, None, None, training=True)
+    return getattr(F, name)(x, x.shape[1:])
 
 
 def softmax(x):
@@ -107,9 +110,9 @@ def test_few_collectives(ranks, mesh):
     x, size = X((3, 4, 6, 8), (3, 2)[: len(mesh)]), 2 * len(mesh)
     one = {"all_reduce": 1}
     assert ranks(size, counted, loss_of_itself, x, mesh)[0] == (one, {}, 2 * 2 * 3 * 4 * (size - 1) // size)
-    for name in ("layer", "group", "batch"):
+    for name in ("layer_norm", "group", "batch"):
         assert ranks(size, counted, normalized, x, mesh, name=name)[0][:2] == ({"all_gather": 1}, one)
-    assert ranks(size, counted, normalized, x, mesh, name="rms")[0][:2] == (one, one)
+    assert ranks(size, counted, normalized, x, mesh, name="rms_norm")[0][:2] == (one, one)
     assert ranks(size, counted, softmax, x, mesh)[0][:2] == ({"all_gather": 1}, one)
     assert ranks(size, counted, two_means, x, mesh)[0][:2] == (one, {})
 
@@ -130,10 +133,16 @@ def compiled(x, sizes, mesh=()):
     spec = split(full, x, mesh).spec
     weights = [draw(x.shape[-1:], torch.float32, seed).detach().requires_grad_() for seed in (1, 2)]
 
+    def einsum(x, y):
+        return torch.einsum("bchw,bchk->bk", x, y).sum()
+
     def work(x, weight, bias):
         y = F.layer_norm(x.softmax(-1), x.shape[-1:], weight, bias)
         y = y + x.std((-1, -2), keepdim=True) + F.group_norm(y, 2) * x.amax(-1, keepdim=True)
+        y = y + F.batch_norm(y, None, None, training=True) + F.normalize(x, dim=-1).cumsum(-1) * x[..., 2:3]
         y = torch.cat([y[..., 1:], y[..., :1]], -1).roll(2, -1) @ x.mT
+        y = y + F.cross_entropy(x, x.detach().argmax(1) * 0) * F.mse_loss(x, x.flip(1), weight=x.detach().square())
+        y = y + sum(part.norm() for part in x.chunk(2, -1)) + einsum(x, y)
         return y.mean() + F.mse_loss(x, x.flip(-2)) + relative_l2_loss(x, y[..., :1] * 2 - x)
 
     def region(part, *weights):

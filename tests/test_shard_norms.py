@@ -4,13 +4,9 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
-from distributed.shard_tensor import local
-from tests.parity import error
-from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tests.shard_parity import Case, X, check_all
 
 TOKENS = (3, 6, 5, 4)  # (B, C, H, W)
 

@@ -1,7 +1,11 @@
 """Views, parts, joins, products and losses of ShardTensors against those of the whole tensors."""
 
+import importlib
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.shard_parity import Case, X, check, domain_mesh, draw, split
@@ -18,9 +22,11 @@ ANY_PART = [  # of x (3, 7, 4)
     "x[[2, 0]]", "x[:, 1:5, torch.tensor([[0, 1], [3, 3]])]", "x[torch.tensor([0, 2]), :, torch.tensor([1, 3])]",
     "x[1, :, torch.tensor([1, 3])]", "x[:, None, :, torch.tensor([1, 3])]", "x[torch.tensor(1), 2:]",
     "x[[0, 1], 2:4, None, [1, 3]]", "x.select(1, -2)", "x.narrow(1, 2, 4)", "torch.narrow(x, -1, 1, 2)",
-    "x.index_select(2, torch.tensor([3, 1]))", "x.split(3, 1)", "torch.split(x, [2, 0, 5], dim=1)", "x.split([1, 3], -1)",
+    "x.index_select(2, torch.tensor([3, 1]))", "x.split(3, 1)", "torch.split(x, [2, 0, 5], dim=1)",
+    "x.split([1, 3], -1)",
     "x.chunk(3, 1)", "x.chunk(2, dim=2)", "torch.tensor_split(x, 3, dim=1)", "x.tensor_split([2, 5], 1)",
-    "x.unbind(1)", "torch.unbind(x)", "x[:, 1:] - x[:, :1]", "(x > 0)[:, 2]", "x.sum(0)[3]", "x[:, 2].square() + x[:, 3]",
+    "x.unbind(1)", "torch.unbind(x)", "x[:, 1:] - x[:, :1]", "(x > 0)[:, 2]", "x.sum(0)[3]",
+    "x[:, 2].square() + x[:, 3]",
     "x.flip(1)", "x.flip(0, 1)", "torch.flip(x, dims=(2,))", "x.roll(2, 1)", "x.roll(-1, 1)", "x.roll((1, 9), (0, 1))",
     "torch.roll(x, 1)", "x.repeat(1, 2, 1)", "x.repeat(2, 1, 1, 3)", "x.tile(2, 1)", "torch.tile(x, (2,))",
     "x.repeat_interleave(2, 1)", "torch.repeat_interleave(x, 3, dim=2)", "x.tril()", "x.triu(-1)", "x.mT.tril(2)",
@@ -32,52 +38,62 @@ VIEWS = [
     "x.view_as(x)", "x.reshape_as(torch.empty(21, 4))", "x.unflatten(-1, (2, -1))", "x.flatten(1).unflatten(1, (7, 4))",
     "x.flatten(0, 1).unflatten(0, (3, 7))[:, 2:5]", "x.permute(2, 0, 1)", "torch.permute(x, dims=(1, 0, 2))",
     "x.transpose(0, -1)", "torch.swapaxes(x, 0, 1)", "x.mT", "x.adjoint()", "x[0].T", "x[0].t()", "x[:, :, 0].H",
-    "x.movedim(0, -1)", "torch.movedim(x, (0, 1), (1, 0))", "x.unsqueeze(-1).expand(-1, -1, -1, 3)", "x.expand(2, 3, 7, 4)",
-    "x[:1].expand_as(x)", "torch.broadcast_to(x, (2, 3, 7, 4))", "torch.broadcast_tensors(x[:1], x)", "x[:, :, :1].squeeze(2)",
-    "x[:1].squeeze()", "x.unsqueeze(0).squeeze((0,))", "x.movedim(1, 0).reshape(7, 12)", "x.repeat(1, 2, 1).flatten(1) * 2",
+    "x.movedim(0, -1)", "torch.movedim(x, (0, 1), (1, 0))", "x.unsqueeze(-1).expand(-1, -1, -1, 3)",
+    "x.expand(2, 3, 7, 4)",
+    "x[:1].expand_as(x)", "torch.broadcast_to(x, (2, 3, 7, 4))", "torch.broadcast_tensors(x[:1], x)",
+    "x[:, :, :1].squeeze(2)",
+    "x[:1].squeeze()", "x.unsqueeze(0).squeeze((0,))", "x.movedim(1, 0).reshape(7, 12)",
+    "x.repeat(1, 2, 1).flatten(1) * 2",
     "F.pixel_shuffle(x.permute(2, 0, 1), 2)", "x.repeat_interleave(2, 0)[:, :, :2].unflatten(0, (1, 6))",
 ]  # fmt: skip
 JOINS = [  # x, y (3, 7, 4), z plain (3, 1, 4)
     "torch.cat([x, y], 0)", "torch.cat([x, y], dim=1)", "torch.cat((x, y, x), -1)", "torch.cat([z, x], 1)",
-    "torch.cat([x, z], 1)", "torch.cat([z, x, y], dim=1)", "torch.cat([x[:, -2:], x, x[:, :1]], 1)", "torch.cat([x, x.square()[:, :0]], 1)",
-    "torch.cat([x[..., :1], z.expand(3, 7, 4)], -1)", "torch.stack([x, y])", "torch.stack((x, y, x), -1)", "torch.stack([x, z.expand(3, 7, 4)], 1)",
-    "torch.stack([x.sum(1), y.sum(1)])", "torch.stack([x.sum(1), y.mean(1)]).square()", "torch.cat([x.sum(1), y.sum(1)])",
-    "torch.cat([x.sum(1, keepdim=True), z], 1)", "torch.concat([x.sum(1), x[:, 0]], 1)", "torch.cat([z.mean(1), x.sum(1)])",
+    "torch.cat([x, z], 1)", "torch.cat([z, x, y], dim=1)", "torch.cat([x[:, -2:], x, x[:, :1]], 1)",
+    "torch.cat([x, x.square()[:, :0]], 1)",
+    "torch.cat([x[..., :1], z.expand(3, 7, 4)], -1)", "torch.stack([x, y])", "torch.stack((x, y, x), -1)",
+    "torch.stack([x, z.expand(3, 7, 4)], 1)",
+    "torch.stack([x.sum(1), y.sum(1)])", "torch.stack([x.sum(1), y.mean(1)]).square()",
+    "torch.cat([x.sum(1), y.sum(1)])",
+    "torch.cat([x.sum(1, keepdim=True), z], 1)", "torch.concat([x.sum(1), x[:, 0]], 1)",
+    "torch.cat([z.mean(1), x.sum(1)])",
     "torch.cat([x, y.flip(1)], 0)", "torch.cat([x[:, 1:], x[:, :1]], 1) * y",
 ]  # fmt: skip
 PRODUCTS = [  # x (3, 7, 4), y (3, 7, 4), z plain (4, 5)
-    "x @ z", "torch.matmul(x, z)", "x @ y.mT", "x.mT @ y", "torch.bmm(x.mT, y)", "x[0].mm(z)", "x[0].mT @ x[0]", "x @ z[:, 0]",
-    "x[0].mv(z[:, 0])", "x[0, 0] @ z", "z.mT @ x.mT", "x.mT[:, :, None] @ y[:, :, None, :].transpose(1, 2)[:, :1]", "x @ y[0].mT",
+    "x @ z", "torch.matmul(x, z)", "x @ y.mT", "x.mT @ y", "torch.bmm(x.mT, y)", "x[0].mm(z)", "x[0].mT @ x[0]",
+    "x @ z[:, 0]",
+    "x[0].mv(z[:, 0])", "x[0, 0] @ z", "z.mT @ x.mT", "x.mT[:, :, None] @ y[:, :, None, :].transpose(1, 2)[:, :1]",
+    "x @ y[0].mT",
     "torch.einsum('bnd,de->bne', x, z)", "torch.einsum('bnd,bmd->bnm', x, y)", "torch.einsum('bnd,bnd->', x, y)",
     "torch.einsum('...nd,de', x, z)", "torch.einsum('bnd,bnd,de->be', x, y, z)", "torch.einsum('bnd->dbn', x)",
     "torch.einsum('bnd,bne->bde', x, y)", "torch.einsum('n d, n d -> d', x[0], y[0])", "torch.einsum('bnd->d', x)",
     "torch.addmm(y[0, :, 0][:, None], x[0], z, beta=2, alpha=0.5)", "torch.baddbmm(y.mT @ y, x.mT, y)",
     "torch.outer(x[0, :, 0], y[0, 0])", "torch.outer(z[:, 0], x[0, :, 0])", "torch.dot(x[0, :, 0], y[0, :, 1])",
     "F.linear(x, z.mT)", "F.linear(x.mT, y[0].mT)", "F.linear(x, z.mT, z[0])", "F.linear(x.sum(1), z.mT, z[0])",
-    "F.linear(x.mT, torch.ones(2, 7), z[0, :2])", "F.linear(x.mT, torch.ones(2, 7)).tanh() @ z[:2]", "x.mean(1) @ z", "(x @ z).softmax(1)",
+    "F.linear(x.mT, torch.ones(2, 7), z[0, :2])", "F.linear(x.mT, torch.ones(2, 7)).tanh() @ z[:2]", "x.mean(1) @ z",
+    "(x @ z).softmax(1)",
     "F.linear(x.flatten(1), torch.ones(2, 28) + 0 * z[0, 0], z[0, :2])",
 ]  # fmt: skip
+REDUCTIONS = ("mean", "sum", "none")
 LOSSES = [  # x, y (3, 7, 4), z plain (7, 4)
-    *(f"F.{name}(x, y, reduction='{reduction}')" for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-      for reduction in ("mean", "sum", "none")),
+    *(f"F.{name}, reduction='{reduction}')" for reduction in REDUCTIONS for name in (
+        "mse_loss(x, y", "l1_loss(x, y", "smooth_l1_loss(x, y", "huber_loss(x, y", "kl_div(x, y.softmax(1)",
+        "binary_cross_entropy_with_logits(x, y.sigmoid()")),
     "F.mse_loss(x, z.expand(3, 7, 4))", "F.mse_loss(x, y, weight=z.detach().abs().expand(3, 7, 4))",
     "F.huber_loss(x, y, delta=0.3, weight=z.detach().abs().expand(3, 7, 4))", "F.smooth_l1_loss(x, y, beta=0.2)",
-    *(f"F.kl_div(x, y.softmax(1), reduction='{reduction}')" for reduction in ("mean", "sum", "none")),
     "F.kl_div(x.log_softmax(1), y.log_softmax(1), reduction='batchmean', log_target=True)",
-    *(f"F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction='{reduction}')" for reduction in ("mean", "sum", "none")),
-    "F.binary_cross_entropy_with_logits(x, (y > 0).float(), weight=z.detach().abs(), pos_weight=torch.tensor([1., 2, 3, 4]))",
-    "F.binary_cross_entropy(x.sigmoid(), y.sigmoid())", "torch.nn.MSELoss()(x, y)", "torch.nn.L1Loss(reduction='sum')(x, y)",
+    "F.binary_cross_entropy_with_logits(x, (y > 0).float(), z.detach().abs(), pos_weight=torch.arange(4.))",
+    "F.binary_cross_entropy(x.sigmoid(), y.sigmoid())", "torch.nn.MSELoss()(x, y)",
+    "torch.nn.L1Loss(reduction='sum')(x, y)",
 ]  # fmt: skip
 CLASS_LOSSES = [  # x (3, 4, 7): 4 classes; y (3, 7)
-    *(f"F.cross_entropy(x, (y * 2).long() % 4, {more}reduction='{reduction}')" for reduction in ("mean", "sum", "none")
-      for more in ("", "weight=torch.tensor([1., 2, 3, 4]), ", "ignore_index=1, ", "label_smoothing=0.1, ",
-                   "weight=torch.tensor([1., 2, 3, 4]), label_smoothing=0.2, ignore_index=2, ")),
-    *(f"F.cross_entropy(x, (torch.arange(21) % 4).view(3, 7)[:len(x)], ignore_index=3, reduction='{r}')" for r in ("mean", "none")),
-    *(f"F.cross_entropy(x, (2 * x.detach()).softmax(1), label_smoothing=0.1, reduction='{r}')" for r in ("mean", "sum", "none")),
-    *(f"F.nll_loss(x.log_softmax(1), (y * 2).long() % 4, weight=torch.tensor([1., 2, 3, 4]), reduction='{r}')" for r in ("mean", "sum")),
+    *(f"F.cross_entropy(x, {rest}, reduction='{reduction}')" for reduction in REDUCTIONS for rest in (
+        "(y * 2).long() % 4", "(y * 2).long() % 4, weight=torch.arange(4.)", "(y * 2).long() % 4, ignore_index=1",
+        "(y * 2).long() % 4, label_smoothing=0.1", "(2 * x.detach()).softmax(1), label_smoothing=0.1",
+        "(y * 2).long() % 4, weight=torch.arange(4.), label_smoothing=0.2, ignore_index=2",
+        "(torch.arange(21) % 4).view(3, 7)[:len(x)], ignore_index=3")),
+    *(f"F.nll_loss(x.log_softmax(1), (y * 2).long() % 4, torch.arange(4.), reduction='{r}')" for r in REDUCTIONS),
     "F.cross_entropy(x[0].mT, torch.arange(7) % 4)", "F.cross_entropy(x[0].mT, (y * 2).long()[0] % 4)",
-    "F.one_hot((y * 2).long() % 4)",
-    "F.one_hot((y * 2).long() % 4, num_classes=6)",
+    "F.one_hot((y * 2).long() % 4)", "F.one_hot((y * 2).long() % 4, num_classes=6)",
 ]  # fmt: skip
 TABLES = [
     "F.embedding((x * 2).long() % 5, y)",
@@ -168,7 +184,7 @@ def refusals(cases):
 
 # Indices that are tensors, or single rows that are written, want a whole dimension.
 MAY_BE_REFUSED = {
-    *(code for code in ANY_PART if "tensor" in code or "[[" in code or ", [" in code or "gather" in code or "take" in code),
+    *(code for code in ANY_PART if any(part in code for part in ("tensor", "[[", ", [", "gather", "take"))),
     "torch.roll(x, 1)", "x.view(3, 7, 2, 2)", "x.unflatten(-1, (2, -1))", "F.pixel_shuffle(x.permute(2, 0, 1), 2)",
     "x[:1].expand_as(x)", "torch.broadcast_tensors(x[:1], x)", "x[...] = y",
 }  # fmt: skip
@@ -211,3 +227,83 @@ def test_what_has_no_rule_is_refused_with_two_ways_out(ranks):
         assert "no rule for fft_fft of Spec((4, 6), S(1))" in messages[0]
         assert all("redistribute" in message and "full_tensor" in message and "@" in message for message in messages)
         assert "a mask" in messages[2] and "classes are split" in messages[3]
+
+
+@st.composite
+def chains(draw_):
+    """An expression of up to four operations, one after the other, of a tensor with any split."""
+
+    def number(low, high):
+        return draw_(st.integers(low, high))
+
+    cuts = [tuple(number(0, 4) for _ in range(2)) for _ in range(2)]
+    dims = draw_(st.permutations([0, 1, 2]))[:2]
+    shape = [number(1, 4) for _ in range(3)]
+    for dim, sizes in zip(dims, cuts, strict=True):
+        shape[dim] = sum(sizes)
+    code, y = "x", torch.zeros(shape)
+    for _ in range(number(1, 4)):
+        if not y.dim():
+            break
+        d, n = number(-y.dim(), y.dim() - 1), number(-3, 3)
+        before, keep = ":, " * (d % y.dim()), bool(number(0, 1))
+        step = draw_(st.sampled_from([
+            f".sum({d}, {keep})", f".mean({d}, keepdim={keep})", f".amax({d}, {keep})", f".var({d}, correction=0)",
+            f"[{before}{n}:]", f"[{before}:{n}]", f"[{before}::2]", f"[{before}{n}]", f".softmax({d})", f".flip({d})",
+            f".transpose({d}, 0)", ".flatten()", ".flatten(-2)", f".unsqueeze({d})",
+            ".squeeze()", f".unflatten({d}, (-1, 2))",
+            f".roll({n}, {d})", f".cumsum({d})", f".logsumexp({d})", f".repeat_interleave(2, {d})", " * 2 - 1",
+            ".sin()",
+            ".square().mean()", f".max({d}).values", f".chunk(2, {d})[-1]", f".std({d}, correction=0, keepdim={keep})",
+        ]))  # fmt: skip
+        try:
+            y = evaluate(y, code="x" + step)
+        except (RuntimeError, IndexError):
+            continue
+        code = f"({code}){step}"
+    return Case(evaluate, (X(tuple(shape), tuple(dims), dict(enumerate(cuts))),), (), (2, 2), keywords={"code": code})
+
+
+def test_any_chain_of_operations_is_exact_or_refused(ranks):
+    found = []
+
+    @settings(max_examples=300, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(chains())
+    def collect(case):
+        x = torch.randn(case.inputs[0].shape, requires_grad=True)
+        y = evaluate(x, **case.keywords)
+        if x.numel() and y.isfinite().all():
+            y.sum().backward()
+            if x.grad.isfinite().all() and x.grad.abs().max() > 1e-3:  # not a gradient of rounding errors alone
+                found.append(case)
+
+    collect()
+    refused = ranks(4, refusals, found)[0]
+    assert len(refused) < len(found) / 4
+
+
+WITHOUT = [  # module, the collective that is taken out of it, an expression, what is wrong then
+    ("normalization", "reduce_from_region", "F.layer_norm(x, (7, 4))", "gradient of input 0"),
+    ("reductions", "gather_from_region", "x.var(1)", "output 0"),
+    ("softmax", "reduce_from_region", "x.softmax(1)", "gradient of input 0"),
+    ("linear", "copy_to_region", "x @ x.mT", "gradient of input 0"),
+    ("joining", "all_to_all", "x[:, :6].flip(1)", "output 0"),
+]
+
+
+def missed(module, name, code):
+    """What the comparison says of a rule that does not communicate."""
+    module = importlib.import_module(f"distributed.rules.{module}")
+    communicate = getattr(module, name)
+    setattr(module, name, lambda x, *args: x)
+    try:
+        check(Case(evaluate, (X((3, 7, 4), (1,), {0: (3, 4)}),), keywords={"code": code}))
+    except AssertionError as error:
+        return str(error)
+    finally:
+        setattr(module, name, communicate)
+
+
+@pytest.mark.parametrize(("module", "name", "code", "wrong"), WITHOUT)
+def test_a_missing_collective_is_noticed(ranks, module, name, code, wrong):
+    assert any(found and wrong in found for found in ranks(2, missed, module, name, code))

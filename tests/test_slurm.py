@@ -197,12 +197,6 @@ def test_srun_alone_may_source_the_variables(cluster):
 
 
 def test_a_job_that_cannot_run_says_so_and_has_status_2(cluster, tmp_path):
-    for name in SUBMIT[2:]:
-        script = f"train_{name[7:-3]}.py"
-        if not (REPOSITORY / script).exists():
-            job = cluster.submit(name)
-            assert cluster.end(job) == ("FAILED", 2)
-            assert f"error: {script}: not in" in cluster.output(job)
     job = cluster.submit("submit_pm.sh", options=["-D", tmp_path])
     assert cluster.end(job) == ("FAILED", 2)
     assert "is not the repository" in (tmp_path / f"vit-era5-{job}.out").read_text()
@@ -245,14 +239,18 @@ def test_a_warning_before_training_began_is_not_answered_with_a_requeue(cluster)
     assert "ask for more time" in cluster.output(job)
 
 
+SHARD = {"yaml_config": "config/shard.yaml", "config": "shard_quick"}
+
+
 @pytest.mark.parametrize(
     "script, requests, taken, tasks, num_iters, layout",
     [
         ("submit_pm.sh", ["-n", "1", "-t", "20"], "node4", 1, 1500, {}),
         ("submit_dp.sh", ["-N", "2", "--ntasks-per-node=2"], "node[3-4]", 4, 250, {}),
         ("submit_mp.sh", ["-N", "2", "--ntasks-per-node=1"], "node[3-4]", 2, 500, {"tensor_parallel": 2}),
+        ("submit_shard.sh", ["-N", "2", "--ntasks-per-node=1"], "node[3-4]", 2, 300, SHARD | {"domain_parallel": 2}),
     ],
-    ids=["one-task", "two-nodes-of-two", "tensor-parallel-nodes"],
+    ids=["one-task", "two-nodes-of-two", "tensor-parallel-nodes", "domain-parallel-nodes"],
 )
 def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
     cluster, tiny_options, tmp_path, script, requests, taken, tasks, num_iters, layout
@@ -260,13 +258,14 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
     def submit(run_num, *more):
         words = tiny_options(
             run_num=run_num, num_iters=num_iters, num_data_workers=0, validate_every=1000, checkpoint_every=10_000,
-            yaml_config="config/ViT.yaml", **layout
+            **{"yaml_config": "config/ViT.yaml"} | layout
         )  # fmt: skip
         return cluster.submit(script, *words, options=[*requests, *more])
 
     def losses(run_num, job):
         assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
-        summary = json.loads((tmp_path / "logs/quick" / run_num / "summary.json").read_text())
+        run = tmp_path / "logs" / layout.get("config", "quick") / run_num
+        summary = json.loads((run / "summary.json").read_text())
         assert summary["world_size"] == tasks
         return {"train_loss": summary["train_loss"], "val_loss": summary["val_loss"], **summary["rmse"]}
 

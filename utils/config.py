@@ -84,6 +84,7 @@ def check_config(settings, name, where, options=(), world_size=None):
     if config.lr_scaling != "none" and config.base_batch_size is None:
         raise UsageError(f"{where}: lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to")
     _check_data_parallel(config, where)
+    _check_model(config, where)
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         raise UsageError(
             f"{where}: enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a "
@@ -140,6 +141,19 @@ def _check_data_parallel(config, where):
         for name in names:
             if not belongs and getattr(config, name) != defaults[name].default:
                 raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
+
+
+def _check_model(config, where):
+    if config.model == "forecast":
+        if len(config.img_size) != 2:
+            raise UsageError(f"{where}: img_size {config.img_size}: forecasts are of latitude and longitude")
+        return
+    if config.num_classes is None:
+        raise UsageError(f"{where}: model classifier needs num_classes")
+    if config.context_parallel > 1 or config.pipeline_parallel > 1 or config.gradient_accumulation > 1:
+        raise UsageError(
+            f"{where}: model classifier goes without context_parallel, pipeline_parallel and gradient_accumulation"
+        )
 
 
 def write_config(config, path):

@@ -253,6 +253,10 @@ def loader_class(name):
 
 def build_loaders(config, device):
     """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
+    if config.model == "classifier":
+        from utils.class_images import build_class_loaders
+
+        return build_class_loaders(config, device)
     Loader = partial(loader_class(config.data_loader_config), num_workers=config.num_data_workers)
     if not reads_samples():
         Loader = BatchLoader

@@ -1,7 +1,9 @@
 """Training loss."""
 
 import torch
+from torch.nn import functional as F
 
+from distributed.collectives import alike_on_ranks, as_group
 from distributed.context_parallel import l2_norms
 from distributed.shard_tensor import ShardTensor
 
@@ -9,11 +11,21 @@ from distributed.shard_tensor import ShardTensor
 def relative_l2_loss(prediction, target, band_group=None):
     """Mean over the batch of ||prediction - target|| / ||target||, norms over every other axis.
 
-    prediction, target: (B, ...), tensors or ShardTensors. Returns a scalar, in float32 also where the inputs are half precision. The loss of
-    neural operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022, arXiv:2202.11214).
+    prediction, target: (B, ...), tensors or ShardTensors. Returns a scalar, in float32 also where the inputs are half
+    precision. The loss of neural operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022,
+    arXiv:2202.11214).
     band_group: process group whose ranks each hold a band of the images; the norms are those of whole images.
     """
     return relative_l2(prediction, target, band_group).mean()
+
+
+def classification_loss(logits, target, image_group=None):
+    """Cross-entropy: (B, classes), (B,) -> a scalar, in float32.
+
+    image_group: process group whose ranks each hold a part of the images and all have these logits. The gradient is
+    multiplied by their number, which the mean over the ranks takes out again, as in context_parallel.l2_norms.
+    """
+    return alike_on_ranks(F.cross_entropy(logits.float(), target), as_group(image_group))
 
 
 def relative_l2(prediction, target, band_group=None):

@@ -31,6 +31,8 @@ def write_validation(writer, scores, validator, iteration):
         for number, (name, value) in enumerate(scores.get(kind, {}).items()):
             # Numbered, because TensorBoard sorts by name and u10 is to come first.
             writer.add_scalar(f"{kind}/{number:02d}_{name}", value, iteration)
+    if "accuracy" in scores:
+        writer.add_scalar("accuracy", scores["accuracy"], iteration)
     for name, figure in validator.figures.items():
         writer.add_figure(f"forecast/{name}", figure, iteration, close=False)
     writer.flush()
@@ -50,7 +52,8 @@ def print_result(summary, config):
     """What a reader wants to see at the end of a run, and the command to try next; printed by rank 0."""
     if not comm.is_main():
         return
-    print(f"\n{skill_table(summary)}\n")
+    accurate = f"accuracy {summary['accuracy']:.3f}" if "accuracy" in summary else None
+    print(f"\n{accurate or skill_table(summary)}\n")
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
     print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")

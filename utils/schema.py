@@ -21,6 +21,8 @@ class Config(BaseModel):
 
     config: Text = key("name of the configuration in the YAML file")
 
+    model: Literal["forecast", "classifier"] = key("forecast: image to image; classifier: image to class", "forecast")
+    num_classes: PositiveInt | None = key("classes of the classifier", None)
     embed_dim: PositiveInt = key("embedding size")
     depth: PositiveInt = key("number of transformer blocks")
     num_heads: PositiveInt = key("attention heads")
@@ -28,7 +30,7 @@ class Config(BaseModel):
     patch_size: PositiveInt = key("grid points along one side of a patch")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
 
-    img_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = key("points: latitude longitude")
+    img_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=3)] = key("points: latitude longitude")
     n_in_channels: PositiveInt = key("channels of the input, the first ones of the file")
     n_out_channels: PositiveInt = key("channels to forecast, the first ones of the file")
     dt: PositiveInt = key("forecast lead, in time steps of the file")

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from distributed.global_view import global_view, take_parts
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
+from utils.class_images import ClassValidator
 from utils.clock import Clock
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
@@ -59,7 +60,7 @@ class Trainer:
         self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints, config.model_dump())
         self.step = TrainingStep(config, device, parallel, optimizer)
         self.profiler = build_profiler(config, device, run.path / "profile") if comm.is_main() else None
-        self.validator = Validator(valid_loader)
+        self.validator = (Validator if config.model == "forecast" else ClassValidator)(valid_loader)
 
         self.iteration = 0  # optimizer steps done
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from utils import comm
-from utils.loss import relative_l2_loss
+from utils.loss import classification_loss, relative_l2_loss
 from utils.optim import learning_rate, set_learning_rate
 from utils.profiling import span
 
+LOSSES = {"forecast": relative_l2_loss, "classifier": classification_loss}
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
 
@@ -64,9 +65,10 @@ class TrainingStep:
 
     def _run(self, x, y):
         micro_batches, losses = self.config.gradient_accumulation, []
+        loss_of = LOSSES[self.config.model]
 
         def loss(prediction, target):
-            value = relative_l2_loss(prediction, target, comm.get_group("image")) / micro_batches
+            value = loss_of(prediction, target, comm.get_group("image")) / micro_batches
             losses.append(value.detach())
             return self.scaler.scale(value)
 

@@ -186,7 +186,8 @@ def sizes_over(spec, mesh_dim):
 def to_spec(x, spec):
     """x split as spec says; dimensions of several axes are reached by taking a slice of the whole."""
     if all(len(axes) < 2 for axes in spec.dims):
-        return redistributed(x, spec.placements, {m: s for m in range(8) if (s := sizes_over(spec, m))})
+        sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
+        return redistributed(x, spec.placements, sizes)
     part = local(replicated(x))
     for mesh_dim, placement in enumerate(spec.placements):
         if placement.is_shard():

@@ -81,9 +81,11 @@ def arg(func, input, dim=None, keepdim=False):
     dims = dims_of(spec, None)
     if sharers(spec, dims) is None:
         return wrap(torch.argmax(part) if largest else torch.argmin(part), kept(spec, dims))
-    places = torch.arange(spec.shape.numel(), device=part.device).view(spec.shape)
-    places = part_of(places, spec).reshape(-1)
-    _, index = best(part.reshape(-1), places, 0, largest, *sharers(spec, dims))
+    places = torch.zeros((), dtype=torch.long, device=part.device)
+    for size, axes in zip(spec.shape, spec.dims, strict=True):
+        own = part_of(torch.arange(size, device=part.device), spec.with_dims([axes]))
+        places = places[..., None] * size + own
+    _, index = best(part.reshape(-1), places.reshape(-1), 0, largest, *sharers(spec, dims))
     return wrap(index.view([1] * len(spec.dims) if keepdim else []), kept(spec, dims, keepdim))
 
 

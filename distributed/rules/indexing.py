@@ -6,7 +6,6 @@ from torch.nn import functional as F
 
 from distributed.rules.elementwise import fitted
 from distributed.shard_tensor import (
-    LocalTensors,
     ShardTensor,
     dispatch,
     global_shape,
@@ -34,8 +33,7 @@ def getitem(func, x, index):
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
     if own is None:
         return wrap(_Zeros.apply(local(x), spec.local_shape), spec)
-    with LocalTensors():
-        return wrap(x[own], spec)
+    return wrap(x[own], spec)
 
 
 class _Zeros(torch.autograd.Function):
@@ -169,8 +167,7 @@ def setitem(func, x, index, value):
         while value.dim() > len(spec.dims) and global_shape(value)[0] == 1:
             value = select(func, value, 0, 0) if isinstance(value, ShardTensor) else value[0]
         value = fitted(value, spec)
-    with LocalTensors():
-        x[own] = value
+    x[own] = value
 
 
 @rule(*named("select"))
@@ -201,8 +198,7 @@ def unbind(func, input, dim=0):
     if spec.is_split(dim):
         return tuple([select(func, input, dim, i) for i in range(spec.shape[dim])])
     left = spec.with_dims([axes for d, axes in enumerate(spec.dims) if d != dim])
-    with LocalTensors():
-        return tuple([wrap(part, left) for part in input.unbind(dim)])
+    return tuple([wrap(part, left) for part in input.unbind(dim)])
 
 
 @rule(*named("split", "split_with_sizes"))

@@ -7,7 +7,6 @@ from distributed.redistribute import redistribute
 from distributed.rules.elementwise import common_spec, fitted
 from distributed.rules.reductions import numpy_names
 from distributed.shard_tensor import (
-    LocalTensors,
     ShardTensor,
     dispatch,
     global_shape,
@@ -186,8 +185,7 @@ def repeat(func, input, *repeats, **keywords):
         repeats = (*[1] * (count - len(repeats)), *repeats)
     ahead = len(repeats) - count
     dims = [merged((Axis(n), *(input.spec.dims[d - ahead] if d >= ahead else ()))) for d, n in enumerate(repeats)]
-    with LocalTensors():
-        return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
+    return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
 
 
 @rule(*named("repeat_interleave"))
@@ -198,8 +196,7 @@ def repeat_interleave(func, input, repeats, dim=None, *, output_size=None):
     if dim is None:
         input, dim = dispatch(torch.flatten, input), 0
     spec, dim = input.spec, dim % len(input.spec.dims)
-    with LocalTensors():
-        return wrap(input.repeat_interleave(repeats, dim), _with(spec, dim, merged((*spec.dims[dim], Axis(repeats)))))
+    return wrap(input.repeat_interleave(repeats, dim), _with(spec, dim, merged((*spec.dims[dim], Axis(repeats)))))
 
 
 @rule(*named("tril", "triu"))
@@ -209,5 +206,4 @@ def triangle(func, input, diagonal=0):
     if any(len(axes) > 1 and any(axis.sizes for axis in axes) for axes in spec.dims[-2:]):
         raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
     row, column = (sum(spec.offset(axis) for axis in axes) for axes in spec.dims[-2:])
-    with LocalTensors():
-        return wrap((torch.tril if func.__name__ == "tril" else torch.triu)(input, diagonal + row - column), spec)
+    return wrap((torch.tril if func.__name__ == "tril" else torch.triu)(input, diagonal + row - column), spec)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from distributed.collectives import copy_to_region
 from distributed.rules.elementwise import split_alike, to_spec
 from distributed.shard_tensor import (
-    LocalTensors,
     ShardTensor,
     dispatch,
     global_shape,
@@ -99,14 +98,13 @@ def linear(func, input, weight, bias=None):
         return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
     out = input.spec.with_dims((*input.spec.dims[:-1], whole(weight.shape[0])))
     weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
-    with LocalTensors():
-        return wrap(F.linear(input, weight, bias), out)
+    return wrap(F.linear(input, weight, bias), out)
 
 
 @rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
 def matmul(func, input, other):
     """(..., N, D) x (..., D, M) -> (..., N, M), batches broadcast; vectors as torch has it."""
-    if func in named("__rmatmul__"):
+    if func.__name__ == "__rmatmul__":
         input, other = other, input
     rows, columns = input.dim() > 1, other.dim() > 1
     first = [*_batch(input), "n", "d"] if rows else ["d"]

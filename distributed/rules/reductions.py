@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import all_gather, gather_from_region
-from distributed.shard_tensor import LocalTensors, dispatch, local, named, no_rule, reduced, rule, wrap
+from distributed.shard_tensor import dispatch, local, named, no_rule, reduced, rule, wrap
 
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -88,8 +88,7 @@ def reduce_by(x, dims, keepdim, summary, combine):
 @numpy_names
 def total(func, input, dim=None, keepdim=False, *, dtype=None):
     dims = dims_of(input.spec, dim)
-    with LocalTensors():
-        return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
+    return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
 
 
 @rule(*named("mean"))
@@ -97,15 +96,16 @@ def total(func, input, dim=None, keepdim=False, *, dtype=None):
 def mean(func, input, dim=None, keepdim=False, *, dtype=None):
     """Of all elements: a rank with more of them counts for more."""
     spec = input.spec
+    if dtype is None and not (input.is_floating_point() or input.is_complex()):  # also where a rank has no elements
+        raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
     dims = dims_of(spec, dim)
     count, own = (math.prod([shape[d] for d in dims]) for shape in (spec.shape, spec.local_shape))
-    with LocalTensors():
-        if own == count:
-            out = input.mean(dims, keepdim, dtype=dtype)
-        elif own == 0:
-            out = input.sum(dims, keepdim, dtype=dtype)
-        else:  # the sum of all elements might not fit into 16 bits
-            out = input.mean(dims, keepdim, dtype=dtype) * (own / count)
+    if own == count:
+        out = input.mean(dims, keepdim, dtype=dtype)
+    elif own == 0:
+        out = input.sum(dims, keepdim, dtype=dtype)
+    else:  # the sum of all elements might not fit into 16 bits
+        out = input.mean(dims, keepdim, dtype=dtype) * (own / count)
     return wrap(out, reduced_spec(spec, dims, keepdim))
 
 
@@ -130,7 +130,7 @@ def prod(func, input, dim=None, keepdim=False, *, dtype=None):
     def product(x):
         for d in dims:
             x = x.prod(d, keepdim=True)
-        return x if x.is_floating_point() else x.long()
+        return x if x.is_floating_point() or x.is_complex() else x.long()
 
     input = input if dtype is None else dispatch(Tensor.to, input, dtype)
     return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from distributed.shard_tensor import LocalTensors, ShardTensor, dispatch, global_shape, named, no_rule, rule, wrap
+from distributed.shard_tensor import ShardTensor, dispatch, global_shape, named, no_rule, rule, wrap
 from distributed.sharding import Axis, merged, whole
 
 
@@ -15,14 +15,17 @@ def regrouped(axes, shape):
     left, dims = list(axes)[::-1], []
     for size in shape:
         taken, missing = [], size
-        while missing > 1:
+        while missing != 1:
             if not left:
                 return None
             axis = left.pop()
-            if missing % axis.size == 0 and axis.size:
+            if missing == 0:  # all that comes before an axis without elements, and the axis
+                taken.append(axis)
+                missing = 1 if axis.size == 0 else 0
+            elif axis.size and missing % axis.size == 0:
                 taken.append(axis)
                 missing //= axis.size
-            elif axis.size % missing == 0:
+            elif axis.size and axis.size % missing == 0:
                 inner = axis.size // missing
                 if axis.sizes is not None and any(n % inner for n in axis.sizes):
                     return None
@@ -52,8 +55,7 @@ def reshaped(func, x, shape):
     if dims is None:
         raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
     new = spec.with_dims(dims)
-    with LocalTensors():
-        out = x.view(new.local_shape) if func in (Tensor.view,) else x.reshape(new.local_shape)
+    out = x.view(new.local_shape) if func in (Tensor.view,) else x.reshape(new.local_shape)
     return wrap(out, new)
 
 
@@ -103,22 +105,20 @@ def permute(func, input, *dims, **keywords):
     dims = _sizes(dims or tuple(keywords.values()))
     if len(dims) != len(input.spec.dims):
         raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(input.spec.dims)}")
-    with LocalTensors():
-        return wrap(input.permute(dims), input.spec.with_dims([input.spec.dims[d] for d in dims]))
+    return wrap(input.permute(dims), input.spec.with_dims([input.spec.dims[d] for d in dims]))
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
 def transpose(func, input, dim0, dim1):
     dims = list(input.spec.dims)
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    with LocalTensors():
-        return wrap(input.transpose(dim0, dim1), input.spec.with_dims(dims))
+    return wrap(input.transpose(dim0, dim1), input.spec.with_dims(dims))
 
 
 @rule(Tensor.mT.__get__, *named("t", "adjoint"))
 def matrix_transpose(func, input):
     count = len(input.spec.dims)
-    if count > 2 and func in named("t"):
+    if count > 2 and func.__name__ == "t":
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {count}D")
     return input if count < 2 else transpose(func, input, -2, -1)
 
@@ -150,8 +150,7 @@ def movedim(func, x, source, destination):
 @rule(*named("unsqueeze"))
 def unsqueeze(func, x, dim):
     dim = dim % (len(x.spec.dims) + 1)
-    with LocalTensors():
-        return wrap(x.unsqueeze(dim), x.spec.with_dims((*x.spec.dims[:dim], (), *x.spec.dims[dim:])))
+    return wrap(x.unsqueeze(dim), x.spec.with_dims((*x.spec.dims[:dim], (), *x.spec.dims[dim:])))
 
 
 @rule(*named("squeeze"))
@@ -166,8 +165,7 @@ def squeeze(func, x, dim=None):
     if cut is not None:  # its one row is one rank's
         x = dispatch(torch.select, x, cut, 0)
         return squeeze(func, x, [d - (d > cut) for d in gone if d != cut])
-    with LocalTensors():
-        return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
+    return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
@@ -182,8 +180,7 @@ def expand(func, x, *shape, **keywords):
             raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
         dims.append(whole(size) if grows else axes)
         sizes.append(size if grows else -1)
-    with LocalTensors():
-        return wrap(x.expand(sizes), x.spec.with_dims(dims))
+    return wrap(x.expand(sizes), x.spec.with_dims(dims))
 
 
 @rule(torch.broadcast_tensors)

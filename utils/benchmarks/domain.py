@@ -15,7 +15,7 @@ from itertools import chain, product
 import torch
 
 from networks.vit import patch_grid
-from utils.benchmarks.domain_ranks import Teams, build_classifier
+from utils.benchmarks.domain_ranks import Teams
 from utils.benchmarks.domain_tables import print_tables, write_csv, write_picture
 from utils.benchmarks.report import machine, write_json
 from utils.config import load_config
@@ -23,13 +23,14 @@ from utils.device import select_device
 from utils.errors import UsageError, reported_as_usage_error
 from utils.launch import read_launch
 from utils.layout import Layout, tile_counts
+from utils.model import build_model
 from utils.schema import Config
 
 LAYOUTS = ("dp2", "domain2", "domain2,data_parallel=ddp")
 ONE = "one device"
 SIZES = (32, 64, 32)
 MODES = ("forward", "training")
-YAML, NAME = "config/shard.yaml", "shard_quick"
+YAML, NAME = "config/shard.yaml", "classify_quick"
 SPLITS = ("domain_parallel", "tensor_parallel")
 
 
@@ -118,7 +119,7 @@ def check(case):
     """Raise UsageError where the model cannot be built, or an image has too few patches to be shared."""
     config = case.config
     with reported_as_usage_error(ValueError, config.config):
-        build_classifier(config)
+        build_model(config)
         grid, _ = patch_grid(config.img_size, config.patch_size)
     for ranks, patches in zip(case.layout.domain, grid, strict=False):
         if ranks > patches:

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import split_images
 from distributed.tiles import own_window
-from networks.classifier import Classifier
 from utils import comm
 from utils.benchmarks import team
 from utils.benchmarks.memory import SavedTensors
@@ -19,6 +18,8 @@ from utils.benchmarks.peak import PeakMemory, is_out_of_memory
 from utils.compute import apply_compute_options
 from utils.device import synchronize
 from utils.errors import UsageError, reported_as_usage_error
+from utils.loss import classification_loss
+from utils.model import build_model
 from utils.optim import build_optimizer
 from utils.training_step import AMP_DTYPES
 
@@ -112,7 +113,7 @@ class RankCase:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1, case.memory_limit / total) if case.memory_limit else 1)
             torch.cuda.reset_peak_memory_stats()
-        model, whole = build_classifier(config), build_classifier(config)
+        model, whole = build_model(config), build_model(config)
         weights = whole.initial_weights(torch.Generator().manual_seed(config.seed))
         with reported_as_usage_error(ValueError, f"layout '{case.name}'"):
             split = split_images(model, config)
@@ -126,7 +127,7 @@ class RankCase:
         own = slice(comm.get_rank("dp") * case.batch, (comm.get_rank("dp") + 1) * case.batch)
         x = torch.randn(count, config.n_in_channels, *config.img_size, generator=random)
         self.x = x[(own, slice(None), *own_window(config.img_size, config.patch_size))].clone().to(device)
-        self.classes = torch.randint(num_classes(config), (count,), generator=random)[own].to(device)
+        self.classes = torch.randint(config.num_classes, (count,), generator=random)[own].to(device)
 
     def autocast(self):
         dtype = AMP_DTYPES.get(self.case.config.amp_mode)
@@ -144,8 +145,7 @@ class RankCase:
 
         def loss(prediction, classes):
             between()
-            value = F.cross_entropy(prediction.float(), classes)
-            return value * comm.get_size("domain")  # gradients are averaged over these ranks, and each has a part
+            return classification_loss(prediction, classes, comm.get_group("image"))
 
         self.parallel.forward_backward(self.x, self.classes, loss, 1, self.autocast, nullcontext)
         self.optimizer.step()
@@ -202,16 +202,3 @@ class RankCase:
                 self.step(after_forward)
             peak = live.peak
         return {"peak": peak, "activations": activations[0] if activations else None}
-
-
-def build_classifier(config):
-    """On the meta device. Raises ValueError for sizes that do not fit."""
-    with torch.device("meta"):
-        return Classifier(
-            config.img_size, config.patch_size, config.n_in_channels, num_classes(config), config.embed_dim,
-            config.depth, config.num_heads, config.mlp_ratio, config.dropout,
-        )  # fmt: skip
-
-
-def num_classes(config):
-    return getattr(config, "num_classes", 1000)
