@@ -167,7 +167,10 @@ def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, ser
             "quick: context parallel: 1 rows of patches cannot be split over 2",
         ),
         ({"pipeline_parallel": 2, "depth": 3, "gradient_accumulation": 2}, "3 blocks cannot be shared by 2 stages"),
-        ({"tensor_parallel": 2, "parallel_order": "tp-zz"}, "parallel_order 'tp-zz': name each of dp, cp, domain, tp, pp"),
+        (
+            {"tensor_parallel": 2, "parallel_order": "tp-zz"},
+            "parallel_order 'tp-zz': name each of dp, cp, domain, tp, pp",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
