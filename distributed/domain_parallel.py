@@ -76,7 +76,7 @@ def domain_parallel(model, img_size, patch_size, method="gather"):
 
     def forward_part(x):
         y = forward(wrap(x, domain.spec(x.shape[0], x.shape[1])))
-        return local(y if y.spec.split_dims else replicated(y))
+        return local(y if y.spec.split_dims else replicated(y)).clone()  # fully_shard warns of views
 
     model.forward = forward_part
     return domain

@@ -29,7 +29,7 @@ OPERATIONS = {
 def tiny_tensors(mesh):
     """A plain tensor (1, 2, 2, WIDTH), and the ShardTensor of which it is this rank's part, by rows."""
     plain = torch.randn(1, 2, 2, WIDTH)
-    return plain, ShardTensor.from_local(plain, mesh, [Shard(1)])
+    return plain, ShardTensor.from_local(plain, mesh, [Shard(1)], {0: (2,) * mesh.size()})
 
 
 def python_calls(function, x):
@@ -62,9 +62,8 @@ def main(rounds=15):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("domain",))
-    plain = torch.randn(1, 2, 2, WIDTH)
-    split = ShardTensor.from_local(plain, mesh, [Shard(1)], {0: (2, 2)})
-    print(f"{'operation':12}{'plain':>8}{'ShardTensor':>14}{'more':>8}   microseconds, best of {rounds} rounds")
+    plain, split = tiny_tensors(mesh)
+    print(f"{'operation':18}{'plain':>8}{'ShardTensor':>13}{'more':>7}  microseconds, best of {rounds} rounds")
     for grad in (False, True):
         for x in (plain, split):
             x.requires_grad_(grad)
@@ -72,7 +71,7 @@ def main(rounds=15):
             turns = [(microseconds(function, plain), microseconds(function, split)) for _ in range(rounds)]
             one, other = (min(times) for times in zip(*turns, strict=True))
             kind = f"{name}, grad" if grad else name
-            print(f"{kind:18}{one:8.1f}{other:8.1f}{other - one:8.1f}")
+            print(f"{kind:18}{one:8.1f}{other:13.1f}{other - one:7.1f}")
     torch.distributed.destroy_process_group()
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.test_data_parallel import train as train_data_parallel
-from tests.test_model_parallel import assert_serial, train, train_from
+from tests.test_model_parallel import CPU, assert_serial, build, train, train_from
+from utils import comm
+from utils.class_images import ClassImages, ClassValidator, build_class_loaders
 
 # 9 x 10 patches: rows that no number of ranks divides.
 SIZES = {
@@ -109,3 +111,50 @@ def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_pat
         size, options = layouts[layout]
         losses.append(ranks(size, train_from, tiny_config(**SIZES, **options), tmp_path, 3 * part, 3 * part + 3)[0])
     torch.testing.assert_close(torch.cat(losses), serial, rtol=1e-5, atol=0)
+
+
+CLASSES = {
+    "model": "classifier", "num_classes": 7, "img_size": [36, 40], "n_in_channels": 3, "num_heads": 4, "depth": 2,
+    "global_batch_size": 4, "optimizer": "AdamW", "num_iters": 50, "patch_size": 4,
+}  # fmt: skip
+
+
+def classify(config, steps=6):
+    """Losses of the classifier, of its own images, and the scores of a validation."""
+    step = build(config)
+    train_loader, valid_loader = build_class_loaders(config, CPU)
+    batches = train_loader.train(0, 0, steps)
+    losses = torch.stack([step(i, x, y) for i, (x, y) in enumerate(batches)])
+    return comm.all_reduce(losses) / comm.world_size(), ClassValidator(valid_loader).run(step.parallel)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"domain_parallel": 2}),
+        (4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
+        (4, {"domain_parallel": 2, "amp_mode": "bf16"}),
+        (4, {"domain_parallel": 2, "tensor_parallel": 2}),
+        (3, {"domain_parallel": 3, "domain_method": "ring", "limit_nsamples_val": 5}),
+        (2, {"domain_parallel": "1x2", "img_size": [8, 12, 8], "data_parallel": "zero1"}),
+    ],
+    ids=str,
+)
+def test_the_classifier_trains_as_on_one_device(ranks, tiny_config, size, options):
+    settings = CLASSES | {"limit_nsamples_val": 16} | options
+    alone = {key: value for key, value in settings.items() if key not in ("domain_parallel", "tensor_parallel")}
+    expected, scores = ranks(1, classify, tiny_config(**alone | {"data_parallel": "ddp", "domain_method": "gather"}))[0]
+    rtol = 1e-5 if "amp_mode" not in options else 2e-2
+    for losses, found in ranks(size, classify, tiny_config(**settings)):
+        torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
+        assert found["val_loss"] == pytest.approx(scores["val_loss"], rel=rtol)
+        assert found["accuracy"] == pytest.approx(scores["accuracy"], abs=1e-6 if rtol < 1e-3 else 0.1)
+
+
+def test_an_image_and_its_tiles_are_the_same_points():
+    whole = ClassImages(9, (8, 12), 2, 9, (slice(0, 8), slice(0, 12)), seed=1)
+    tile = ClassImages(9, (8, 12), 2, 9, (slice(4, 8), slice(3, 7)), seed=1)
+    for i in range(9):
+        (image, label), (part, same) = whole.sample(i), tile.sample(i)
+        assert label == same and torch.equal(part, image[:, 4:8, 3:7])
+    assert len({whole.sample(i)[1] for i in range(9)}) > 3
