@@ -140,13 +140,13 @@ def _own_slice(x, group, dim, sizes):
 
 
 def _all_reduce(x, group):
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.name))
+    return _finished(ops.all_reduce, x.contiguous(), "sum", group.name)
 
 
 def _all_gather(x, group, dim, sizes):
     # The collective wants equal sizes: shorter slices are padded on the way.
     x = _pad(x, dim, max(sizes)).contiguous()
-    joined = ops.wait_tensor(ops.all_gather_into_tensor(x, group.size, group.name))  # (size * n_0, n_1, ...)
+    joined = _finished(ops.all_gather_into_tensor, x, group.size, group.name)  # (size * n_0, n_1, ...)
     joined = joined.unflatten(0, (group.size, x.shape[0]))
     if min(sizes) == max(sizes):
         return joined.movedim(0, dim).flatten(dim, dim + 1)  # no copy where nothing lies before dim
@@ -156,8 +156,8 @@ def _all_gather(x, group, dim, sizes):
 def _reduce_scatter(x, group, dim, sizes):
     if dim > 0 or min(sizes) < max(sizes):  # else the slices lie one behind the other already
         x = torch.cat([_pad(part, dim, max(sizes)) for part in x.split(sizes, dim)])
-    summed = ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
-    return ops.wait_tensor(summed).narrow(dim, 0, sizes[group.rank])
+    summed = _finished(ops.reduce_scatter_tensor, x.contiguous(), "sum", group.size, group.name)
+    return summed.narrow(dim, 0, sizes[group.rank])
 
 
 def _pad(x, dim, length):
@@ -165,7 +165,14 @@ def _pad(x, dim, length):
 
 
 def _all_to_all(x, group, sent, received):
-    return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), received, sent, group.name))
+    return _finished(ops.all_to_all_single, x.contiguous(), received, sent, group.name)
+
+
+def _finished(collective, *args):
+    if torch.compiler.is_compiling():
+        return ops.wait_tensor(collective(*args))
+    with torch._C._AutoDispatchBelowAutograd():  # autograd is ours; torch's own wrapper, in Python, would find nothing
+        return ops.wait_tensor(collective(*args))
 
 
 def _all_to_all_back(grad, group, sent, received):

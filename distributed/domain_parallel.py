@@ -35,20 +35,19 @@ class Domain:
     """How images of a size are split over the domain ranks."""
 
     def __init__(self, img_size, patch_size):
-        self.mesh = as_mesh(domain_mesh())
-        self.cuts = [cut for cut in image_cuts(img_size, patch_size) if cut.mesh_dim != "cp"]
-        self.axes = [whole(n) for n in img_size]
-        for mesh_dim, cut in enumerate(self.cuts):
-            self.axes[cut.axis] = (Axis(sum(cut.sizes), mesh_dim, cut.sizes),)
-        self.grid = [whole(n // patch) for n, patch in zip(img_size, per_axis(patch_size, img_size), strict=True)]
-        for mesh_dim, cut in enumerate(self.cuts):
-            patch = per_axis(patch_size, img_size)[cut.axis]
-            sizes = tuple(n // patch for n in cut.sizes)
-            self.grid[cut.axis] = (Axis(sum(sizes), mesh_dim, sizes),)
+        self.mesh, patch = as_mesh(domain_mesh()), per_axis(patch_size, img_size)
+        axes = [whole(n) for n in img_size]
+        self.grid = [whole(n // p) for n, p in zip(img_size, patch, strict=True)]  # of patches
+        cuts = [cut for cut in image_cuts(img_size, patch) if cut.mesh_dim != "cp"]
+        for mesh_dim, (axis, sizes, _) in enumerate(cuts):
+            axes[axis] = (Axis(img_size[axis], mesh_dim, sizes),)
+            self.grid[axis] = (Axis(img_size[axis] // patch[axis], mesh_dim, tuple(n // patch[axis] for n in sizes)),)
+        self.image = Spec(self.mesh, tuple(axes))
 
     def spec(self, samples, channels):
         """Of images (samples, channels, *img_size)."""
-        return Spec(self.mesh, (whole(samples), whole(channels), *self.axes))
+        dims = whole(samples), whole(channels), *self.image.dims
+        return self.image.derived((samples, channels), lambda: Spec(self.mesh, dims))
 
     def token_axes(self):
         """The axes of the dimension of tokens: the patches of an image, row by row."""
@@ -63,7 +62,8 @@ def domain_parallel(model, img_size, patch_size, method="gather"):
     """Let a model, in place, work on this rank's part of an image: (B, C, h, w) -> its part of the output.
 
     An output that is no image, classes for example, is whole on every rank. Parallel over the domain ranks of the
-    mesh; with one of them the model stays as it is. method: of attention, see distributed/attention.py.
+    mesh; with one of them the model stays as it is. patch_size: points along each axis that stay on one rank.
+    method: of attention, see distributed/attention.py.
     Returns the Domain, or None with one rank. Raises ValueError for an unknown method, more ranks than patches, and
     heads that all_to_all cannot split.
     """
@@ -159,7 +159,7 @@ def split_images(model, config):
         raise ValueError(f"domain parallel: all_to_all cannot split {heads} heads over {comm.get_size('domain')} ranks")
     if config.domain_method == "ring" and config.dropout and comm.get_size("domain") > 1:
         raise ValueError("domain parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
-    domain = domain_parallel(model, config.img_size, config.patch_size, config.domain_method)
+    domain = domain_parallel(model, config.img_size, model.patch_size, config.domain_method)
     plain = config.data_parallel == "ddp" or (config.data_parallel != "zero1" and config.amp_mode != "fp16")
     if domain and plain:
         axes = (domain.token_axes(), whole(config.embed_dim))

@@ -53,6 +53,7 @@ class Spec:
 
     def __init__(self, mesh, dims, partial=()):
         self.mesh, self.dims, self.partial = mesh, dims, partial
+        self._derived = {}
         groups, shape, local, split, used = mesh.groups, [], [], [], []
         for dim, axes in enumerate(dims):
             size = own = 1
@@ -123,6 +124,14 @@ class Spec:
 
     def with_dims(self, dims, partial=None):
         return Spec(self.mesh, tuple(dims), self.partial if partial is None else partial)
+
+    def derived(self, key, make):
+        """make(), a Spec, remembered under a key: the same operations come every step."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
 
     def resized(self, sizes):
         """The spec where some dimensions have other sizes: {dim: one size, or the sizes of all ranks}."""

@@ -44,6 +44,7 @@ class ConvNet(InitialWeights):
 
     def __init__(self, in_channels, out_channels, width=32, groups=4):
         super().__init__()
+        self.patch_size = 2  # an image may be cut between the cells of the coarse grid
         self.fine = ConvBlock(in_channels, width, groups)
         self.down = ConvBlock(width, 2 * width, groups, stride=2)
         self.coarse = ConvBlock(2 * width, 2 * width, groups)

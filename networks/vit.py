@@ -149,6 +149,7 @@ class ViT(InitialWeights):
     ):
         super().__init__()
         grid, patch_size = patch_grid(img_size, patch_size)
+        self.patch_size = patch_size  # an image may be cut between patches
         self.patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
         self.pos_drop = nn.Dropout(dropout)

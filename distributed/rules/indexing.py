@@ -197,7 +197,7 @@ def unbind(func, input, dim=0):
     spec, dim = input.spec, dim % len(input.spec.dims)
     if spec.is_split(dim):
         return tuple([select(func, input, dim, i) for i in range(spec.shape[dim])])
-    left = spec.with_dims([axes for d, axes in enumerate(spec.dims) if d != dim])
+    left = spec.derived(("unbind", dim), lambda: spec.with_dims([*spec.dims[:dim], *spec.dims[dim + 1 :]]))
     return tuple([wrap(part, left) for part in input.unbind(dim)])
 
 

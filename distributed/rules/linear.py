@@ -82,7 +82,9 @@ def _operand(x, axes, out, used):
 
 def own_bias(bias, out):
     """This rank's part of a bias; into a sum over ranks it goes in equal parts."""
-    bias = part_of(shared(bias, out), out.with_dims(out.dims[-1:], ()))
+    bias = shared(bias, out)
+    if out.is_split(-1):
+        bias = part_of(bias, out.with_dims(out.dims[-1:], ()))
     for mesh_dim in out.partial:
         bias = bias / out.mesh.groups[mesh_dim].size
     return bias
@@ -96,7 +98,8 @@ def linear(func, input, weight, bias=None):
     if isinstance(weight, ShardTensor) or input.spec.is_split(-1):
         rows = [f"b{i}" for i in range(input.dim() - 1)]
         return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
-    out = input.spec.with_dims((*input.spec.dims[:-1], whole(weight.shape[0])))
+    spec, features = input.spec, weight.shape[0]
+    out = spec.derived(("linear", features), lambda: spec.with_dims((*spec.dims[:-1], whole(features))))
     weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
     return wrap(F.linear(input, weight, bias), out)
 

@@ -43,9 +43,8 @@ def regrouped(axes, shape):
     return tuple(merged(taken) for taken in dims)
 
 
-def reshaped(func, x, shape):
-    """x in a global shape, in which one size may be -1."""
-    spec, shape = x.spec, list(shape)
+def reshaped_spec(func, x, shape):
+    spec = x.spec
     if -1 in shape:
         known = -math.prod(shape)
         shape[shape.index(-1)] = spec.shape.numel() // known if known else 0
@@ -54,7 +53,13 @@ def reshaped(func, x, shape):
     dims = regrouped([axis for axes in spec.dims for axis in axes], shape)
     if dims is None:
         raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
-    new = spec.with_dims(dims)
+    return spec.with_dims(dims)
+
+
+def reshaped(func, x, shape):
+    """x in a global shape, in which one size may be -1."""
+    shape = tuple(shape)
+    new = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
     out = x.view(new.local_shape) if func in (Tensor.view,) else x.reshape(new.local_shape)
     return wrap(out, new)
 
@@ -103,16 +108,23 @@ def unflatten(func, x, dim, sizes):
 @rule(*named("permute"))
 def permute(func, input, *dims, **keywords):
     dims = _sizes(dims or tuple(keywords.values()))
-    if len(dims) != len(input.spec.dims):
-        raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(input.spec.dims)}")
-    return wrap(input.permute(dims), input.spec.with_dims([input.spec.dims[d] for d in dims]))
+    spec = input.spec
+    if len(dims) != len(spec.dims):
+        raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
+    new = spec.derived(("permute", dims), lambda: spec.with_dims([spec.dims[d] for d in dims]))
+    return wrap(input.permute(dims), new)
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
 def transpose(func, input, dim0, dim1):
-    dims = list(input.spec.dims)
-    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return wrap(input.transpose(dim0, dim1), input.spec.with_dims(dims))
+    spec = input.spec
+
+    def swapped():
+        dims = list(spec.dims)
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+        return spec.with_dims(dims)
+
+    return wrap(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
 
 
 @rule(Tensor.mT.__get__, *named("t", "adjoint"))

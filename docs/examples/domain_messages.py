@@ -1,0 +1,61 @@
+"""What one training step sends, by method of attention; options are those of train_shard.py.
+
+torchrun --nproc_per_node 4 -m docs.examples.domain_messages --config=shard_quick --domain_parallel 2x2
+"""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+
+from distributed.attention import METHODS
+from distributed.counting import CollectiveCounter
+from distributed.data_parallel import data_parallel
+from distributed.domain_parallel import split_images
+from distributed.tiles import own_window
+from train_shard import SPLITS
+from utils import comm
+from utils.config import load_config
+from utils.model import build_model, initial_weights
+from utils.training_step import LOSSES
+
+
+def main():
+    for method in METHODS:
+        words = [*sys.argv[1:], f"--domain_method={method}"]
+        config = load_config(words, __doc__, comm.world_size(), "config/shard.yaml", SPLITS)
+        comm.build_mesh(torch.device("cpu"), config.layout(comm.world_size()))
+        forward, backward = messages_of_a_step(config)
+        if comm.rank() == 0:
+            print(f"{method:12}forward   {in_words(forward)}\n{'':12}backward  {in_words(backward)}")
+
+
+def messages_of_a_step(config):
+    """CollectiveCounters of this rank: of the forward pass with the loss, and of the backward pass."""
+    model = build_model(config)
+    split = split_images(model, config)
+    parallel = data_parallel(model, config, torch.device("cpu"), initial_weights(config), split)
+    samples = config.global_batch_size // comm.get_size("dp")
+    rows, columns = own_window(config.img_size, config.patch_size)
+    x, y = torch.randn(2, samples, config.n_in_channels, *config.img_size)[..., rows, columns]
+
+    def loss(prediction, target):
+        return LOSSES[config.model](prediction, target, comm.get_group("image"))
+
+    for _ in range(3):  # in the first steps DDP arranges its buckets
+        forward, total = CollectiveCounter(), CollectiveCounter()
+        with total:
+            parallel.forward_backward(x, y, loss, 1, lambda forward=forward: forward, nullcontext)
+    total.calls.subtract(forward.calls)
+    total.bytes.subtract(forward.bytes)
+    return forward, total
+
+
+def in_words(counted):
+    return ", ".join(f"{n} {kind} of {counted.bytes[kind]:,} bytes" for kind, n in (+counted.calls).items())
+
+
+if __name__ == "__main__":
+    comm.init("cpu")
+    main()
+    comm.shutdown()
