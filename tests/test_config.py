@@ -104,7 +104,7 @@ def test_only_settings_that_change_the_result_count_as_different():
         ),
         (4, ["--domain_parallel=3"], "4 ranks cannot be split as domain 3 x dp: 4 is not a multiple of 3"),
         (8, ["--domain_parallel=2x3"], "8 ranks cannot be split as domain 2x3 x dp: 8 is not a multiple of 6"),
-        (2, ["--domain_parallel=2x"], "domain_parallel: '2x' "),
+        (2, ["--domain_parallel=2x"], "domain_parallel '2x': expected ranks along latitude, or 2x2"),
         (1, ["--img_size", "8", "8", "8"], r"img_size \[8, 8, 8\]: forecasts are of latitude and longitude"),
         (1, ["--model=classifier"], "model classifier needs num_classes"),
         (2, ["--model=classifier", "--num_classes=3", "--context_parallel=2"], "goes without context_parallel"),

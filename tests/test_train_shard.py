@@ -68,7 +68,7 @@ SHARD, TRAIN, MP = "train_shard", "train", "train_mp"
             4, SHARD, {"domain_parallel": 4, "patch_size": 8},
             "quick: domain parallel: 2 rows of patches cannot be split over 4 ranks",
         ),
-        (2, SHARD, {"domain_parallel": "2x"}, "command line: domain_parallel: '2x'"),
+        (2, SHARD, {"domain_parallel": "2x"}, "domain_parallel '2x': expected ranks along latitude, or 2x2 for tiles"),
         (2, SHARD, {"domain_parallel": 0}, "command line: domain_parallel: 0"),
         (2, SHARD, {"context_parallel": 2}, "context_parallel 2: the model is split by train_mp.py"),
         (2, TRAIN, {"domain_parallel": 2}, "domain_parallel 2: the model is split by train_shard.py"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from utils import comm
+from utils.config import SPLITS
 
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
@@ -57,5 +58,7 @@ def print_result(summary, config):
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
     print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")
-    command = f"{programs}/python {Path(sys.argv[0]).name} --config={config.config}"
+    start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
+    command = f"{programs}/{start} {Path(sys.argv[0]).name} --config={config.config}"
+    command += "".join(f" --{name}={getattr(config, name)}" for name in SPLITS if getattr(config, name) != 1)
     print(f"try next:         {command} --run_num=bf16 --amp_mode=bf16")

@@ -88,7 +88,7 @@ class Config(BaseModel):
     tensor_parallel: PositiveInt = key("train_mp: ranks that share heads and hidden features (tp)", 1)
     context_parallel: PositiveInt = key("train_mp: ranks that share the tokens of an image (cp)", 1)
     pipeline_parallel: PositiveInt = key("train_mp: ranks that share the blocks (pp)", 1)
-    domain_parallel: PositiveInt | Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")] = key(
+    domain_parallel: PositiveInt | Text = key(
         "train_shard: ranks that share an image, as bands of latitude (4) or tiles (2x2)", 1
     )
     parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER)

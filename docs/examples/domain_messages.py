@@ -1,4 +1,4 @@
-"""What one training step sends, by method of attention; options are those of train_shard.py.
+"""What one training step of the forecasting model sends, by method of attention; options as of train_shard.py.
 
 torchrun --nproc_per_node 4 -m docs.examples.domain_messages --config=shard_quick --domain_parallel 2x2
 """
@@ -42,7 +42,7 @@ def messages_of_a_step(config):
     def loss(prediction, target):
         return LOSSES[config.model](prediction, target, comm.get_group("image"))
 
-    for _ in range(3):  # in the first steps DDP arranges its buckets
+    for _ in range(5):  # in the first steps DDP arranges its buckets
         forward, total = CollectiveCounter(), CollectiveCounter()
         with total:
             parallel.forward_backward(x, y, loss, 1, lambda forward=forward: forward, nullcontext)

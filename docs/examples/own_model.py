@@ -9,8 +9,7 @@ from distributed.shard_tensor import scatter_tensor
 from networks.convnet import ConvNet
 
 
-def main():
-    dist.init_process_group("gloo")
+def train_step():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("domain",))
     torch.manual_seed(0)  # the same weights on every rank
     model = ConvNet(in_channels=3, out_channels=2, width=8, groups=2)
@@ -38,5 +37,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    train_step()
     dist.destroy_process_group()
