@@ -66,7 +66,8 @@ def counted(config):
 
 
 def test_messages_are_counted_as_the_chapter_says(ranks, tiny_config):
-    config = tiny_config(embed_dim=128, depth=4, num_heads=4, img_size=[32, 64], global_batch_size=16, domain_parallel=2)
+    sizes = {"embed_dim": 128, "depth": 4, "num_heads": 4, "img_size": [32, 64], "global_batch_size": 16}
+    config = tiny_config(**sizes, domain_parallel=2)
     forward, backward = ranks(2, counted, config)[0]
     assert forward == "4 all_gather of 4,194,304 bytes, 1 all_reduce of 128 bytes"
     assert backward == "1 all_reduce of 3,502,848 bytes, 4 reduce_scatter of 4,194,304 bytes"

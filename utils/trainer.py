@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
+from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
@@ -254,7 +255,7 @@ class Trainer:
         """The devices and how the model is split over them."""
         layout = self.config.layout(comm.world_size())
         split = layout.describe("tp", "cp", "domain", "pp", "dp")
-        if layout.dp > 1:
+        if layout.dp > 1 or (self.config.data_parallel in SHARDED and comm.get_size("dp_image") > 1):
             split += f" ({self.config.data_parallel})"
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 

@@ -21,10 +21,9 @@ def rfft(func, input, n=None, dim=-1, norm=None):
     if x.spec.is_split(dim):
         x = redistributed(x, [Replicate() if p == Shard(dim) else p for p in x.spec.placements])
     part, waves = local(x), x.spec.shape[dim] // 2 + 1
-    if part.numel():
+    out = part.narrow(dim, 0, waves).to(part.dtype.to_complex())
+    if part.numel():  # a rank may have no rows, and not every library takes that
         out = func(part, dim=dim, norm=norm)
-    else:  # a rank may have no rows, and not every library takes that
-        out = part.narrow(dim, 0, waves).to(part.dtype.to_complex())
     return wrap(out, x.spec.resized({dim: waves}))
 
 

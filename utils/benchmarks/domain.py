@@ -121,6 +121,9 @@ def check(case):
     with reported_as_usage_error(ValueError, config.config):
         build_model(config)
         grid, _ = patch_grid(config.img_size, config.patch_size)
+    domain, heads = math.prod(case.layout.domain), config.num_heads // config.tensor_parallel
+    if config.domain_method == "all_to_all" and heads % domain:
+        raise UsageError(f"layout '{case.name}': all_to_all cannot split {heads} heads over {domain} ranks")
     for ranks, patches in zip(case.layout.domain, grid, strict=False):
         if ranks > patches:
             raise UsageError(
