@@ -14,7 +14,7 @@ from utils.benchmarks.peak import PeakMemory, is_out_of_memory
 from utils.errors import UsageError, run_main
 from utils.model import build_model
 
-WORDS = ["--embed_dim=32", "--depth=2", "--num_heads=2", "--patch_size=4", "--n_in_channels=3", "--device=cpu"]
+WORDS = ["--embed_dim=32", "--depth=2", "--num_heads=2", "--patch_size=4", "--num_classes=1000", "--device=cpu"]
 
 
 @pytest.fixture(scope="module")
