@@ -95,6 +95,22 @@ def _free_port():
         return free.getsockname()[1]
 
 
+def leave_mesh():
+    """End the process groups of the last test's mesh: each has threads of its own, which add up."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from utils import comm
+
+    meshes = list(comm._meshes.values())
+    comm._meshes.clear()
+    groups = {group for mesh in meshes for group in mesh.get_all_groups()} - {dist.group.WORLD}
+    for group in groups:
+        dist.destroy_process_group(group)
+    if groups:
+        _clear_sharding_prop_cache()  # DTensor would remember them
+
+
 def _serve(rank, pipe):
     import torch
     import torch.distributed as dist
@@ -121,6 +137,7 @@ def _serve(rank, pipe):
             answer = True, function(*args, **kwargs) if function else None
         except BaseException:
             answer = False, traceback.format_exc()
+        leave_mesh()
         if "torch._dynamo" in sys.modules:  # what one test compiled counts against the next one's limit of recompiles
             torch._dynamo.reset()
         pipe.send_bytes(pickle.dumps(answer))

@@ -92,7 +92,11 @@ def build_mesh(device, layout):
     for name in dims:
         _meshes[name] = mesh[name]
     for name, parts in COMBINED.items():
-        _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
+        several = [d for d in dims if d in parts and dims[d] > 1]
+        if len(several) == 1 and name != "dp_shard_image":  # which hsdp asks for by this name
+            _meshes[name] = mesh[several[0]]
+        else:
+            _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
 
 
 def swap_meshes(meshes):
