@@ -42,8 +42,8 @@ class Run:
         return torchrun(self.words)
 
     def wait_for_checkpoint(self, process):
-        """Until the first checkpoint is complete, and a random while longer."""
-        while process.poll() is None and not list(self.checkpoints.glob("iter-*")):
+        """Until two checkpoints are complete, so that one is left if one is damaged, and a random while longer."""
+        while process.poll() is None and len(list(self.checkpoints.glob("iter-*"))) < 2:
             time.sleep(0.01)
         time.sleep(random.uniform(0, 1))
 
