@@ -1,9 +1,9 @@
 """Gradients when each rank holds only a part of the model."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from distributed.collectives import as_group, reduce_from_region
 from utils import comm
 
 
@@ -15,11 +15,11 @@ def average_over_dp(model, names):
     ranks (distributed/domain_parallel.py); that is taken back here.
     """
     grads = [p.grad for name, p in model.named_parameters() if name in names and p.grad is not None]
-    if grads:
-        group = as_group(comm.get_group("dp"))
-        fused = torch.cat([grad.flatten() for grad in grads]) / (comm.get_size("domain") * group.size)
-        parts = reduce_from_region(fused, group).split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+    group = comm.get_group("dp")
+    for grad in grads:
+        grad /= comm.get_size("domain") * comm.get_size("dp")
+        if group is not None:
+            dist.all_reduce(grad, group=group)
 
 
 @torch.no_grad()

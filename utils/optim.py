@@ -20,7 +20,15 @@ def build_optimizer(config, model, device):
     optimizer_class = getattr(torch.optim, config.optimizer)
     if config.data_parallel == "zero1" and comm.get_size("dp_image") > 1:
         return build_zero1_optimizer(optimizer_class, model.parameters(), **options)
-    return optimizer_class(model.parameters(), **options)
+    return optimizer_class(parameter_groups(model), **options)
+
+
+def parameter_groups(model):
+    """Parameters of one kind together: a kernel that updates many does not take DTensors and plain tensors at once."""
+    kinds = {}
+    for parameter in model.parameters():
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": parameters} for parameters in kinds.values()]
 
 
 def peak_learning_rate(config):
