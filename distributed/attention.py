@@ -71,7 +71,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sizes, group, mask):
         q = _dense(q)
-        kernel = _kernel(q, mask)
+        attend = kernel(q, mask)
         ctx.sizes, ctx.group, ctx.mask = sizes, group, mask
         kv = torch.stack((k, v))  # (2, B, heads, n, d)
         out = lse = None
@@ -79,7 +79,7 @@ class _Ring(torch.autograd.Function):
             if step < group.size - 1:
                 arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
             if q.numel() and kv.numel():
-                out, lse = _merge(out, lse, *kernel.forward(q, *kv.unbind(), *_columns(mask, sizes, group, step)))
+                out, lse = _merge(out, lse, *attend.forward(q, *kv.unbind(), *_columns(mask, sizes, group, step)))
             if step < group.size - 1:
                 kv = arrive()
         out = torch.zeros_like(q) if out is None else out.to(q.dtype)  # None: this rank has no tokens
@@ -90,7 +90,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         """The blocks go round again; a block's gradient follows it, gathers every rank's part and ends at its owner."""
         (q, k, v, out, lse), sizes, group, mask = ctx.saved_tensors, ctx.sizes, ctx.group, ctx.mask
-        kernel, grad = _kernel(q, mask), _dense(grad)
+        attend, grad = kernel(q, mask), _dense(grad)
         wide = torch.promote_types(q.dtype, torch.float32)
         kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
         own = arrive_grad = None
@@ -99,7 +99,7 @@ class _Ring(torch.autograd.Function):
                 arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
             dkv = torch.zeros_like(kv, dtype=wide)
             if q.numel() and kv.numel():
-                dq_part, *dkv_part = kernel.backward(
+                dq_part, *dkv_part = attend.backward(
                     grad, q, *kv.unbind(), out, lse, *_columns(mask, sizes, group, step)
                 )
                 dq, dkv = dq + dq_part, torch.stack(dkv_part).to(wide)
@@ -153,21 +153,23 @@ def _finite(lse):
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
-def _kernel(q, mask):
+def kernel(q, mask, device_type=None):
     """The fused kernel that also returns the log-sum-exp, or plain tensor operations where there is none."""
+    device_type, d = device_type or q.device.type, q.shape[-1]
     if mask is not None:
-        return _Plain
-    if q.device.type == "cpu":
-        return _CpuFlash
-    half, d = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
-    return _CudaFlash if q.device.type == "cuda" and half and d % 8 == 0 and d <= 256 else _Plain
+        return Plain
+    if device_type == "cpu":
+        return CpuFlash
+    if device_type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256:
+        return CudaFlash
+    return CudaEfficient if device_type == "cuda" and q.dtype == torch.float32 and d % 4 == 0 else Plain
 
 
 # In each kernel: forward gives the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n); backward,
 # given these two over *all* keys, gives this block's part of the gradients of q, k, v.
 
 
-class _CpuFlash:
+class CpuFlash:
     @staticmethod
     def forward(q, k, v):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
@@ -177,7 +179,7 @@ class _CpuFlash:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
 
 
-class _CudaFlash:
+class CudaFlash:
     @staticmethod
     def forward(q, k, v):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
@@ -190,7 +192,24 @@ class _CudaFlash:
         )
 
 
-class _Plain:
+class CudaEfficient:
+    """The memory-efficient kernel, which takes float32 too. It pads the log-sum-exp to a multiple of 32 queries."""
+
+    @staticmethod
+    def forward(q, k, v):
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
+        return out, lse[..., : q.shape[2]]
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse):
+        lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of the dropout
+        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False]
+        )[:3]
+
+
+class Plain:
     @staticmethod
     def forward(q, k, v, mask=None):
         scores = _scores(q, k, mask)

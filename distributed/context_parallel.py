@@ -21,7 +21,7 @@ from networks.vit import Attention
 
 
 def context_parallel(model, group, method="gather"):
-    """Let a ViT, in place, work on this rank's band: (B, C_in, h, W) -> (B, C_out, h, W), h as of latitude_band.
+    """Let a ViT, in place, work on this rank's band: (B, C_in, h, W) -> (B, C_out, h, W), h as of tiles.own_window.
 
     group: a ProcessGroup or a DeviceMesh of one dimension. method: gather, ring or all_to_all, see attention.py.
     The names and shapes of parameters do not change. Tensor parallelism comes after.
@@ -35,39 +35,28 @@ def context_parallel(model, group, method="gather"):
     if group.size == 1:
         return
     rows, *others = model.head.grid
-    sizes = _bands(rows, group.size)
+    if group.size > rows:
+        raise ValueError(f"context parallel: {rows} rows of patches cannot be split over {group.size} ranks")
+    sizes = shard_sizes(rows, group.size)
     row = torch.Size(others).numel()  # tokens of a row of patches
     for block in model.blocks:
-        _check(block.attn, method, group.size)
+        check_attention(block.attn, method, group.size, "context parallel")
         block.attn.attend = partial(METHODS[method], sizes=tuple(n * row for n in sizes), group=group)
     start = sum(sizes[: group.rank])
     model.pos_embed.tokens = slice(start * row, (start + sizes[group.rank]) * row)
     model.head.grid = (sizes[group.rank], *others)
 
 
-def _check(attention: Attention, method, size):
-    heads = attention.proj.in_features // attention.head_dim
-    if method == "all_to_all" and heads % size:
-        raise ValueError(f"context parallel: all_to_all cannot split {heads} heads over {size} ranks")
-    if method == "ring" and attention.dropout:
-        raise ValueError("context parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
+def check_attention(attention: Attention, method, ranks, kind):
+    """Raises ValueError where `ranks` cannot share the tokens of an attention layer by a method.
 
-
-def _bands(rows, size):
-    if size > rows:
-        raise ValueError(f"context parallel: {rows} rows of patches cannot be split over {size} ranks")
-    return shard_sizes(rows, size)
-
-
-def latitude_band(img_size, patch_size, rank, size):
-    """The rows of the image, a slice of points, that a rank of a context-parallel group reads, trains on and predicts.
-
-    img_size, patch_size: points along each axis, or one number for all. Raises ValueError for more ranks than rows.
+    The layer may be split over tensor-parallel ranks already. kind: of parallelism, for the message.
     """
-    patch = patch_size if isinstance(patch_size, int) else patch_size[0]
-    sizes = _bands(img_size[0] // patch, size)
-    start = sum(sizes[:rank])
-    return slice(start * patch, (start + sizes[rank]) * patch)
+    heads = attention.proj.in_features // attention.head_dim
+    if method == "all_to_all" and heads % ranks:
+        raise ValueError(f"{kind}: all_to_all cannot split {heads} heads over {ranks} ranks")
+    if method == "ring" and attention.dropout:
+        raise ValueError(f"{kind}: ring attention cannot drop out attention weights; use gather or all_to_all")
 
 
 def l2_norms(*tensors, group):

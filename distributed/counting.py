@@ -10,6 +10,7 @@ Seen are functional collectives, eager or compiled, torch.distributed's own, and
 
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,23 +52,39 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._opname.replace("_", "")
-            kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
-            if kind:
-                names = (argument.name for argument in func._schema.arguments)
-                self.calls[kind] += 1
-                self.bytes[kind] += _sent(kind, dict(zip(names, args, strict=False)) | kwargs)
+        if found := collective(func, args, kwargs):
+            self.calls[found.kind] += 1
+            self.bytes[found.kind] += found.sent
         with torch._C.DisableTorchFunctionSubclass():  # what a ShardTensor is made of arrives here
             return func(*args, **kwargs)
 
 
-def _sent(kind, arguments):
-    """Bytes that this rank sends at least, from the arguments of the operator by name."""
+class Collective(NamedTuple):
+    """A call of a collective: its kind, bytes that this rank sends at least, the process group, the tensors sent."""
+
+    kind: str
+    sent: int
+    group: dist.ProcessGroup
+    tensors: list
+
+
+def collective(func, args, kwargs):
+    """The Collective that an operator with these arguments is, or None."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func._opname.replace("_", "")
+    kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+    if kind is None:
+        return None
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    tensors = [arguments[name] for name in INPUTS if name in arguments]
+    group = _group(arguments)
+    return Collective(kind, _sent(kind, _nbytes(tensors), group, arguments), group, tensors)
+
+
+def _sent(kind, size, group, arguments):
     if kind in ("recv", "barrier"):
         return 0
-    group = _group(arguments)
-    size = _nbytes([arguments[name] for name in INPUTS if name in arguments])
     if kind == "all_reduce":
         return 2 * size * (group.size() - 1) // group.size()
     if kind == "all_gather":

@@ -15,13 +15,14 @@ from functools import partial
 
 from torch import nn
 
-from distributed.attention import METHODS
+from distributed.context_parallel import check_attention
 from distributed.parallel_model import Split
 from distributed.rules.attention import set_attention_method
 from distributed.shard_tensor import local, part_of, replicated, wrap
 from distributed.sharding import Axis, Spec, as_mesh, merged, whole
 from distributed.tensor_parallel import tensor_parallel
-from distributed.tiles import image_cuts
+from distributed.tiles import image_cuts, per_axis
+from networks.vit import Attention
 from utils import comm
 
 
@@ -35,7 +36,7 @@ class Domain:
     """How images of a size are split over the domain ranks."""
 
     def __init__(self, img_size, patch_size):
-        self.mesh, patch = as_mesh(domain_mesh()), per_axis(patch_size, img_size)
+        self.mesh, patch = as_mesh(domain_mesh()), per_axis(patch_size, len(img_size))
         axes = [whole(n) for n in img_size]
         self.grid = [whole(n // p) for n, p in zip(img_size, patch, strict=True)]  # of patches
         cuts = [cut for cut in image_cuts(img_size, patch) if cut.mesh_dim != "cp"]
@@ -54,25 +55,23 @@ class Domain:
         return merged([axis for axes in self.grid for axis in axes])
 
 
-def per_axis(patch_size, img_size):
-    return (patch_size,) * len(img_size) if isinstance(patch_size, int) else tuple(patch_size)
-
-
 def domain_parallel(model, img_size, patch_size, method="gather"):
     """Let a model, in place, work on this rank's part of an image: (B, C, h, w) -> its part of the output.
 
     An output that is no image, classes for example, is whole on every rank. Parallel over the domain ranks of the
     mesh; with one of them the model stays as it is. patch_size: points along each axis that stay on one rank.
     method: of attention, see distributed/attention.py.
-    Returns the Domain, or None with one rank. Raises ValueError for an unknown method, more ranks than patches, and
-    heads that all_to_all cannot split.
+    Returns the Domain, or None with one rank. Raises ValueError for an unknown method, more ranks than patches, heads
+    that all_to_all cannot split, and dropout of attention with ring. Tensor parallelism comes before.
     """
-    if method not in METHODS:
-        raise ValueError(f"domain parallel: no method '{method}', there are {', '.join(METHODS)}")
-    if comm.get_size("domain") == 1:
-        return None
-    domain, forward = Domain(img_size, patch_size), model.forward
     set_attention_method(method)
+    ranks = comm.get_size("domain")
+    if ranks == 1:
+        return None
+    for module in model.modules():
+        if isinstance(module, Attention):
+            check_attention(module, method, ranks, "domain parallel")
+    domain, forward = Domain(img_size, patch_size), model.forward
 
     def forward_part(x):
         y = forward(wrap(x, domain.spec(x.shape[0], x.shape[1])))
@@ -86,23 +85,27 @@ class OnParts:
     """The forward of a block, checkpointed or compiled, between blocks that are not.
 
     A ShardTensor cannot pass into a compiled or checkpointed region, its part can. `transforms` are applied to a
-    function of the part, one after the other. The output must be split as the input is.
+    function of the part, one after the other. Raises ValueError where the output is not split as the input is.
     """
 
     def __init__(self, forward):
-        self.forward, self.transforms, self.regions = forward, [], {}
+        self.forward, self.transforms, self.regions = forward, [], []  # regions: (spec of the input, function)
 
     def __call__(self, x):
-        if x.spec.shape not in self.regions:
+        region = next((region for spec, region in self.regions if spec == x.spec), None)
+        if region is None:
             region = partial(self._on_part, x.spec)
             for transform in self.transforms:
                 region = transform(region)
-            self.regions[x.spec.shape] = region
-        return wrap(self.regions[x.spec.shape](local(x)), x.spec)
+            self.regions.append((x.spec, region))
+        return wrap(region(local(x)), x.spec)
 
     def _on_part(self, spec, part):
         y = self.forward(wrap(part, spec))
-        assert y.shape == spec.shape, "a block keeps the shape"
+        if y.spec != spec:
+            raise ValueError(
+                f"the output of a checkpointed or compiled block must be split as its input is, {spec}, not {y.spec}"
+            )
         return local(y)
 
 
@@ -151,14 +154,9 @@ def split_images(model, config):
     and with fp16 under fully_shard: torch's gradient scaler takes no mixture of DTensors and plain tensors.
     Raises ValueError where heads, hidden features or patches cannot be split so, and for ring attention with dropout.
     """
-    split, tp = Split(), comm.get_size("tp")
-    if tp > 1:
+    split = Split()
+    if comm.get_size("tp") > 1:
         split.dims = tensor_parallel(model, comm.get_group("tp"))
-    heads = config.num_heads // tp
-    if config.domain_method == "all_to_all" and heads % comm.get_size("domain"):
-        raise ValueError(f"domain parallel: all_to_all cannot split {heads} heads over {comm.get_size('domain')} ranks")
-    if config.domain_method == "ring" and config.dropout and comm.get_size("domain") > 1:
-        raise ValueError("domain parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
     domain = domain_parallel(model, config.img_size, model.patch_size, config.domain_method)
     plain = config.data_parallel == "ddp" or (config.data_parallel != "zero1" and config.amp_mode != "fp16")
     if domain and plain:

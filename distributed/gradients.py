@@ -15,11 +15,11 @@ def average_over_dp(model, names):
     ranks (distributed/domain_parallel.py); that is taken back here.
     """
     grads = [p.grad for name, p in model.named_parameters() if name in names and p.grad is not None]
-    group = comm.get_group("dp")
+    dp = comm.get_size("dp")
     for grad in grads:
-        grad /= comm.get_size("domain") * comm.get_size("dp")
-        if group is not None:
-            dist.all_reduce(grad, group=group)
+        grad /= comm.get_size("domain") * dp
+        if dp > 1:
+            dist.all_reduce(grad, group=comm.get_group("dp"))
 
 
 @torch.no_grad()

@@ -76,14 +76,13 @@ class Pipeline:
         self.group, self.rank, self.size = group, dist.get_rank(group), group.size()
         self.first, self.last = self.rank == 0, self.rank == self.size - 1
         self.device, count = device, self.size * len(stages)
-        own = [
+        self.stages = [
             PipelineStage(stage, self.rank + i * self.size, count, device, group=group)
             for i, stage in enumerate(stages)
         ]
+        own = self.stages if schedule == "interleaved" else self.stages[0]
         # The loss of a micro-batch is already its share of the whole.
-        self.schedule = SCHEDULES[schedule](
-            own if schedule == "interleaved" else own[0], micro_batches, loss_fn=self._loss, scale_grads=False
-        )
+        self.schedule = SCHEDULES[schedule](own, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, prediction, target):
         return self.loss(prediction, target) if self.loss else prediction.new_zeros(())

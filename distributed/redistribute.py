@@ -49,7 +49,7 @@ def _is_free(spec, target, m):
 
 def _change(local, spec, m, target, sizes):
     source, group = spec.placements[m], spec.mesh.groups[m]
-    if source == target and (sizes is None or not target.is_shard() or tuple(sizes) == _sizes(spec, m)):
+    if source == target and (sizes is None or not target.is_shard() or tuple(sizes) == sizes_over(spec, m)):
         return local, spec
     without = spec.with_dims(spec.dims, tuple(p for p in spec.partial if p != m))
     if source.is_shard() and target.is_shard():
@@ -63,15 +63,12 @@ def _change(local, spec, m, target, sizes):
         return reduce_from_region(local, group), without
     axes, sizes = _new_split(spec, target.dim, m, sizes)
     split = reduce_scatter if source.is_partial() else scatter_to_region
-    return split(local, target.dim, sizes, group), without.with_dims(_replace(spec.dims, target.dim, axes))
+    return split(local, target.dim, sizes, group), without.with_axes(target.dim, axes)
 
 
-def _sizes(spec, m):
-    return next(axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m)
-
-
-def _replace(dims, dim, axes):
-    return (*dims[:dim], axes, *dims[dim + 1 :])
+def sizes_over(spec, m):
+    """The sizes of the pieces into which mesh dimension m splits a tensor; None where it does not."""
+    return next((axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m), None)
 
 
 def _new_split(spec, dim, m, sizes):
@@ -96,7 +93,7 @@ def _gather(local, spec, m):
     if len(axes) > 1:
         local = local.flatten(dim, dim + len(axes) - 1)
     axes = merged((*axes[:place], Axis(axes[place].size), *axes[place + 1 :]))
-    return local, spec.with_dims(_replace(spec.dims, dim, axes))
+    return local, spec.with_axes(dim, axes)
 
 
 def _exchange(local, spec, m, dim, sizes):
@@ -106,7 +103,7 @@ def _exchange(local, spec, m, dim, sizes):
     if len(spec.dims[old]) > 1:
         return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
     (before,) = spec.dims[old]
-    unsplit = spec.with_dims(_replace(spec.dims, old, whole(before.size)))
+    unsplit = spec.with_axes(old, whole(before.size))
     axes, sizes = _new_split(unsplit, dim, m, sizes)
     me, starts, old_starts = group.rank, _starts(sizes), _starts(before.sizes)
     if old == dim:  # other sizes: own rows that lie in each rank's new piece
@@ -119,7 +116,7 @@ def _exchange(local, spec, m, dim, sizes):
     sent, received = tuple(b.numel() for b in blocks), tuple(map(math.prod, shapes))
     flat = all_to_all(torch.cat([b.flatten() for b in blocks]), sent, received, group)
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
-    return torch.cat(parts, old), unsplit.with_dims(_replace(unsplit.dims, dim, axes))
+    return torch.cat(parts, old), unsplit.with_axes(dim, axes)
 
 
 def _overlap(start, size, new_start, new_size):

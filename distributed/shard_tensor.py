@@ -36,8 +36,6 @@ class ShardTensor(torch.Tensor):
         rule = RULES.get(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
-        if func is torch.Tensor.backward:  # runs hooks and recomputation, which compute with ShardTensors
-            return rule(func, *args, **(kwargs or {}))
         with LocalTensors():
             return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
 
@@ -126,8 +124,6 @@ def _method(implementation, function):
     """The rule as a method: torch.compile does not find those methods of torch.Tensor that are written in Python."""
 
     def method(self, *args, **kwargs):
-        if function is torch.Tensor.backward:
-            return implementation(function, self, *args, **kwargs)
         with LocalTensors():
             return implementation(function, self, *args, **kwargs)
 
@@ -214,6 +210,13 @@ def no_rule(func, args, kwargs, why=""):
         "into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), or register a rule with "
         "@distributed.shard_tensor.rule (docs/domain_parallel.md shows how)"
     )
+
+
+def one_axis(func, x, dim):
+    """The axis of a split dimension that is one piece on every rank; no_rule for a product of several."""
+    if len(x.spec.dims[dim]) > 1:
+        raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
+    return x.spec.dims[dim][0]
 
 
 def _flat(args, kwargs):

@@ -125,6 +125,10 @@ class Spec:
     def with_dims(self, dims, partial=None):
         return Spec(self.mesh, tuple(dims), self.partial if partial is None else partial)
 
+    def with_axes(self, dim, axes):
+        """The spec where one dimension, none counted from the end, has other axes."""
+        return self.with_dims((*self.dims[:dim], axes, *self.dims[dim + 1 :]))
+
     def derived(self, key, make):
         """make(), a Spec, remembered under a key: the same operations come every step."""
         if torch.compiler.is_compiling():

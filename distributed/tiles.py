@@ -22,6 +22,11 @@ class Cut(NamedTuple):
         return slice(start, start + self.sizes[comm.get_rank(self.mesh_dim)])
 
 
+def per_axis(value, axes):
+    """A number for each axis: (4, 2) -> (4, 4); several stay as they are."""
+    return (value,) * axes if isinstance(value, int) else tuple(value)
+
+
 def image_cuts(img_size, patch_size):
     """The cuts that this run makes through every image, between patches; [] where ranks have whole images.
 
@@ -32,7 +37,7 @@ def image_cuts(img_size, patch_size):
     for name, axis in AXES.items():
         ranks = comm.get_size(name)
         if ranks > 1:
-            patch = patch_size if isinstance(patch_size, int) else patch_size[axis]
+            patch = per_axis(patch_size, len(img_size))[axis]
             patches = img_size[axis] // patch
             if ranks > patches:
                 kind = "context parallel" if name == "cp" else "domain parallel"

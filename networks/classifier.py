@@ -1,18 +1,15 @@
 """Vision transformer that classifies images, in two or three dimensions: the example of the domain-parallel lesson.
 
 Method: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words" (arXiv:2010.11929), with a normalized patch embedding
-and the mean over all tokens instead of a class token. Its blocks are those of the forecasting model.
+and the mean over all tokens instead of a class token. The rest is the forecasting model's.
 
 Shapes in comments: B batch, C channels, N tokens, D embedding size.
 """
 
-import math
-
 from torch import nn
 from torch.nn import functional as F
 
-from networks.initial import InitialWeights
-from networks.vit import LAYER_NORM_EPS, Block, PatchEmbed, PositionEmbedding, patch_grid
+from networks.vit import LAYER_NORM_EPS, PatchEmbed, Transformer, patch_grid
 
 
 class NormalizedPatchEmbed(PatchEmbed):
@@ -37,7 +34,7 @@ class ClassHead(nn.Module):
         return self.proj(x.mean(1))
 
 
-class Classifier(InitialWeights):
+class Classifier(Transformer):
     """Vision transformer, (B, in_channels, *img_size) -> (B, num_classes), not normalized.
 
     img_size: points along each axis, two or three of them.
@@ -57,19 +54,7 @@ class Classifier(InitialWeights):
         mlp_ratio=4,
         dropout=0.0,
     ):
-        super().__init__()
         grid, patch_size = patch_grid(img_size, patch_size)
-        self.patch_size = patch_size  # an image may be cut between patches
-        self.patch_embed = NormalizedPatchEmbed(patch_size, in_channels, embed_dim)
-        self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
-        self.pos_drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
-        self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
-        self.head = ClassHead(embed_dim, num_classes)
-        self.reset_parameters()
-
-    def forward(self, x):
-        x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        patch_embed = NormalizedPatchEmbed(patch_size, in_channels, embed_dim)
+        head = ClassHead(embed_dim, num_classes)
+        super().__init__(patch_embed, head, grid, patch_size, embed_dim, depth, num_heads, mlp_ratio, dropout)

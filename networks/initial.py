@@ -8,7 +8,7 @@ NORMS = nn.LayerNorm | nn.GroupNorm
 
 
 class InitialWeights(nn.Module):
-    """Base of the models: their weights are drawn in one place. To be called at the end of __init__."""
+    """Base of the models: their weights are drawn in one place. reset_parameters() is called at the end of __init__."""
 
     @torch.no_grad()
     def reset_parameters(self):

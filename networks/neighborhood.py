@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from networks.vit import LAYER_NORM_EPS, MLP
+from networks.vit import Block
 
 try:
     from natten import functional as natten
@@ -153,17 +153,9 @@ class NeighborhoodAttention(nn.Module):
         return self.proj(x.permute(0, *range(2, axes + 2), 1, axes + 2).flatten(-2))
 
 
-class NeighborhoodBlock(nn.Module):
+class NeighborhoodBlock(Block):
     """Pre-norm transformer block with neighborhood attention: (B, *spatial, D) -> (B, *spatial, D)."""
 
     def __init__(self, embed_dim, num_heads, kernel_size, dilation=1, mlp_ratio=4, dropout=0.0):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
-        self.attn = NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation)
-        self.norm2 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
-        self.mlp = MLP(embed_dim, int(embed_dim * mlp_ratio), dropout)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x):
-        x = x + self.drop(self.attn(self.norm1(x)))
-        return x + self.drop(self.mlp(self.norm2(x)))
+        attention = NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation)
+        super().__init__(attention, embed_dim, mlp_ratio, dropout)

@@ -95,12 +95,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: (B, N, D) -> (B, N, D)."""
+    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or of any shape that its attention takes and gives."""
 
-    def __init__(self, embed_dim, num_heads, mlp_ratio, dropout):
+    def __init__(self, attention, embed_dim, mlp_ratio, dropout):
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
-        self.attn = Attention(embed_dim, num_heads, dropout)
+        self.attn = attention
         self.norm2 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.mlp = MLP(embed_dim, int(embed_dim * mlp_ratio), dropout)
         self.drop = nn.Dropout(dropout)
@@ -127,7 +127,34 @@ class ImageHead(nn.Module):
         return x.reshape(*x.shape[:2], *(g * p for g, p in zip(self.grid, self.patch_size, strict=True)))
 
 
-class ViT(InitialWeights):
+class Transformer(InitialWeights):
+    """Patches, positions, blocks, head: (B, C, *img_size) -> what the head makes of the tokens.
+
+    patch_embed: module from the image to its tokens, (B, N, D). head: module from the tokens to the output.
+    grid, patch_size: of patch_grid.
+    """
+
+    def __init__(self, patch_embed, head, grid, patch_size, embed_dim, depth, num_heads, mlp_ratio, dropout):
+        super().__init__()
+        self.patch_size = patch_size  # an image may be cut between patches
+        self.patch_embed = patch_embed
+        self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
+        self.pos_drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
+        self.head = head
+        self.reset_parameters()
+
+    def forward(self, x):
+        x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class ViT(Transformer):
     """Vision transformer, (B, in_channels, *img_size) -> (B, out_channels, *img_size).
 
     img_size: points along each axis, two or three of them.
@@ -147,19 +174,7 @@ class ViT(InitialWeights):
         mlp_ratio=4,
         dropout=0.0,
     ):
-        super().__init__()
         grid, patch_size = patch_grid(img_size, patch_size)
-        self.patch_size = patch_size  # an image may be cut between patches
-        self.patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
-        self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
-        self.pos_drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout) for _ in range(depth))
-        self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
-        self.head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        self.reset_parameters()
-
-    def forward(self, x):
-        x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
+        head = ImageHead(grid, patch_size, out_channels, embed_dim)
+        super().__init__(patch_embed, head, grid, patch_size, embed_dim, depth, num_heads, mlp_ratio, dropout)

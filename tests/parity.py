@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.collectives import shard, shard_sizes
-from distributed.context_parallel import context_parallel, l2_norms, latitude_band
+from distributed.context_parallel import context_parallel, l2_norms
 from distributed.counting import CollectiveCounter
 from distributed.tensor_parallel import reduce_partial_gradients, tensor_parallel
 from networks.vit import ViT
@@ -81,7 +82,8 @@ def check_parity(tp=1, cp=1, method="gather", sequence_parallel=False, grid=UNEV
     serial = serial_vit(grid, **changes)
     model, dims = parallel_vit(serial, mesh, method, sequence_parallel)
     assert list(model.state_dict()) == list(serial.state_dict())
-    band = latitude_band((grid[0] * PATCH[0], grid[1] * PATCH[1]), PATCH, mesh["cp"].get_local_rank(), cp)
+    ends = [0, *(PATCH[0] * n for n in accumulate(shard_sizes(grid[0], cp)))]
+    band = slice(*ends[mesh["cp"].get_local_rank() :][:2])
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3, eps=1e-5) for m in (serial, model)]
     norms = partial(l2_norms, group=mesh["cp"])
     target, losses = images(serial, seed=3), []

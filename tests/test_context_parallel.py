@@ -11,9 +11,12 @@ from torch.nn import functional as F
 
 from distributed import attention
 from distributed.collectives import as_group
-from distributed.context_parallel import l2_norms, latitude_band
+from distributed.context_parallel import l2_norms
 from distributed.counting import CollectiveCounter
+from distributed.tiles import own_window
 from tests import parity
+from utils import comm
+from utils.layout import Layout
 
 METHODS = ["gather", "ring", "all_to_all"]
 
@@ -130,7 +133,7 @@ def test_attention_in_half_precision_is_as_exact_as_its_inputs(ranks, method):
 
 
 def check_plain_kernel(sizes):
-    with mock.patch.object(attention, "_kernel", lambda q, mask: attention._Plain):
+    with mock.patch.object(attention, "kernel", lambda q, mask: attention.Plain):
         return check_attention("ring", sizes, torch.float32)
 
 
@@ -151,8 +154,15 @@ def test_a_perfect_prediction_has_no_nan(ranks):
     assert loss < 1e-15 and gradient == 0
 
 
-def test_bands_are_whole_rows_of_patches_and_make_up_the_image():
-    bands = [latitude_band((360, 720), 8, rank, 4) for rank in range(4)]
+def own_band():
+    comm.build_mesh(torch.device("cpu"), Layout(comm.world_size(), cp=comm.world_size()))
+    rows, columns = own_window((360, 720), 8)
+    assert columns == slice(0, 720)
+    return rows
+
+
+def test_bands_are_whole_rows_of_patches_and_make_up_the_image(ranks):
+    bands = ranks(4, own_band)
     assert [(b.stop - b.start) // 8 for b in bands] == [12, 11, 11, 11]
     assert bands[0].start == 0 and bands[-1].stop == 360
     assert all(a.stop == b.start for a, b in pairwise(bands))

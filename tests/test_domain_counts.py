@@ -14,13 +14,14 @@ from distributed.attention import METHODS
 from distributed.collectives import shard_sizes
 from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel
-from distributed.domain_parallel import domain_parallel, per_axis, shard_parameters, split_images
+from distributed.domain_parallel import domain_parallel, shard_parameters, split_images
 from distributed.shard_tensor import ShardTensor
 from distributed.sharding import whole
+from distributed.tiles import per_axis
 from networks.vit import ViT
 from tests.dispatch import OPERATIONS, python_calls, tiny_tensors
+from tests.layout_parity import CPU, build, own_part, train
 from tests.parity import error
-from tests.test_model_parallel import CPU, build, own_part, train
 from utils import comm
 from utils.benchmarks.memory import memory_of_a_step
 from utils.layout import Layout, tile_counts
@@ -99,7 +100,7 @@ def attention(method, tokens, rank, token_bytes, forward, backward):
 def expected_step(config, rank, world_size):
     """(calls, bytes) as counted_step gives them, by arithmetic alone."""
     forward, backward = Ledger(), Ledger()
-    grid = [n // p for n, p in zip(config.img_size, per_axis(config.patch_size, config.img_size), strict=True)]
+    grid = [n // p for n, p in zip(config.img_size, per_axis(config.patch_size, len(config.img_size)), strict=True)]
     rows, columns = (shard_sizes(n, ranks) for n, ranks in zip(grid, tile_counts(config.domain_parallel), strict=True))
     tokens = [row * column for row in rows for column in columns]
     domain = len(tokens)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.test_data_parallel import train as train_data_parallel
-from tests.test_model_parallel import CPU, assert_serial, build, train, train_from
+from tests.layout_parity import COMPILED, CPU, RECOMPUTED, build, check_chain, check_mixed_precision, check_training
 from utils import comm
 from utils.class_images import ClassImages, ClassValidator, build_class_loaders
 
@@ -49,50 +48,32 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def serial_runs():
-    return {}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, serial_runs, layout):
-    size, options = LAYOUTS[layout]
-    if not serial_runs:
-        serial_runs["plain"] = train_data_parallel(tiny_config(**SIZES))
-    assert_serial(ranks(size, train, tiny_config(**SIZES, **options)), serial_runs["plain"])
-
-
-RECOMPUTED = {"activation_checkpointing": "selective"}
-COMPILED = {"enable_jit": True}
+def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES)
 
 
 @pytest.mark.parametrize(
     "extra", [RECOMPUTED, COMPILED, RECOMPUTED | COMPILED], ids=["recomputed", "compiled", "recomputed, compiled"]
 )
 @pytest.mark.parametrize("layout", ["domain2x2", "domain3 ring", "domain2 x tp2", "domain2 x fsdp"])
-def test_compute_options_change_no_number(ranks, tiny_config, serial_runs, layout, extra):
-    size, options = LAYOUTS[layout]
-    if not serial_runs:
-        serial_runs["plain"] = train_data_parallel(tiny_config(**SIZES))
-    assert_serial(ranks(size, train, tiny_config(**SIZES, **options, **extra)), serial_runs["plain"])
+def test_compute_options_change_no_number(ranks, tiny_config, layout, extra):
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **extra)
+
+
+def test_a_fused_optimizer_takes_split_and_sharded_parameters(ranks, tiny_config):
+    check_training(ranks, tiny_config, LAYOUTS["domain2 x fsdp"], SIZES, enable_fused=True)
 
 
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["domain3", "domain2x2 ring", "domain2 x fsdp", "domain2 x tp2"])
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
-    size, options = LAYOUTS[layout]
-    mixed = SIZES | {"amp_mode": amp_mode}
-    serial = train_data_parallel(tiny_config(**mixed), steps=4)
-    for losses, *_ in ranks(size, train, tiny_config(**mixed, **options), steps=4):
-        torch.testing.assert_close(losses, serial[0], rtol=2e-4, atol=0)
+    check_mixed_precision(ranks, tiny_config, LAYOUTS[layout], SIZES, amp_mode)
 
 
 @pytest.mark.parametrize("layout", ["domain3", "domain2x2", "domain2 x fsdp", "domain2 x tp2", "domain2 x zero1"])
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
-    size, options = LAYOUTS[layout]
-    clipped = SIZES | {"clip_grad_norm": 0.05}
-    serial = train_data_parallel(tiny_config(**clipped), steps=4)
-    assert_serial(ranks(size, train, tiny_config(**clipped, **options), steps=4), serial)
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES | {"clip_grad_norm": 0.05}, steps=4)
 
 
 CHAINS = {
@@ -104,13 +85,8 @@ CHAINS = {
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
-    serial, _ = train_data_parallel(tiny_config(**SIZES), steps=12)
     layouts = LAYOUTS | OTHERS
-    losses = []
-    for part, layout in enumerate(CHAINS[chain]):
-        size, options = layouts[layout]
-        losses.append(ranks(size, train_from, tiny_config(**SIZES, **options), tmp_path, 3 * part, 3 * part + 3)[0])
-    torch.testing.assert_close(torch.cat(losses), serial, rtol=1e-5, atol=0)
+    check_chain(ranks, tiny_config, [layouts[name] for name in CHAINS[chain]], SIZES, tmp_path)
 
 
 CLASSES = {

@@ -60,10 +60,25 @@ def cases(size, method):
     yield Case(attend, (x, x, x), dtype=torch.bfloat16)
 
 
-def check_method(size, method):
+def masked_cases(size, method):
+    """Masks of samples and of heads that are split, as well as tokens; masks that are ShardTensors."""
+    mesh = (2, 2) if size == 4 else ()
+    per_sample = torch.randn(4, 1, 13, 13, generator=torch.Generator().manual_seed(6))
+    for splits in [(2, 1), (1, 2), (2, 0), (2, None), (1, 0)] if mesh else [(2,), (1,), (0,), (None,)]:
+        x = X((4, 4, 13, 8), splits)
+        for mask in (masks(13, "heads"), per_sample, masks(13, "rows")):
+            yield Case(attend, (x, x, x), mesh=mesh, keywords={"attn_mask": mask})
+        if method != "ring":
+            for shape in ((13, 13), (4, 13, 13), (4, 1, 13, 13)):
+                yield Case(attend_biased, (x, x, x), (shape,), mesh=mesh)
+                for of_mask in [(0, 1), (None, 0), (None, None)] if mesh else [(0,), (1,), (None,)]:
+                    yield Case(attend_biased, (x, x, x, X(shape, of_mask)), mesh=mesh)
+
+
+def check_method(size, method, make=cases):
     set_attention_method(method)
     try:
-        check_all(cases(size, method))
+        check_all(make(size, method))
     finally:
         set_attention_method("gather")
 
@@ -74,6 +89,12 @@ def test_split_tokens_attend_as_whole_ones(ranks, size, method):
     if method == "all_to_all" and size == 3:
         pytest.skip("4 heads are not split over 3 ranks")
     ranks(size, check_method, size, method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mask_goes_with_the_samples_heads_and_tokens_of_a_rank(ranks, size, method):
+    ranks(size, check_method, size, method, masked_cases)
 
 
 def check_tiles(method):

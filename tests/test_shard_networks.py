@@ -1,16 +1,23 @@
 """Models of networks/ on split images, unchanged: the classifier, the convolutional one, neighborhood attention."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from distributed.domain_parallel import OnParts, domain_parallel
 from distributed.shard_tensor import ShardTensor
 from networks.classifier import Classifier
 from networks.convnet import ConvNet
 from networks.neighborhood import NeighborhoodBlock, neighborhood_attention
+from networks.vit import ViT
 from tests.parity import error
 from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from utils import comm
+from utils.layout import Layout
 
 SHAPE = {"embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 5}
 
@@ -121,3 +128,68 @@ def check_neighborhoods(size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_neighborhood_attention_reaches_over_the_edge(ranks, size):
     ranks(size, check_neighborhoods, size)
+
+
+def less_the_mean(x):
+    return x - x.mean(1, keepdim=True)
+
+
+def turned(x):
+    return x.transpose(1, 2)
+
+
+def identity(forward):
+    return forward
+
+
+def recomputed(forward):
+    return partial(checkpoint, forward, use_reentrant=False)
+
+
+def blocks_on_parts(transform):
+    """One shape, split in one way after the other; and an output that is split in another way than the input."""
+    mesh, x = domain_mesh(), draw((2, 6, 6), torch.float32, 1).detach()
+    block, other = OnParts(less_the_mean), OnParts(turned)
+    for on_parts in (block, other):
+        on_parts.transforms.append(transform)
+    for how in (X(x.shape, (1,)), X(x.shape, (2,)), X(x.shape, (2,), {0: (4, 2)}), X(x.shape, (1,))):
+        torch.testing.assert_close(block(split(x, how, mesh)).full_tensor(), less_the_mean(x))
+    assert len(block.regions) == 3
+    with pytest.raises(ValueError, match=r"must be split as its input is, .*S\(1\).*, not .*S\(2\)"):
+        other(split(x, X(x.shape, (1,)), mesh))
+
+
+@pytest.mark.parametrize("transform", [identity, recomputed])
+def test_a_block_on_parts_minds_how_they_are_split(ranks, transform):
+    ranks(2, blocks_on_parts, transform)
+
+
+def refusals(domain, changes):
+    comm.build_mesh(torch.device("cpu"), Layout(comm.world_size(), domain=domain))
+    settings = {"embed_dim": 12, "depth": 1, "num_heads": 3} | changes
+    found = {}
+    for method in ("gather", "ring", "all_to_all", "rings"):
+        try:
+            domain_parallel(ViT((8, 8), 4, 3, 3, **settings), (8, 8), 4, method)
+        except ValueError as refused:
+            found[method] = str(refused)
+    return found
+
+
+HEADS = "domain parallel: all_to_all cannot split 3 heads over 2 ranks"
+DROPOUT = "domain parallel: ring attention cannot drop out attention weights; use gather or all_to_all"
+UNKNOWN = "attention: no method 'rings', there are gather, ring, all_to_all"
+ROWS = "domain parallel: 2 rows of patches cannot be split over 3 ranks"
+
+
+@pytest.mark.parametrize(
+    ("domain", "changes", "lines"),
+    [
+        ((2, 1), {"dropout": 0.1}, {"ring": DROPOUT, "all_to_all": HEADS, "rings": UNKNOWN}),
+        ((3, 1), {}, {"gather": ROWS, "ring": ROWS, "all_to_all": ROWS, "rings": UNKNOWN}),
+        ((1, 1), {"dropout": 0.1}, {"rings": UNKNOWN}),
+    ],
+)
+def test_what_cannot_be_split_is_refused_whoever_asks(ranks, domain, changes, lines):
+    size = domain[0] * domain[1]
+    assert ranks(size, refusals, domain, changes) == [lines] * size

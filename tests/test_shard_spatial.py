@@ -1,173 +1,18 @@
-"""Convolution, pooling, interpolation and padding of images that are split, against the whole."""
+"""What holds for all operations of images that are split: convolution, pooling, interpolation and padding."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from distributed.collectives import as_group
 from distributed.counting import CollectiveCounter
-from distributed.rules.convolution import convolve
 from distributed.shard_tensor import ShardTensor, local, wrap
 from distributed.sharding import as_mesh, spec_of
 from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
-
-BANDS = {2: [(5, 4), (9, 8), (1, 7)], 3: [(6, 0, 3), (1, 9, 2)], 4: [(3, 3, 3, 3), (0, 5, 1, 4)]}
-TILES = [((5, 4), (3, 6)), ((6, 7), (8, 0))]  # of 2 x 2 ranks: rows, columns
-COUNTS = {"1d": 1, "2d": 2, "3d": 3}
-
-
-def operation(x, *weights, name, **options):
-    return getattr(F, name)(x, *weights, **options)
-
-
-def images(world, count):
-    """(image (B, 4, ...) with its rows split, mesh); of 4 ranks tiles as well."""
-    for sizes in BANDS[world]:
-        batch = (1, 3)[sizes == BANDS[world][0]]
-        yield X((batch, 4, sum(sizes), *(9, 6)[: count - 1]), (2,), {0: sizes}), ()
-    if world == 4 and count > 1:
-        for h, w in TILES:
-            yield X((1, 4, sum(h), sum(w), *(5,)[: count - 2]), (2, 3), {0: h, 1: w}), (2, 2)
-
-
-def cases(world, name, *options, count=None):
-    """name with each of the options, on all images of this many ranks; weights as the kernel says."""
-    count = count or COUNTS[name[-2:]]
-    for option in options:
-        option, weights = dict(option), ()
-        if name.startswith("conv"):
-            kernel = [option.pop("kernel")] * count
-            groups = option.get("groups", 1)
-            weights = ((4, 6 // groups, *kernel), (6,)) if "transpose" in name else ((6, 4 // groups, *kernel), (6,))
-        for x, mesh in images(world, count):
-            yield Case(operation, (x,), weights, mesh, keywords={"name": name} | option)
-
-
-CONVOLUTIONS = [
-    {"kernel": 3, "padding": 1},
-    {"kernel": 3, "stride": 3},
-    {"kernel": 3, "stride": 2, "padding": 1},
-    {"kernel": 5, "stride": 5, "padding": 2},
-    {"kernel": 7, "stride": 7, "padding": 3},
-    {"kernel": 7, "padding": 3},
-    {"kernel": 5, "padding": 4, "dilation": 2},
-    {"kernel": 2, "padding": "same"},
-    {"kernel": 4, "stride": 2, "padding": 1},
-    {"kernel": 2, "stride": 2},
-    {"kernel": 1, "stride": 3, "padding": 2},
-    {"kernel": 3, "padding": "valid", "groups": 2},
-]
-TRANSPOSED = [
-    {"kernel": 2, "stride": 2},
-    {"kernel": 4, "stride": 2, "padding": 1},
-    {"kernel": 3, "stride": 2, "padding": 1, "output_padding": 1},
-    {"kernel": 3, "padding": 1},
-    {"kernel": 3, "padding": 0, "dilation": 2, "groups": 2},
-    {"kernel": 1, "stride": 3, "output_padding": 2},
-    {"kernel": 5, "stride": 3, "padding": 3, "output_padding": 1},
-]
-MAX = [
-    {"kernel_size": 2},
-    {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2},
-    {"kernel_size": 3, "stride": 2, "ceil_mode": True},
-    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
-]
-AVG = [
-    {"kernel_size": 2},
-    {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False, "ceil_mode": True},
-    {"kernel_size": 5, "stride": 3, "padding": 2, "ceil_mode": True},
-    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
-]
-ADAPTIVE = [{"output_size": n} for n in (1, 2, 5, 12)]
-SCALES = [{"size": 5}, {"size": 23}, {"scale_factor": 2}, {"scale_factor": 1.7}, {"scale_factor": 0.6}]
-SCALES += [{"scale_factor": 1.3, "recompute_scale_factor": True}]
-PADS = [
-    {"pad": (0, 0, 2, 1)},
-    {"pad": (1, 2, -1, -2), "value": 3.0},
-    {"pad": (0, 0, 3, 4, 1, 0)},
-    *({"pad": (1, 1, 2, 1), "mode": mode} for mode in ("circular", "reflect", "replicate")),
-    *({"pad": (0, 0, 7, 7), "mode": mode} for mode in ("circular", "reflect", "replicate")),
-]
-
-
-def check_all_of(ranks, world, options):
-    """options: {name: options of cases}."""
-    found = [case for name, them in options.items() for case in cases(world, name, *them)]
-    ranks(world, check_all, found)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_convolution(ranks, world):
-    options = {"conv1d": CONVOLUTIONS[2:6], "conv2d": CONVOLUTIONS, "conv3d": CONVOLUTIONS[1:4]}
-    check_all_of(ranks, world, options)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_transposed_convolution(ranks, world):
-    options = {f"conv_transpose{n}d": TRANSPOSED[i:] for n, i in ((1, 4), (2, 0), (3, 5))}
-    check_all_of(ranks, world, options)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_pooling(ranks, world):
-    options = {
-        f"{kind}_pool{n}d": them[i:] for kind, them in (("max", MAX), ("avg", AVG)) for n, i in ((1, 1), (2, 0), (3, 2))
-    }
-    options["avg_pool2d"] = [*AVG, {"kernel_size": 3, "padding": 1, "divisor_override": 5}]
-    check_all_of(ranks, world, options)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_adaptive_pooling(ranks, world):
-    them = {1: ADAPTIVE[:2], 2: [*ADAPTIVE, {"output_size": (None, 4)}], 3: ADAPTIVE[2:3]}
-    options = {f"adaptive_{kind}_pool{n}d": them[n] for kind in ("avg", "max") for n in (1, 2, 3)}
-    options["adaptive_avg_pool2d"] = [*them[2], {"output_size": 1}]
-    check_all_of(ranks, world, options)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_interpolation(ranks, world):
-    found = []
-    for count, name in ((1, "linear"), (2, "bilinear"), (3, "trilinear")):
-        scales = SCALES if count == 2 else SCALES[1:4:2]
-        options = [{"mode": mode} | s for mode in ("nearest", "nearest-exact", "area") for s in scales]
-        options += [{"mode": name, "align_corners": align} | s for align in (False, True) for s in scales]
-        found += cases(world, "interpolate", *options, count=count)
-    ranks(world, check_all, found)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_padding(ranks, world):
-    ranks(world, check_all, list(cases(world, "pad", *PADS, count=2)))
-
-
-def circular(x, weight, bias, count, kernel):
-    """As nn.Conv of padding_mode circular does it."""
-    layer = getattr(nn, f"Conv{count}d")(4, 6, kernel, padding=kernel // 2, padding_mode="circular")
-    return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_circular_convolution_keeps_the_sizes(ranks, world):
-    found = []
-    for count, kernel in ((1, 5), (2, 3), (3, 3)):
-        for x, mesh in images(world, count):
-            weights = ((6, 4, *[kernel] * count), (6,))
-            found.append(Case(circular, (x,), weights, mesh, keywords={"count": count, "kernel": kernel}))
-    ranks(world, check_all, found)
-    assert ranks(world, sizes_of_circular, BANDS[world][0]) == [BANDS[world][0]] * world
-
-
-def sizes_of_circular(sizes):
-    x = split(torch.randn(1, 4, sum(sizes), 6), X((), (2,), {0: sizes}), domain_mesh())
-    return circular(x, torch.randn(6, 4, 3, 3), torch.randn(6), 2, 3).spec.split(2)[0]
+from tests.spatial_cases import operation
 
 
 def test_samples_or_channels_may_be_split_and_samples_may_be_missing(ranks):
@@ -253,27 +98,6 @@ def test_only_rows_that_windows_share_are_sent(ranks):
     assert ranks(2, count, *pooled) == [({}, 0)] * 2
 
 
-def check_overlap():
-    """The inner outputs apart from the outer ones, and all at once."""
-    sizes, mesh = (20, 3, 17), domain_mesh()
-    group = as_group(mesh)
-    for options in ({"padding": 3}, {"stride": 2, "padding": 3}, {"padding": 6, "dilation": 2}, {"stride": 7}):
-        results = []
-        for overlap in (True, False):
-            x = draw((2, 4, sizes[group.rank], 9), torch.float32, group.rank)
-            weight = draw((6, 4, 7, 7), torch.float32, 5)
-            if options.get("stride") == 7:
-                x = F.pad(x, (0, 7))
-            y, new = convolve(F.conv2d, x, {2: (sizes, group)}, weight, overlap=overlap, **options)
-            grads = torch.autograd.grad(y, (x, weight), draw(y.shape, torch.float32, 8 + group.rank).detach())
-            results.append((y, *grads, torch.tensor(new[2])))
-        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
-
-
-def test_overlap_changes_no_number(ranks):
-    ranks(3, check_overlap)
-
-
 def block(x, weight, bias, sizes, group):
     """A band of an image in, a band out, through everything here."""
     x = wrap(x, spec_of(group, (1, 4, sum(sizes), 6), [Shard(2)], {0: sizes}))
@@ -296,17 +120,6 @@ def check_compiled(sizes):
 
 def test_all_of_it_compiles_without_a_graph_break(ranks):
     ranks(2, check_compiled, (5, 4))
-
-
-def check_autocast():
-    x = split(draw((1, 4, 8, 4), torch.float32, 0), X((), (2,), {0: (4, 4)}), domain_mesh())
-    with torch.autocast("cpu", torch.bfloat16), CollectiveCounter() as counted:
-        y = F.conv2d(x, draw((4, 4, 3, 3), torch.float32, 1), padding=1)
-    assert y.dtype == torch.bfloat16 and counted.bytes["send"] == 2 * 4 * 4
-
-
-def test_rows_travel_in_the_dtype_of_autocast(ranks):
-    ranks(2, check_autocast)
 
 
 def check_results_are_new():

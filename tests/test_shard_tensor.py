@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from distributed.counting import CollectiveCounter
 from distributed.shard_tensor import ShardTensor, local, scatter_tensor
@@ -222,6 +223,11 @@ def mean_head(x, weight, bias):
     return F.linear(x.mean((2, 3)), weight, bias).exp()
 
 
+def recomputed(x, weight, bias):
+    """The backward pass computes with ShardTensors again: its mean is one of all ranks too."""
+    return checkpoint(mean_head, x, weight, bias, use_reentrant=False)
+
+
 def there_and_back(x):
     """Into tokens, and out of them as the head of the ViT does."""
     t = x.flatten(2).transpose(1, 2)
@@ -252,7 +258,7 @@ def cases(size):
         for shape in (x.shape, image, (image[0], 1), (4, 1, 1), ()):
             yield Case(scaled, (x,), (shape,), mesh=mesh)
             yield Case(scaled, (whole,), (shape,), mesh=mesh)  # the weight's gradient counts once
-        for function in (tokens, mean_head):
+        for function in (tokens, mean_head, recomputed):
             yield Case(function, (x,), ((6, 4), (6,)), mesh=mesh)
             yield Case(function, (whole,), ((6, 4), (6,)), mesh=mesh)
         yield Case(there_and_back, (x,), mesh=mesh)

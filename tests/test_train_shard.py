@@ -58,6 +58,7 @@ def outcome(script, words):
 
 
 SHARD, TRAIN, MP = "train_shard", "train", "train_mp"
+NOT_HERE = "config/ViT.yaml: quick: train_shard.py goes without sequence_parallel and tp_backend dtensor"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,9 @@ SHARD, TRAIN, MP = "train_shard", "train", "train_mp"
         ),
         (2, SHARD, {"domain_parallel": "2x"}, "domain_parallel '2x': expected ranks along latitude, or 2x2 for tiles"),
         (2, SHARD, {"domain_parallel": 0}, "command line: domain_parallel: 0"),
+        (2, SHARD, {"domain_parallel": 2, "sequence_parallel": True}, NOT_HERE),
+        (2, SHARD, {"tensor_parallel": 2, "sequence_parallel": True}, NOT_HERE),
+        (4, SHARD, {"domain_parallel": 2, "tensor_parallel": 2, "tp_backend": "dtensor"}, NOT_HERE),
         (2, SHARD, {"context_parallel": 2}, "context_parallel 2: the model is split by train_mp.py"),
         (2, TRAIN, {"domain_parallel": 2}, "domain_parallel 2: the model is split by train_shard.py"),
         (2, MP, {"domain_parallel": "1x2"}, "domain_parallel 1x2: the model is split by train_shard.py"),

@@ -48,6 +48,10 @@ def load_config(argv=None, description=None, world_size=1, yaml_config="config/V
     for key_name, script in SPLITS.items():
         if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
             raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by {script}")
+    if "domain_parallel" in splits and (config.sequence_parallel or config.tp_backend != "native"):
+        raise UsageError(
+            f"{path}: {name}: train_shard.py goes without sequence_parallel and tp_backend dtensor: use train_mp.py"
+        )
     return config
 
 
@@ -119,8 +123,8 @@ def _check_shares(config, where, world_size):
             raise UsageError(f"{where}: tp_backend dtensor goes without amp_mode fp16: use bf16, or native")
     if config.enable_jit and config.dropout and config.tensor_parallel > 1 and not config.sequence_parallel:
         raise UsageError(
-            f"{where}: enable_jit with dropout and tensor_parallel needs sequence_parallel: ranks that share "
-            "activations draw their random numbers outside of a compiled graph"
+            f"{where}: enable_jit with dropout and tensor_parallel needs sequence_parallel (train_mp.py): ranks that "
+            "share activations draw their random numbers outside of a compiled graph"
         )
     if config.pp_schedule != "gpipe" and config.gradient_accumulation < config.pipeline_parallel:
         raise UsageError(

@@ -85,15 +85,15 @@ class Config(BaseModel):
     gather_dtype: Literal["none", "bf16", "fp16"] = key("zero2, fsdp, hsdp: dtype of gathered parameters", "none")
     cpu_offload: bool = key("zero2, fsdp, hsdp: parameters, gradients and optimizer in host memory", False)
 
-    tensor_parallel: PositiveInt = key("train_mp: ranks that share heads and hidden features (tp)", 1)
+    tensor_parallel: PositiveInt = key("train_mp, train_shard: ranks that share heads and hidden features (tp)", 1)
     context_parallel: PositiveInt = key("train_mp: ranks that share the tokens of an image (cp)", 1)
     pipeline_parallel: PositiveInt = key("train_mp: ranks that share the blocks (pp)", 1)
     domain_parallel: PositiveInt | Text = key(
         "train_shard: ranks that share an image, as bands of latitude (4) or tiles (2x2)", 1
     )
     parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER)
-    tp_backend: Literal["native", "dtensor"] = key("tensor parallel: ours, or torch's parallelize_module", "native")
-    sequence_parallel: bool = key("tensor parallel: norms and dropout on a slice of the tokens", False)
+    tp_backend: Literal["native", "dtensor"] = key("train_mp: tp by our layers, or by parallelize_module", "native")
+    sequence_parallel: bool = key("train_mp: norms and dropout of tp ranks on a slice of the tokens", False)
     cp_method: Literal["gather", "ring", "all_to_all"] = key(
         "context parallel: how attention sees all tokens", "gather"
     )

@@ -29,7 +29,7 @@ class TrainingStep:
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         # Ranks with different parameters must agree whether a step has overflowed.
         # The group is named: the default is the one that was there when torch's module was first imported.
-        Scaler = partial(ShardedGradScaler, process_group=dist.group.WORLD)
+        Scaler = partial(SharedScaler, process_group=dist.group.WORLD)
         self.scaler = (Scaler if self.model_parallel else torch.amp.GradScaler)(
             device.type, enabled=config.amp_mode == "fp16"
         )
@@ -83,6 +83,13 @@ class TrainingStep:
             self.optimizer.zero_grad(set_to_none=True)
         total = sum(losses[-micro_batches:], torch.zeros((), device=self.device))  # a pipeline tries its loss out first
         return total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
+
+
+class SharedScaler(ShardedGradScaler):
+    """A GradScaler whose ranks agree whether a step has overflowed, also for fused optimizers: they want a scalar."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf.squeeze(), allow_fp16)
 
 
 class CapturedStep:

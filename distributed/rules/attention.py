@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
-from distributed.shard_tensor import ShardTensor, local, no_rule, part_of, reduced, replicated, rule, wrap
+from distributed.shard_tensor import ShardTensor, local, no_rule, part_of, reduced, replicated, rule, shared, wrap
 
 _chosen = "gather"
 
@@ -32,30 +32,20 @@ def attention(func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         k, v = _whole_tokens(k), _whole_tokens(v)
     rows, columns = q.spec, k.spec
     out = rows.with_dims((*rows.dims[:3], columns.dims[3]))
-    q, k, v = local(q), local(k), local(v)
+    q, k, v, attn_mask = local(q), local(k), local(v), _of_own_heads(attn_mask, rows)
     if scale is not None:
         q = q * (scale * math.sqrt(q.shape[-1]))
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if not rows.is_split(2):
-        mask = (
-            None
-            if attn_mask is None
-            else local(replicated(attn_mask))
-            if isinstance(attn_mask, ShardTensor)
-            else attn_mask
-        )
-        return wrap(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal), out)
+        return wrap(F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal), out)
     mask = _mask(attn_mask, is_causal, rows, columns, q.device)
     sizes, group = rows.shares(2)
     if columns.is_split(2):
-        if mask is not None and _chosen != "all_to_all":
-            mask = _own_rows(mask, rows)
+        mask = mask if _chosen == "all_to_all" else _own_rows(mask, rows)
         return wrap(METHODS[_chosen](q, k, v, dropout_p, sizes=sizes, group=group, mask=mask), out)
     k, v = copy_to_region(k, group), copy_to_region(v, group)  # every rank has queries of its own
-    return wrap(
-        F.scaled_dot_product_attention(q, k, v, mask if mask is None else _own_rows(mask, rows), dropout_p), out
-    )
+    return wrap(F.scaled_dot_product_attention(q, k, v, _own_rows(mask, rows), dropout_p), out)
 
 
 def _check(func, q, k, v):
@@ -70,10 +60,22 @@ def _whole_tokens(x):
     return x.redistribute([Replicate() if p == Shard(2) else p for p in x.spec.placements])
 
 
-def _mask(mask, is_causal, rows, columns, device):
-    """The mask of all queries and keys, (..., N, M), both in the order in which ranks hold them."""
+def _of_own_heads(mask, rows):
+    """A plain mask, of this rank's samples and heads, and of all queries and keys; its gradient is a part."""
+    if mask is None:
+        return None
     if isinstance(mask, ShardTensor):
         mask = local(replicated(mask))
+        for group, placement in zip(rows.mesh.groups, rows.placements, strict=True):
+            if placement.is_shard():  # each rank goes on with the mask of its own queries
+                mask = copy_to_region(mask, group)
+    else:
+        mask = shared(mask, rows)
+    return part_of(mask, rows.with_dims(rows.dims[4 - mask.dim() : 2]))
+
+
+def _mask(mask, is_causal, rows, columns, device):
+    """The mask of all queries and keys, (..., N, M), both in the order in which ranks hold them."""
     if is_causal:
         places = [torch.arange(spec.shape[2], device=device) for spec in (rows, columns)]
         mask = places[0][:, None] >= places[1]
@@ -100,4 +102,6 @@ def _tokens(spec, rank, device):
 
 def _own_rows(mask, rows):
     sizes, group = rows.shares(2)
-    return mask.narrow(-2, sum(sizes[: group.rank]), sizes[group.rank]) if mask.shape[-2] > 1 else mask
+    if mask is None or mask.shape[-2] == 1:
+        return mask
+    return mask.narrow(-2, sum(sizes[: group.rank]), sizes[group.rank])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from distributed.shard_tensor import LocalTensors, local, named, replicated, rule, wrap
+from distributed.shard_tensor import local, named, replicated, rule, wrap
 
 
 @rule(
@@ -17,8 +17,7 @@ from distributed.shard_tensor import LocalTensors, local, named, replicated, rul
 )  # fmt: skip
 def of_local(func, x, *args, **kwargs):
     """The same for the whole tensor as for the local part."""
-    with LocalTensors():
-        return func(x, *args, **kwargs)
+    return func(x, *args, **kwargs)
 
 
 @rule(Tensor._base.__get__)
@@ -56,15 +55,13 @@ def length(func, x):
 
 @rule(Tensor.grad.__get__)
 def grad(func, x):
-    with LocalTensors():
-        found = func(x)
+    found = func(x)
     return found if found is None else wrap(found, x.spec)
 
 
 @rule(Tensor.grad.__set__)
 def set_grad(func, x, value):
-    with LocalTensors():
-        func(x, local(value))
+    func(x, local(value))
 
 
 @rule(Tensor.backward)
@@ -72,13 +69,13 @@ def backward(func, x, gradient=None, *args, **kwargs):
     """gradient: split as x is."""
     if gradient is None and x.spec.split_dims and x.spec.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    local(x).backward(local(gradient), *args, **kwargs)
+    with torch._C._EnableTorchFunction():  # hooks and recomputation compute with ShardTensors
+        local(x).backward(local(gradient), *args, **kwargs)
 
 
 @rule(*named("requires_grad_"))
 def in_place_flag(func, x, *args, **kwargs):
-    with LocalTensors():
-        func(x, *args, **kwargs)
+    func(x, *args, **kwargs)
     return x
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import copy_to_region, reduce_from_region
+from distributed.redistribute import sizes_over
 from distributed.shard_tensor import (
-    LocalTensors,
     ShardTensor,
     dispatch,
     local,
@@ -74,8 +74,7 @@ def elementwise(func, *args, **kwargs):
             if func in RANDOM and (spec.partial or spec.copies > 1):
                 return alike_on_copies(func, reduced(args[0]), *args[1:], **kwargs)
             if not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))):
-                with LocalTensors():  # the common case: all operands are split in the same way
-                    out = func(*args, **kwargs)
+                out = func(*args, **kwargs)  # the common case: all operands are split in the same way
                 return wrap(out, spec) if out is not args[0] else out
     return broadcast(func, args, kwargs)
 
@@ -88,9 +87,7 @@ def alike_on_copies(func, x, *args, **kwargs):
     """Random numbers for a tensor of which several ranks hold a copy: those of the first of them, on all."""
     if func not in SHARED_RANDOM:
         raise no_rule(func, (x,), {}, "random numbers for a tensor of which several ranks hold a copy")
-    with LocalTensors():
-        ones = torch.ones_like(x)
-        drawn = func(ones, *args, **kwargs)
+    drawn = func(torch.ones_like(x), *args, **kwargs)
     for placement, group in zip(x.spec.placements, x.spec.mesh.groups, strict=True):
         if placement.is_replicate():
             drawn = reduce_from_region(drawn if group.rank == 0 else torch.zeros_like(drawn), group)
@@ -118,8 +115,7 @@ def broadcast(func, args, kwargs):
     fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
     if in_place and not isinstance(args[0], ShardTensor):
         raise no_rule(func, args, kwargs, "a plain tensor cannot take the values of a split one")
-    with LocalTensors():
-        out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
+    out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
     return args[0] if in_place else wrap(out, spec)
 
 
@@ -179,10 +175,6 @@ def split_alike(spec, other):
     )
 
 
-def sizes_over(spec, mesh_dim):
-    return next((a.sizes for axes in spec.dims for a in axes if a.mesh_dim == mesh_dim), None)
-
-
 def to_spec(x, spec):
     """x split as spec says; dimensions of several axes are reached by taking a slice of the whole."""
     if all(len(axes) < 2 for axes in spec.dims):
@@ -200,8 +192,7 @@ def cast(func, x, *args, **kwargs):
     """Another dtype or device."""
     if not isinstance(x, ShardTensor):  # type_as a ShardTensor
         return func(x, *(local(a) for a in args), **kwargs)
-    with LocalTensors():
-        out = func(x, *args, **kwargs)
+    out = func(x, *args, **kwargs)
     if x.spec.partial and isinstance(out, Tensor) and not out.is_floating_point():  # no integers, or bools, of parts
         return cast(func, reduced(x), *args, **kwargs)
     return wrap(out, x.spec) if isinstance(out, Tensor) else out

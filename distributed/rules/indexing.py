@@ -12,6 +12,7 @@ from distributed.shard_tensor import (
     local,
     named,
     no_rule,
+    one_axis,
     reduced,
     rule,
     shared,
@@ -118,9 +119,7 @@ def _sliced(func, x, dim, item):
         return spec.dims[dim], slice(None)
     if not spec.is_split(dim):
         return whole(size), slice(start, stop, step)
-    if len(spec.dims[dim]) > 1:
-        raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
-    (axis,) = spec.dims[dim]
+    axis = one_axis(func, x, dim)
     sizes, pieces, end = [], [], 0
     for rank_size in axis.sizes:
         begin, end = end, end + rank_size
@@ -239,9 +238,7 @@ def _pieces(func, x, dim, sizes):
     if x.spec.is_split(dim):
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         before = [slice(None)] * dim
-        return tuple(
-            [getitem(func, x, (*before, slice(a, a + n))) for a, n in zip(starts, sizes, strict=True)]
-        )  # fmt: skip
+        return tuple([getitem(func, x, (*before, slice(a, a + n))) for a, n in zip(starts, sizes, strict=True)])
     parts = local(x).split(list(sizes), dim)
     return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
 

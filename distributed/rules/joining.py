@@ -13,6 +13,7 @@ from distributed.shard_tensor import (
     local,
     named,
     no_rule,
+    one_axis,
     reduced,
     rule,
     wrap,
@@ -58,12 +59,11 @@ def cat(func, tensors, dim=0):
     cut = [x for x in parts if x.spec.is_split(dim)]
     base = _others(parts, dim, (cut or parts)[0].spec)
     if not cut:
-        specs = [_with(base, dim, whole(global_shape(x)[dim])) for x in tensors]
+        specs = [base.with_axes(dim, whole(global_shape(x)[dim])) for x in tensors]
         out = torch.cat([_brought(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
-        return wrap(out, _with(base, dim, whole(out.size(dim))))
-    if any(len(x.spec.dims[dim]) > 1 for x in cut):
-        raise no_rule(func, tensors, {}, f"dimension {dim} is not in one piece")
-    mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
+        return wrap(out, base.with_axes(dim, whole(out.size(dim))))
+    axes = [one_axis(func, x, dim) for x in cut]
+    mesh_dim = axes[0].mesh_dim
     return joined(tensors, dim, mesh_dim, _new_sizes(tensors, dim, mesh_dim, base), base)
 
 
@@ -78,10 +78,6 @@ def _others(parts, dim, base):
                 dims[d] = axes
                 used |= over
     return base.with_dims(dims)
-
-
-def _with(spec, dim, axes):
-    return spec.with_dims((*spec.dims[:dim], axes, *spec.dims[dim + 1 :]))
 
 
 def _brought(x, spec):
@@ -116,12 +112,12 @@ def joined(tensors, dim, mesh_dim, sizes, base):
             begin, end = end, end + size
             pieces.append(max(0, min(end, start + global_shape(x)[dim]) - max(begin, start)))
         start += global_shape(x)[dim]
-        spec = _with(base, dim, (Axis(global_shape(x)[dim], mesh_dim, tuple(pieces)),))
-        if isinstance(x, ShardTensor) and x.spec.with_dims(_with(x.spec, dim, ()).dims) == _with(base, dim, ()):
+        spec = base.with_axes(dim, (Axis(global_shape(x)[dim], mesh_dim, tuple(pieces)),))
+        if isinstance(x, ShardTensor) and x.spec.with_axes(dim, ()) == base.with_axes(dim, ()):
             parts.append(redistribute(local(x), x.spec, spec.placements, {mesh_dim: tuple(pieces)})[0])
         else:
             parts.append(_brought(x, spec))
-    return wrap(torch.cat(parts, dim), _with(base, dim, (Axis(start, mesh_dim, tuple(sizes)),)))
+    return wrap(torch.cat(parts, dim), base.with_axes(dim, (Axis(start, mesh_dim, tuple(sizes)),)))
 
 
 @rule(*named("flip"))
@@ -138,9 +134,7 @@ def flipped(func, x, dim):
     spec, part = x.spec, local(x)
     part = part.flip(dim)
     if spec.is_split(dim):
-        if len(spec.dims[dim]) > 1:
-            raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
-        (axis,) = spec.dims[dim]
+        axis = one_axis(func, x, dim)
         group, spec = spec.mesh.groups[axis.mesh_dim], spec.resized({dim: axis.sizes[::-1]})
         sent, received = [0] * group.size, [0] * group.size
         sent[-1 - group.rank], received[-1 - group.rank] = part.numel(), spec.local_shape.numel()
@@ -164,9 +158,7 @@ def rolled(func, x, shift, dim):
     spec, size = x.spec, x.spec.shape[dim]
     if not spec.is_split(dim):
         return wrap(local(x).roll(shift, dim), spec)
-    if len(spec.dims[dim]) > 1:
-        raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
-    (axis,) = spec.dims[dim]
+    axis = one_axis(func, x, dim)
     if not size:
         return x
     head, tail = dispatch(torch.split, x, [size - shift % size, shift % size], dim)
@@ -196,7 +188,7 @@ def repeat_interleave(func, input, repeats, dim=None, *, output_size=None):
     if dim is None:
         input, dim = dispatch(torch.flatten, input), 0
     spec, dim = input.spec, dim % len(input.spec.dims)
-    return wrap(input.repeat_interleave(repeats, dim), _with(spec, dim, merged((*spec.dims[dim], Axis(repeats)))))
+    return wrap(input.repeat_interleave(repeats, dim), spec.with_axes(dim, merged((*spec.dims[dim], Axis(repeats)))))
 
 
 @rule(*named("tril", "triu"))

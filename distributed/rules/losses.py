@@ -37,9 +37,7 @@ def regression_loss(func, input, target, size_average=None, reduce=None, reducti
 
 
 @rule(F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
-def binary_loss(
-    func, input, target, weight=None, size_average=None, reduce=None, reduction="mean", pos_weight=None
-):  # fmt: skip
+def binary_loss(func, input, target, weight=None, size_average=None, reduce=None, reduction="mean", pos_weight=None):
     _same_shape(func, input, target)
     weights = {"weight": weight} if pos_weight is None else {"weight": weight, "pos_weight": pos_weight}
     loss = broadcast(func, (input, target), {"reduction": "none", **weights})
@@ -80,9 +78,7 @@ def class_loss(
         raise ValueError(f"{func.__name__}: target {tuple(global_shape(target))} of input {tuple(spec.shape)}")
     part = fitted(target, each if indices else spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
-    loss = func(
-        local(x), part, shared(weight, spec), ignore_index=ignore_index, reduction="none", **smoothing
-    )  # fmt: skip
+    loss = func(local(x), part, shared(weight, spec), ignore_index=ignore_index, reduction="none", **smoothing)
     if reduction != "mean" or not indices:
         total = averaged(wrap(loss, each), "none" if reduction == "none" else "sum")
         return total if reduction != "mean" else dispatch(torch.div, total, max(each.shape.numel(), 1))

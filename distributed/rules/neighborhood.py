@@ -4,7 +4,7 @@ import torch
 
 from distributed.halo import Fetch, bounds
 from distributed.rules.windows import no_outputs
-from distributed.shard_tensor import LocalTensors, ShardTensor, local, no_rule, reduced, rule, wrap
+from distributed.shard_tensor import ShardTensor, local, no_rule, reduced, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
 
 
@@ -36,5 +36,4 @@ def attend(func, q, k, v, kernel_size, dilation=1, scale=None):
     if not all(starts):
         return wrap(no_outputs(keys, out.local_shape, q), out)
     k, v = keys.split([q.shape[-1], keys.shape[-1] - q.shape[-1]], -1)
-    with LocalTensors():
-        return wrap(attend_windows(q, k, v, kernel_size, starts, dilation, scale), out)
+    return wrap(attend_windows(q, k, v, kernel_size, starts, dilation, scale), out)

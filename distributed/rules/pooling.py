@@ -3,7 +3,7 @@
 import torch
 
 from distributed.halo import Fetch, bounds
-from distributed.rules.windows import (  # fmt: skip
+from distributed.rules.windows import (
     DIMENSIONS,
     Window,
     cropped,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import all_gather, gather_from_region
-from distributed.shard_tensor import dispatch, local, named, no_rule, reduced, rule, wrap
+from distributed.shard_tensor import dispatch, local, named, no_rule, one_axis, reduced, rule, wrap
 
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -238,9 +238,7 @@ def cumsum(func, input, dim, *, dtype=None):
     (dim,) = dims_of(spec, dim)
     out = part.cumsum(dim)
     if spec.is_split(dim):
-        if len(spec.dims[dim]) > 1:
-            raise no_rule(func, (input,), {}, "the dimension is not in one piece")
-        _, group = spec.split(dim)
+        group = spec.mesh.groups[one_axis(func, input, dim).mesh_dim]
         sums = all_gather(part.sum(dim, keepdim=True)[None], 0, (1,) * group.size, group)
         out = out + sums[: group.rank].sum(0)
     return wrap(out, spec)

@@ -60,7 +60,7 @@ def reshaped(func, x, shape):
     """x in a global shape, in which one size may be -1."""
     shape = tuple(shape)
     new = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
-    out = x.view(new.local_shape) if func in (Tensor.view,) else x.reshape(new.local_shape)
+    out = x.view(new.local_shape) if func == Tensor.view else x.reshape(new.local_shape)
     return wrap(out, new)
 
 

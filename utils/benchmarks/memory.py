@@ -1,7 +1,7 @@
 """What a rank holds in one training step, in bytes of distinct storages, beside the formulas of ZeRO."""
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.data_parallel import DTYPES, SHARDED
+from utils.benchmarks.phases import around
 from utils.compute import EXPENSIVE
 
 
@@ -29,7 +30,7 @@ def predicted_memory(config, numbers, layout):
     }
 
 
-def memory_of_a_step(step, x, y):
+def memory_of_a_step(step, x, y, listener=None):
     """Run step(0, x, y), an optimizer step of a TrainingStep that has made one before; returns {what: bytes}.
 
     parameters: between forward and backward pass, whole ones that lie beside a rank's part included.
@@ -40,7 +41,7 @@ def memory_of_a_step(step, x, y):
     """
     module, scaler = step.parallel.module, step.scaler
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    held, saved = Counter(), SavedTensors(module)
+    held, saved = Counter(), SavedTensors(module, listener)
 
     def parameters(*_):
         size = nbytes([*own, *module.parameters()])
@@ -67,20 +68,41 @@ def memory_of_a_step(step, x, y):
     return dict(held)
 
 
-@contextmanager
-def _before(owner, name, function):
-    """Call function() in front of each call of a method of `owner`."""
-    method = getattr(owner, name)
+def memory_of_a_pipeline_step(step, x, y, listener=None):
+    """As memory_of_a_step. Activations are the most that is held after the forward pass of a micro-batch."""
+    model, stages = step.parallel.model, step.parallel.pipeline.stages
+    own = [p for group in step.optimizer.param_groups for p in group["params"]]
+    held, saved = Counter(), SavedTensors(model, listener)
 
-    def both(*args, **kwargs):
+    def after_forward(forward, *args, **kwargs):
+        output = forward(*args, **kwargs)
+        held["activations"] = max(held["activations"], saved.nbytes())
+        held["parameters"] = max(held["parameters"], nbytes([*own, *model.parameters()]))
+        return output
+
+    def before_update():
+        held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
+
+    with ExitStack() as stack:
+        for stage in stages:
+            stack.enter_context(around(stage, "forward_one_chunk", after_forward))
+        stack.enter_context(_before(step.scaler, "step", before_update))
+        stack.enter_context(saved)
+        step(0, x, y)
+    optimizer = getattr(step.optimizer, "optim", step.optimizer)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held["optimizer"] = nbytes([value for value in states if isinstance(value, torch.Tensor)])
+    return dict(held)
+
+
+def _before(owner, name, function):
+    """Context: function() is called in front of each call of a method of `owner`."""
+
+    def both(method, *args, **kwargs):
         function()
         return method(*args, **kwargs)
 
-    setattr(owner, name, both)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
+    return around(owner, name, both)
 
 
 def nbytes(tensors):
@@ -98,16 +120,19 @@ class SavedTensors:
     """Tensors that a forward pass keeps for the backward pass, parameters left out.
 
     Those that autograd saves, and those that selective activation checkpointing keeps in a place of its own.
+    listener: called with each of them.
     """
 
-    def __init__(self, module):
-        self.module, self.sizes = module, {}
+    def __init__(self, module, listener=None):
+        self.module, self.sizes, self.listener = module, {}, listener
         self.contexts = [torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor), _Kept(self.note)]
 
     def note(self, tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in _storages(self.module.parameters()):
             self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+            if self.listener:
+                self.listener(tensor)
         return tensor
 
     def nbytes(self):

@@ -18,7 +18,7 @@ from utils.benchmarks.mp_ranks import Ranks
 from utils.benchmarks.mp_tables import HELD, print_tables, write_picture
 from utils.benchmarks.mp_theory import PHASES, grid, local_parameters, predicted_activations, predicted_messages
 from utils.benchmarks.report import machine, write_json
-from utils.config import SPLITS, load_config
+from utils.config import load_config
 from utils.device import select_device
 from utils.errors import UsageError
 from utils.launch import read_launch
@@ -32,6 +32,7 @@ LAYOUTS = (
 )  # fmt: skip
 ONE = "one rank"
 YAML = "config/mp.yaml"
+SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ class PeakMemory(TorchDispatchMode):
 
     def note(self, tensors):
         new = False
-        for tensor in _plain(tensors):
+        for tensor in plain_tensors(tensors):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.storages:
                 key, new = storage._cdata, True
@@ -45,11 +45,11 @@ class PeakMemory(TorchDispatchMode):
         return result
 
 
-def _plain(values):
+def plain_tensors(values):
     """The tensors among some values; of a DTensor, and whatever else wraps tensors, those inside."""
     for value in values:
         if is_traceable_wrapper_subclass(value):
-            yield from _plain([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+            yield from plain_tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
         elif isinstance(value, torch.Tensor):
             yield value
 

@@ -1,0 +1,102 @@
+"""Convolution and transposed convolution of images that are split, against the whole."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distributed.collectives import as_group
+from distributed.counting import CollectiveCounter
+from distributed.rules.convolution import convolve
+from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tests.spatial_cases import BANDS, check_all_of, images
+
+CONVOLUTIONS = [
+    {"kernel": 3, "padding": 1},
+    {"kernel": 3, "stride": 3},
+    {"kernel": 3, "stride": 2, "padding": 1},
+    {"kernel": 5, "stride": 5, "padding": 2},
+    {"kernel": 7, "stride": 7, "padding": 3},
+    {"kernel": 7, "padding": 3},
+    {"kernel": 5, "padding": 4, "dilation": 2},
+    {"kernel": 2, "padding": "same"},
+    {"kernel": 4, "stride": 2, "padding": 1},
+    {"kernel": 2, "stride": 2},
+    {"kernel": 1, "stride": 3, "padding": 2},
+    {"kernel": 3, "padding": "valid", "groups": 2},
+]
+TRANSPOSED = [
+    {"kernel": 2, "stride": 2},
+    {"kernel": 4, "stride": 2, "padding": 1},
+    {"kernel": 3, "stride": 2, "padding": 1, "output_padding": 1},
+    {"kernel": 3, "padding": 1},
+    {"kernel": 3, "padding": 0, "dilation": 2, "groups": 2},
+    {"kernel": 1, "stride": 3, "output_padding": 2},
+    {"kernel": 5, "stride": 3, "padding": 3, "output_padding": 1},
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_convolution(ranks, world):
+    options = {"conv1d": CONVOLUTIONS[2:6], "conv2d": CONVOLUTIONS, "conv3d": CONVOLUTIONS[1:4]}
+    check_all_of(ranks, world, options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_transposed_convolution(ranks, world):
+    options = {f"conv_transpose{n}d": TRANSPOSED[i:] for n, i in ((1, 4), (2, 0), (3, 5))}
+    check_all_of(ranks, world, options)
+
+
+def circular(x, weight, bias, count, kernel):
+    """As nn.Conv of padding_mode circular does it."""
+    layer = getattr(nn, f"Conv{count}d")(4, 6, kernel, padding=kernel // 2, padding_mode="circular")
+    return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_circular_convolution_keeps_the_sizes(ranks, world):
+    found = []
+    for count, kernel in ((1, 5), (2, 3), (3, 3)):
+        for x, mesh in images(world, count):
+            weights = ((6, 4, *[kernel] * count), (6,))
+            found.append(Case(circular, (x,), weights, mesh, keywords={"count": count, "kernel": kernel}))
+    ranks(world, check_all, found)
+    assert ranks(world, sizes_of_circular, BANDS[world][0]) == [BANDS[world][0]] * world
+
+
+def sizes_of_circular(sizes):
+    x = split(torch.randn(1, 4, sum(sizes), 6), X((), (2,), {0: sizes}), domain_mesh())
+    return circular(x, torch.randn(6, 4, 3, 3), torch.randn(6), 2, 3).spec.split(2)[0]
+
+
+def check_overlap():
+    """The inner outputs apart from the outer ones, and all at once."""
+    sizes, mesh = (20, 3, 17), domain_mesh()
+    group = as_group(mesh)
+    for options in ({"padding": 3}, {"stride": 2, "padding": 3}, {"padding": 6, "dilation": 2}, {"stride": 7}):
+        results = []
+        for overlap in (True, False):
+            x = draw((2, 4, sizes[group.rank], 9), torch.float32, group.rank)
+            weight = draw((6, 4, 7, 7), torch.float32, 5)
+            if options.get("stride") == 7:
+                x = F.pad(x, (0, 7))
+            y, new = convolve(F.conv2d, x, {2: (sizes, group)}, weight, overlap=overlap, **options)
+            grads = torch.autograd.grad(y, (x, weight), draw(y.shape, torch.float32, 8 + group.rank).detach())
+            results.append((y, *grads, torch.tensor(new[2])))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
+
+
+def test_overlap_changes_no_number(ranks):
+    ranks(3, check_overlap)
+
+
+def check_autocast():
+    x = split(draw((1, 4, 8, 4), torch.float32, 0), X((), (2,), {0: (4, 4)}), domain_mesh())
+    with torch.autocast("cpu", torch.bfloat16), CollectiveCounter() as counted:
+        y = F.conv2d(x, draw((4, 4, 3, 3), torch.float32, 1), padding=1)
+    assert y.dtype == torch.bfloat16 and counted.bytes["send"] == 2 * 4 * 4
+
+
+def test_rows_travel_in_the_dtype_of_autocast(ranks):
+    ranks(2, check_autocast)

@@ -1,0 +1,64 @@
+"""Pooling, interpolation and padding of images that are split, against the whole."""
+
+import pytest
+
+from tests.shard_parity import check_all
+from tests.spatial_cases import cases, check_all_of
+
+MAX = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2},
+    {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
+]
+AVG = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False, "ceil_mode": True},
+    {"kernel_size": 5, "stride": 3, "padding": 2, "ceil_mode": True},
+    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
+]
+ADAPTIVE = [{"output_size": n} for n in (1, 2, 5, 12)]
+SCALES = [{"size": 5}, {"size": 23}, {"scale_factor": 2}, {"scale_factor": 1.7}, {"scale_factor": 0.6}]
+SCALES += [{"scale_factor": 1.3, "recompute_scale_factor": True}]
+PADS = [
+    {"pad": (0, 0, 2, 1)},
+    {"pad": (1, 2, -1, -2), "value": 3.0},
+    {"pad": (0, 0, 3, 4, 1, 0)},
+    *({"pad": (1, 1, 2, 1), "mode": mode} for mode in ("circular", "reflect", "replicate")),
+    *({"pad": (0, 0, 7, 7), "mode": mode} for mode in ("circular", "reflect", "replicate")),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_pooling(ranks, world):
+    options = {
+        f"{kind}_pool{n}d": them[i:] for kind, them in (("max", MAX), ("avg", AVG)) for n, i in ((1, 1), (2, 0), (3, 2))
+    }
+    options["avg_pool2d"] = [*AVG, {"kernel_size": 3, "padding": 1, "divisor_override": 5}]
+    check_all_of(ranks, world, options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_adaptive_pooling(ranks, world):
+    them = {1: ADAPTIVE[:2], 2: [*ADAPTIVE, {"output_size": (None, 4)}], 3: ADAPTIVE[2:3]}
+    options = {f"adaptive_{kind}_pool{n}d": them[n] for kind in ("avg", "max") for n in (1, 2, 3)}
+    options["adaptive_avg_pool2d"] = [*them[2], {"output_size": 1}]
+    check_all_of(ranks, world, options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_interpolation(ranks, world):
+    found = []
+    for count, name in ((1, "linear"), (2, "bilinear"), (3, "trilinear")):
+        scales = SCALES if count == 2 else SCALES[1:4:2]
+        options = [{"mode": mode} | s for mode in ("nearest", "nearest-exact", "area") for s in scales]
+        options += [{"mode": name, "align_corners": align} | s for align in (False, True) for s in scales]
+        found += cases(world, "interpolate", *options, count=count)
+    ranks(world, check_all, found)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_padding(ranks, world):
+    ranks(world, check_all, list(cases(world, "pad", *PADS, count=2)))
