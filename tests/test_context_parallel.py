@@ -183,3 +183,45 @@ def test_bands_are_whole_rows_of_patches_and_make_up_the_image(ranks):
 )
 def test_what_cannot_be_split_is_refused_on_every_rank(ranks, method, changes, line):
     assert ranks(3, parity.refusal, cp=3, method=method, **changes) == [line] * 3
+
+
+def attention_by_blocks(device, dtype, cut=37):
+    """Output and gradients of attention, as the ring makes them of two blocks of keys, and as torch does in float64."""
+    q, k, v, grad = torch.randn(4, 2, 3, 70, 16, dtype=dtype, device=device).unbind()
+    attend = attention.kernel(q, None)
+    blocks = [(k[:, :, part], v[:, :, part]) for part in (slice(cut), slice(cut, None))]
+    out, lse = attention._merge(*attend.forward(q, *blocks[0]), *attend.forward(q, *blocks[1]))
+    parts = [attend.backward(grad, q, *block, out.to(dtype), lse) for block in blocks]
+    ours = [
+        out,
+        parts[0][0] + parts[1][0],
+        *(torch.cat(pair, 2) for pair in zip(parts[0][1:], parts[1][1:], strict=True)),
+    ]
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    whole = F.scaled_dot_product_attention(*leaves)
+    return ours, [whole, *torch.autograd.grad(whole, leaves, grad.double())]
+
+
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_fused_kernel_gives_the_parts_of_blocks_of_keys(device, dtype):
+    torch.manual_seed(0)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, serial in zip(*attention_by_blocks(device, dtype), strict=True):
+        torch.testing.assert_close(ours.double(), serial, rtol=tolerance, atol=tolerance)
+
+
+def test_the_memory_efficient_kernel_is_called_as_torch_declares_it():
+    q, grad = (torch.empty(2, 3, 70, 16, device="meta") for _ in range(2))
+    k, v = (torch.empty(2, 3, 33, 16, device="meta") for _ in range(2))
+    assert attention.kernel(q, None, "cuda") is attention.CudaEfficient
+    out, lse = attention.CudaEfficient.forward(q, k, v)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    parts = attention.CudaEfficient.backward(grad, q, k, v, out, lse)
+    assert [part.shape for part in parts] == [q.shape, k.shape, v.shape]

@@ -32,18 +32,20 @@ def yaml():
     return loader
 
 
-def load_config(argv=None, description=None, world_size=1, yaml_config="config/ViT.yaml", splits=()):
+def load_config(argv=None, description=None, world_size=1, yaml_config="config/ViT.yaml", splits=(), preset=None):
     """Config from the command line: `--yaml_config FILE --config NAME` and any key of the schema.
 
-    world_size: ranks of the run. splits: the keys by which this program can split a model. Raises UsageError naming
-    file, config and key for whatever does not fit the schema, and where ranks or batch cannot be shared equally.
+    world_size: ranks of the run. splits: the keys by which this program can split a model. preset: {key: value} in
+    place of the file's, where no option says otherwise. Raises UsageError naming file, config and key for whatever does
+    not fit the schema, and where ranks or batch cannot be shared equally.
     """
-    options = _parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
+    options = parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
     path, name = options.pop("yaml_config"), options.pop("config")
-    settings = {**read_named_config(path, name), **options}
-    if "local_batch_size" in options and "global_batch_size" not in options:
+    chosen = {**(preset or {}), **options}
+    settings = {**read_named_config(path, name), **chosen}
+    if "local_batch_size" in chosen and "global_batch_size" not in chosen:
         dp = check_config(settings, name, f"{path}: {name}", options).layout(world_size).dp
-        settings["global_batch_size"] = options["local_batch_size"] * dp
+        settings["global_batch_size"] = chosen["local_batch_size"] * dp
     config = check_config(settings, name, f"{path}: {name}", options, world_size)
     for key_name, script in SPLITS.items():
         if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
@@ -69,7 +71,7 @@ def read_named_config(path, name):
     if not isinstance(configs, dict) or not all(isinstance(config, dict) for config in configs.values()):
         raise UsageError(f"{path}: expected named configs, each a mapping of keys to values")
     if name not in configs:
-        raise UsageError(f"{path}: no config '{name}'{_nearest(name, configs)}; it has {', '.join(map(str, configs))}")
+        raise UsageError(f"{path}: no config '{name}'{nearest(name, configs)}; it has {', '.join(map(str, configs))}")
     return configs[name]
 
 
@@ -177,14 +179,15 @@ def _explain(problem, where, options):
     if name in options:
         where = "command line"
     if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{name}'{_nearest(name, Config.model_fields)}"
+        return f"{where}: unknown key '{name}'{nearest(name, Config.model_fields)}"
     if problem["type"] == "missing":
         return f"{where}: key '{name}' is missing ({Config.model_fields[name].description})"
     message = problem["msg"].removeprefix("Input ")
     return f"{where}: {name}: {problem['input']!r} {message}"
 
 
-def _nearest(word, words):
+def nearest(word, words):
+    """" (did you mean '...'?)" with the one of `words` that is most like `word`, or "" where none is."""
     near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
@@ -197,7 +200,8 @@ def _scalar(text):
         return text
 
 
-def _parse_command_line(argv, description, yaml_config):
+def parse_command_line(argv, description, yaml_config):
+    """{option: value} of the words of a command line, `yaml_config` and `config` always. Raises UsageError."""
     parser = ArgumentParser(
         description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -222,6 +226,6 @@ def _parse_command_line(argv, description, yaml_config):
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]
-        near = _nearest(word, [f"--{name}" for name in ("yaml_config", *Config.model_fields)])
+        near = nearest(word, [f"--{name}" for name in ("yaml_config", *Config.model_fields)])
         raise UsageError(f"command line: unknown option '{word}'{near}")
     return vars(options)

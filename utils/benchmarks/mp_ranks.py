@@ -2,18 +2,11 @@
 
 import torch
 
-from distributed.data_parallel import data_parallel
-from distributed.model_parallel import split_model
-from distributed.tiles import own_window
 from utils import comm
 from utils.benchmarks import team
+from utils.benchmarks.build import build_step, random_batch
 from utils.benchmarks.memory import memory_of_a_pipeline_step, memory_of_a_step
 from utils.benchmarks.messages import messages_of_a_step
-from utils.compute import apply_compute_options
-from utils.errors import reported_as_usage_error
-from utils.model import build_model, initial_weights
-from utils.optim import build_optimizer
-from utils.training_step import TrainingStep
 
 
 class Ranks(team.Team):
@@ -33,12 +26,9 @@ def _serve(pipe, cases):
     device = comm.init(config.device, config.comm_timeout)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    random = torch.Generator().manual_seed(config.seed)
-    shapes = [(config.global_batch_size, n, *config.img_size) for n in (config.n_in_channels, config.n_out_channels)]
-    batch = [torch.randn(shape, generator=random) for shape in shapes]
     meshes, built = {}, []
     for case in cases:
-        built.append(RankCase(case, device, batch, meshes))
+        built.append(RankCase(case, device, meshes))
     pipe.send([case.figures for case in built])
     while (turn := pipe.recv()) is not None:
         case, steps = turn
@@ -50,7 +40,7 @@ def _serve(pipe, cases):
 class RankCase(team.Case):
     """One layout on one rank. meshes: {layout: groups}, of all cases of this process."""
 
-    def __init__(self, case, device, batch, meshes):
+    def __init__(self, case, device, meshes):
         config, self.device = case.config, device
         self.before = torch.cuda.memory_allocated() if device.type == "cuda" else None
         if case.layout not in meshes:
@@ -58,16 +48,8 @@ class RankCase(team.Case):
             meshes[case.layout] = comm.swap_meshes({})
         self.meshes = meshes[case.layout]
         self.use_mesh()
-        rows, columns = own_window(config.img_size, config.patch_size)
-        own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
-        self.x, self.y = (t[own, :, rows, columns].to(device).clone() for t in batch)
-        model = build_model(config)
-        with reported_as_usage_error(ValueError, f"layout '{case.name}'"):
-            split = split_model(model, config)
-        apply_compute_options(config, device, model)
-        parallel = data_parallel(model, config, device, initial_weights(config), split)
-        self.step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
-        torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
+        self.x, self.y = random_batch(config, device)
+        self.step = build_step(config, device, f"layout '{case.name}'")
         self.figures = self.measure()
         if config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             self.figures["memory"]["activations"] = None

@@ -14,16 +14,12 @@ import torch
 import torch.distributed as dist
 
 from distributed.counting import CollectiveCounter
-from distributed.data_parallel import data_parallel
 from utils import comm
+from utils.benchmarks.build import build_step
 from utils.benchmarks.memory import memory_of_a_step
-from utils.compute import apply_compute_options
 from utils.device import synchronize
 from utils.errors import UsageError
 from utils.failure import exit_at_once
-from utils.model import build_model, initial_weights
-from utils.optim import build_optimizer
-from utils.training_step import TrainingStep
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is there
 PROFILED_STEPS = 3
@@ -148,10 +144,7 @@ class Case:
         self.device, self.x, self.y = device, x, y
         self.before = torch.cuda.memory_allocated() if device.type == "cuda" else None
         comm.build_mesh(device, layout)
-        model = build_model(config)
-        apply_compute_options(config, device, model)
-        parallel = data_parallel(model, config, device, initial_weights(config))
-        self.step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
+        self.step = build_step(config, device, config.config)
 
     def train(self, steps):
         for _ in range(steps):

@@ -1,0 +1,71 @@
+"""What a layout needs before anything is queued: memory, messages, time of a step, from one CPU.
+
+    python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --gpu a100-40gb     the best layouts of 16 GPUs
+    python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --tensor_parallel 4     one layout, in detail
+    python plan.py --yaml_config config/mp.yaml --config mp --gpus 8..4096     how far it scales
+    python plan.py --verify     small layouts, run on this machine as well
+
+Every other option is a key of the config, as in the training scripts. docs/plan.md says how all is computed, and what
+is not: above all reading the data.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from utils.errors import ArgumentParser, UsageError, run_main
+from utils.files import whole_file
+from utils.planner import report
+from utils.planner.hardware import load_gpu
+from utils.planner.request import Request, gpu_counts
+from utils.planner.search import best_layouts, scaling
+from utils.planner.verify import verify
+
+
+def main(argv=None):
+    parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
+    parser.add_argument("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
+    parser.add_argument("--top", type=int, metavar="N", help="compare layouts, and show so many of the best (10)")
+    parser.add_argument("--calibrate", metavar="FILE", help="summary.json of a run on such GPUs, for times to rest on")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them"
+    )
+    parser.add_argument("--png", metavar="FILE", help="write a picture")
+    parser.add_argument("--verify", action="store_true", help="run small layouts for real and compare them with plans")
+    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.verify:
+        return 1 if verify() else 0
+    gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
+    request = Request(words, gpu, options.calibrate)
+    if options.top is not None and options.top < 1:
+        raise UsageError("--top is 1 or more")
+    if len(counts) > 1:
+        plans = scaling(request, counts)
+        text, picture = report.scaling_text, report.scaling_picture
+    elif (request.names_a_layout and options.top is None) or counts == [1]:
+        plans = [request.plan(counts[0])]
+        text, picture = report.plan_text, report.memory_picture
+    else:
+        plans = best_layouts(request, counts[0], options.top or 10)
+        text, picture = report.search_text, report.search_picture
+    if options.json:
+        write_json(options.json, plans)
+    if options.json != "-":
+        print(text(plans, request))
+    if options.png:
+        picture(plans, options.png)
+    return 0
+
+
+def write_json(path, plans):
+    text = json.dumps([plan.to_json() for plan in plans], indent=1)
+    if path == "-":
+        print(text)
+        return
+    with whole_file(Path(path)) as part:
+        part.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,129 @@
+"""Layouts that the planner proposes: those, and no others, that the scripts run."""
+
+import itertools
+import shlex
+import time
+
+import pytest
+
+from distributed.domain_parallel import split_images
+from distributed.model_parallel import split_model
+from utils.config import load_config
+from utils.errors import UsageError
+from utils.layout import Layout, tile_counts
+from utils.model import build_model
+from utils.planner.closed_form import closed_form
+from utils.planner.fake import fake_rank
+from utils.planner.layouts import SCRIPTS, Trial, candidates, command, script_of, split_refusal
+
+SPLITS = {
+    "train.py": (),
+    "train_mp.py": ("tensor_parallel", "context_parallel", "pipeline_parallel"),
+    "train_shard.py": ("tensor_parallel", "domain_parallel"),
+}
+SMALL = ["--yaml_config=config/mp.yaml", "--config=mp_quick"]  # 4 heads, 4 blocks, 8 x 16 patches
+
+
+def config_of(words):
+    return load_config(words)
+
+
+def really_refused(config, tp, cp, pp, domain):
+    """What the split of the scripts says, with the groups of a run."""
+    layout = Layout(
+        tp * cp * pp * tile_counts(domain)[0] * tile_counts(domain)[1], tp, cp, pp, domain=tile_counts(domain)
+    )
+    with fake_rank(layout):
+        try:
+            (split_images if layout.domain != (1, 1) else split_model)(build_model(config), config)
+        except (ValueError, UsageError) as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "all_to_all"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_split_is_refused_exactly_when_the_scripts_refuse_it(method, dropout):
+    config = config_of(SMALL).model_copy(update={"dropout": dropout, "cp_method": method, "domain_method": method})
+    trial, refused = Trial(config), 0
+    sizes = [(tp, cp, pp, 1) for tp, cp, pp in itertools.product((1, 2, 3, 8), (1, 2, 3, 16), (1, 2, 3, 8))]
+    sizes += [(tp, 1, 1, domain) for tp in (1, 2, 3) for domain in (2, 3, 16, "2x2", "4x3", "1x32", "8x2")]
+    for (tp, cp, pp, domain), schedule in itertools.product(sizes, ("1f1b", "interleaved")):
+        settings = {
+            "tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp, "domain_parallel": domain,
+            "sequence_parallel": domain == 1, "cp_method": method, "domain_method": method, "pp_schedule": schedule,
+        }  # fmt: skip
+        tried = config.model_copy(update=settings)
+        if not (tp == 1 and schedule == "interleaved" and pp == 1):
+            found, real = trial.refusal(settings), really_refused(tried, tp, cp, pp, domain)
+            assert bool(found) == bool(real), (tp, cp, pp, domain, found, real)
+            refused += bool(real)
+    assert refused > 10
+
+
+def test_a_refusal_says_what_the_script_says():
+    config = config_of(SMALL)
+    assert split_refusal(config, 3, 1, 1, 1) == "tensor parallel: 4 heads cannot be split over 3 ranks"
+    assert (
+        split_refusal(config, 1, 1, 1, "1x32") == "domain parallel: 16 columns of patches cannot be split over 32 ranks"
+    )
+    _, refused = candidates(config, 8, 8)
+    assert refused["tensor parallel: 4 heads cannot be split over 8 ranks"] > 0
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 6])
+def test_the_scripts_take_every_command(gpus):
+    found, _ = candidates(config_of(SMALL), gpus, 4)
+    assert len(found) == len({command(config, layout, SMALL) for config, layout in found})
+    for config, layout in found:
+        words = shlex.split(command(config, layout, SMALL))
+        script = script_of(config)
+        start = next(i for i, word in enumerate(words) if word in (script, SCRIPTS[script][0]))
+        again = load_config(words[start + 1 :], None, gpus, SCRIPTS[script][1], SPLITS[script])
+        assert again == config
+        assert again.layout(gpus, 4) == layout
+
+
+def test_layouts_cover_all_kinds_of_parallelism():
+    found, _ = candidates(config_of(["--yaml_config=config/mp.yaml", "--config=mp"]), 16, 4)
+    for chosen in (
+        lambda c: c.tensor_parallel == 4 and c.sequence_parallel,
+        lambda c: c.context_parallel == 4 and c.cp_method == "ring",
+        lambda c: c.pipeline_parallel == 4 and c.pp_schedule == "1f1b",
+        lambda c: c.domain_parallel == "2x2" and c.domain_method == "gather",
+        lambda c: c.data_parallel == "hsdp" and c.activation_checkpointing == "full",
+        lambda c: script_of(c) == "train.py" and c.data_parallel == "ddp",
+    ):
+        assert any(chosen(config) for config, _ in found)
+    assert max(layout.tp for _, layout in found) == 4
+
+
+def test_what_was_fixed_stays():
+    words = ["--yaml_config=config/mp.yaml", "--config=mp"]
+    config = config_of(words).model_copy(update={"tensor_parallel": 2, "data_parallel": "fsdp"})
+    found, _ = candidates(config, 16, 4, {"row_parallel_size", "data_parallel"})
+    assert {(c.tensor_parallel, c.data_parallel) for c, _ in found} == {(2, "fsdp")}
+    assert len({c.context_parallel for c, _ in found}) > 1
+    assert candidates(config, 15, 4, {"tensor_parallel"}) == (
+        [], {"15 ranks cannot be split as tp 2 x dp: 15 is not a multiple of 2": 1}
+    )  # fmt: skip
+
+
+def test_a_thousand_gpus_are_planned_in_seconds():
+    words = ["--yaml_config=config/mp.yaml", "--config=mp", "--global_batch_size=1024"]
+    started = time.process_time()
+    found, refused = candidates(config_of(words), 1024, 4)
+    for config, layout in found:
+        closed_form(config, layout)
+    assert 1000 < len(found) < 5000
+    assert refused
+    assert time.process_time() - started < 20
+
+
+def test_commands_name_nodes_and_ranks():
+    words = ["--yaml_config=config/mp.yaml", "--config=mp", "--lr=1e-4"]
+    config = config_of(words).model_copy(update={"tensor_parallel": 4})
+    one_node = "torchrun --nproc_per_node=4 train_mp.py --config=mp --lr=0.0001 --tensor_parallel=4"
+    assert command(config, Layout(4, 4), words) == one_node
+    assert command(config, Layout(16, 4), words).startswith("sbatch -N 4 submit_mp.sh --config=mp")
+    assert command(config, Layout(16, 4), words, 8).startswith("sbatch -N 2 --gpus-per-node=8 submit_mp.sh")

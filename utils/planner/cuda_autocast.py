@@ -1,0 +1,99 @@
+"""Mixed precision as a GPU does it, for tensors that are not on one.
+
+The autocast of a CPU is another one (it leaves LayerNorm in low precision), and that of a GPU looks at tensors of a GPU
+only. Lists: "CUDA Ops that can autocast" in the documentation of torch.amp.
+"""
+
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+LOW_PRECISION = {
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul,
+    torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
+}  # fmt: skip
+FULL_PRECISION = {
+    F.layer_norm, F.group_norm, F.softmax, torch.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss,
+    F.l1_loss, torch.exp, torch.log, torch.pow, torch.sum, torch.Tensor.sum, torch.norm, torch.linalg.vector_norm,
+}  # fmt: skip
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Context: operations run in `dtype`, in float32, or as they come, as under torch.autocast("cuda", dtype).
+
+    dtype: None for all as they come. Dropout keeps a mask of one byte a number, as on a GPU.
+
+    The low-precision copy of a parameter is made once and kept until the context ends. Also a decorator, for what is
+    computed a second time in the backward pass, outside of the context: there it is entered anew.
+    """
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype, self.copies, self.active = dtype, {}, False
+
+    @contextmanager
+    def ahead_of_collectives(self):
+        """Inside, tensor parallelism, which asks for the autocast of a device, casts to `dtype` as well."""
+        with ExitStack() as stack:
+            for module in ("layers", "tensor_parallel"):
+                stack.enter_context(patch(f"distributed.{module}.to_compute_dtype", self._lowered))
+            yield
+
+    def _lowered(self, x):
+        return x.to(self.dtype) if self.dtype else x
+
+    def __call__(self, function):
+        @wraps(function)
+        def within(*args, **kwargs):
+            if self.active:
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return within
+
+    def __enter__(self):
+        self.active = True
+        return super().__enter__()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        wanted = self.dtype if func in LOW_PRECISION else torch.float32 if func in FULL_PRECISION else None
+        wanted = wanted if self.dtype else None
+        sharded = next((t for t in args if hasattr(t, "spec")), None)
+        if sharded is not None and torch._C._is_torch_function_enabled():  # its rule computes on local parts
+            super().__enter__()
+            try:
+                return type(sharded).__torch_function__(func, types, args, kwargs)
+            finally:
+                super().__exit__(None, None, None)
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if wanted is None:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            args = [self._cast(a, wanted) for a in args]
+            kwargs = {name: self._cast(a, wanted) for name, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _cast(self, value, dtype):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(dtype)
+        if value not in self.copies:
+            self.copies[value] = value.to(dtype)
+        return self.copies[value]
+
+    def __exit__(self, *error):
+        self.copies.clear()
+        self.active = False
+        return super().__exit__(*error)
+
+
+def _dropout(x, p=0.5, training=True, inplace=False):
+    return torch.native_dropout(x, p, True)[0] if training and p else x

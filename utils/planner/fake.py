@@ -1,0 +1,177 @@
+"""One rank of a run that is not there: its tensors have shapes but no data, its messages go nowhere.
+
+The model, its parallel form and the training step are those of a real run; what a FakeTensor cannot do is put in place
+here. All of PyTorch's private parts that the planner rests on are in this file; checked with torch 2.13.
+"""
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from distributed import attention
+from utils import comm
+
+
+@contextmanager
+def fake_rank(layout, rank=0, device_type="cuda"):
+    """Inside, this process is a rank of a Layout, as far as utils.comm and torch.distributed can tell.
+
+    Yields a context in which tensors made are fake ones. A model on the meta device is built outside of it.
+    Raises RuntimeError where the process is already part of a run.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a layout is planned outside of a run: this process has joined one")
+    with ExitStack() as stack:
+        if layout.world_size > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+            stack.callback(dist.destroy_process_group)
+        before = comm.swap_meshes({})
+        stack.callback(comm.swap_meshes, before)
+        comm.build_mesh(torch.device("cpu"), layout)
+        stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
+        stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known))
+        stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
+        stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
+        stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # of the number of steps made
+        if device_type != "cpu":
+            stack.enter_context(patch.object(attention, "kernel", partial(_gpu_kernel, attention.kernel)))
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _gpu_kernel(choose, q, mask):
+    """Of ring attention, what it would take on a GPU: the fused kernels are all alike in what they hold."""
+    fused = choose(q, mask, "cuda")
+    return attention.CpuFlash if fused is not attention.Plain else fused
+
+
+_classes = {}
+
+
+def _as_subclass(self, cls):
+    """A FakeTensor is an object of Python's already: to be a ShardTensor too, it becomes one of a class of both."""
+    if cls not in _classes:
+        _classes[cls] = type(f"Fake{cls.__name__}", (cls, FakeTensor), {})
+    alias = self.view_as(self)
+    alias.__class__ = _classes[cls]
+    return alias
+
+
+def _shapes_are_known(schedule, stages, has_backward, p2p_done):
+    """In place of the stages' telling each other what they will send."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+@contextmanager
+def pipeline_shapes(image, tokens):
+    """Inside, stages of a pipeline take and give micro-batches: (B, C, H, W) at its ends, tokens (B, N, D) between."""
+
+    def stage(module, number, count, device, group):
+        first, last = number == 0, number == count - 1
+        image_like = torch.empty(image, device="meta")
+        given, gradient = torch.empty(tokens, device="meta", requires_grad=True), torch.empty(tokens, device="meta")
+        built = PipelineStage(
+            module, number, count, device, group=group,
+            input_args=(image_like if first else given,), input_grads=None if first else (gradient,),
+            output_args=(image_like if last else given,), output_grads=None if last else (gradient,),
+        )  # fmt: skip
+        built.tokens = tokens
+        return built
+
+    with patch("distributed.pipeline.PipelineStage", stage):
+        yield
+
+
+class Replica(nn.Module):
+    """DistributedDataParallel as far as memory and messages go: its own reducer, in C++, needs data.
+
+    Gradients are views into buckets, which are there all the time. A bucket is reduced when its last gradient has come;
+    after the first step the buckets hold the parameters in the order in which their gradients came.
+    """
+
+    def __init__(self, module, config, device, apart):
+        super().__init__()
+        self.module, self.wanted = module, True
+        self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
+        self.group, self.compressed = comm.get_group("dp_image"), config.gradient_compression == "bf16"
+        self.fixed = config.pipeline_parallel > 1  # unused parameters are looked for: the order stays the first one
+        self.limit = int(config.bucket_cap_mb * 2**20)
+        self.parameters_in_buckets = [p for name, p in module.named_parameters() if name not in apart]
+        self.order, self.came = [], 0
+        self._fill(self.parameters_in_buckets)
+        for parameter in self.parameters_in_buckets:
+            parameter.register_post_accumulate_grad_hook(self._collect)
+
+    def _fill(self, parameters):
+        grouped, _ = dist._compute_bucket_assignment_by_size(parameters, [self.limit], [False] * len(parameters))
+        self.buckets, self.bucket_of = [], {}
+        for numbers in grouped:
+            members = [parameters[i] for i in numbers]
+            flat = torch.empty(sum(p.numel() for p in members))
+            views = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in members]), members, strict=True)]
+            bucket = {"flat": flat, "missing": len(members), "members": len(members)}
+            self.bucket_of |= {p: (bucket, view) for p, view in zip(members, views, strict=True)}
+            self.buckets.append(bucket)
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    @contextmanager
+    def no_sync(self):
+        self.wanted = False
+        try:
+            yield
+        finally:
+            self.wanted = True
+
+    @torch.no_grad()
+    def _collect(self, parameter):
+        bucket, view = self.bucket_of[parameter]
+        if parameter.grad.untyped_storage()._cdata != view.untyped_storage()._cdata:
+            parameter.grad = view.copy_(parameter.grad)
+        if not self.wanted:
+            return
+        self.came += 1
+        self.order.append(parameter)
+        bucket["missing"] -= 1
+        if not bucket["missing"]:
+            self._reduce(bucket)
+        if self.came == len(self.parameters_in_buckets):
+            self._end_of_backward()
+
+    def _reduce(self, bucket):
+        flat = bucket["flat"]
+        if self.compressed:
+            flat.copy_(self._summed(flat.bfloat16()))
+        else:
+            self._summed(flat)
+        bucket["missing"] = bucket["members"]
+
+    def _summed(self, flat):
+        dist.all_reduce(flat, group=self.group)
+        return flat
+
+    def _end_of_backward(self):
+        if self.fixed:  # which parameters were used, of all ranks
+            dist.all_reduce(torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32), group=self.group)
+        elif list(map(id, self.order)) != list(map(id, self.parameters_in_buckets)):
+            self.parameters_in_buckets, filled = self.order, self.bucket_of
+            self._fill(self.order)
+            for parameter in self.order:  # this step's gradients
+                parameter.grad = self.bucket_of[parameter][1].copy_(filled[parameter][1])
+        self.order, self.came = [], 0
+
+
+def nothing_to_read(func, args):
+    """What `.item()` of a fake tensor gives, a zero, if the operator is that; else None."""
+    fake = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
+    return 0.0 if fake else None

@@ -1,0 +1,214 @@
+"""Plans as text and as pictures."""
+
+import math
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from utils.benchmarks.report import format_table
+from utils.files import whole_file
+from utils.planner.layouts import command
+from utils.planner.plan import CATEGORIES
+from utils.planner.trace import HOST
+
+matplotlib.use("Agg")
+
+GIB = 2**30
+COLORS = {
+    "parameters": "#4477aa", "gradients": "#66ccee", "optimizer": "#228833", "activations": "#ccbb44",
+    "temporaries": "#ee6677", "buffers": "#aa3377", "overhead": "#bbbbbb",
+}  # fmt: skip
+VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}
+
+
+def plan_text(plans, request):
+    """All there is to say of one layout."""
+    (plan,) = plans
+    return "\n\n".join((head(plan), memory_text(plan), messages_text(plan), time_text(plan), run_text(plan, request)))
+
+
+def head(plan):
+    config, gpu = plan.config, plan.gpu
+    nodes = f"{plan.nodes} node{'s' if plan.nodes > 1 else ''}"
+    return (
+        f"{config.config} on {plan.layout.world_size} x {gpu.name} ({nodes}): {layout_words(plan)}; "
+        f"global batch {config.global_batch_size}, of which a data-parallel rank takes "
+        f"{config.global_batch_size // plan.layout.dp}; {precision(config)}"
+    )
+
+
+def layout_words(plan):
+    """tp 4 x dp 4, fsdp, recomputing full"""
+    config, layout = plan.config, plan.layout
+    words = [layout.describe("tp", "cp", "domain", "pp", "dp") or "one device"]
+    words += [config.data_parallel] if layout.world_size > 1 and config.data_parallel != "ddp" else []
+    words += ["sequence parallel"] if config.sequence_parallel and layout.tp > 1 else []
+    words += [config.cp_method] if layout.cp > 1 else []
+    words += [config.domain_method] if math.prod(layout.domain) > 1 else []
+    words += [f"{config.pp_schedule} of {config.gradient_accumulation}"] if layout.pp > 1 else []
+    if config.activation_checkpointing != "none":
+        words.append(f"recomputing {config.activation_checkpointing}")
+    return ", ".join(words)
+
+
+def precision(config):
+    return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
+
+
+def memory_text(plan):
+    host = HOST if plan.config.cpu_offload else ()
+    rows = [(f"{name}, in host memory" if name in host else name, plan.memory[name] / GIB) for name in CATEGORIES]
+    rows += [
+        ("at most at once, in training", plan.peak / GIB),
+        ("at most at once, in a forward pass", plan.inference / GIB),
+        ("outside of the allocator, and its loss", plan.overhead / GIB),
+        ("needed", (plan.peak + plan.overhead) / GIB),
+        (f"{plan.gpu.name} has", plan.gpu.memory / GIB),
+    ]
+    table = format_table({"memory of the rank that holds most": "", "GiB": ".2f"}, rows)
+    other = f" By closed form the peak is {differs(plan)} GiB." if differs(plan) else ""
+    return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
+
+
+def messages_text(plan):
+    if not plan.time.collectives:
+        return "No messages: one device."
+    rows = [
+        (f"{c['phase']} {c['kind']}", c["group"], len(c["ranks"]), "inside a node" if c["inside"] else "across nodes",
+         c["count"], c["bytes"] / 2**20, c["seconds"] * 1e3)
+        for c in plan.time.collectives
+    ]  # fmt: skip
+    columns = {
+        "messages of a step": "", "group": "", "ranks": "d", "where": "", "count": "d", "MiB": ".2f", "ms": ".2f"
+    }  # fmt: skip
+    return format_table(columns, rows)
+
+
+def time_text(plan):
+    time, config = plan.time, plan.config
+    rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
+    rest = "one measured run" if plan.calibrated else "data sheets: --calibrate a run to narrow it"
+    return (
+        f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
+        f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
+        f"bound by {time.bound}. Reading the data is not in it.\n"
+        f"{plan.samples_per_sec:.1f} samples/s; {config.num_iters} iterations take {plan.node_hours:.2f} node-hours. "
+        f"{plan.flops / 1e12:.2f} TFLOP a step."
+    )
+
+
+def run_text(plan, request):
+    return f"Run it:\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
+
+
+def search_text(plans, request):
+    """The best layouts, why others fail, and how to run the winner."""
+    if not plans:
+        return f"Nothing fits on {request.gpu.name}.\n\n{refused_text(request.refused)}"
+    rows = [
+        (number, layout_words(plan), plan.fits, (plan.peak + plan.overhead) / GIB, plan.samples_per_sec,
+         plan.time.seconds * 1e3, plan.time.bound, differs(plan))
+        for number, plan in enumerate(plans, 1)
+    ]  # fmt: skip
+    columns = {
+        "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": ".1f", "ms a step": ".1f",
+        "bound by": "", "closed form": "",
+    }  # fmt: skip
+    error = plans[0].time.error
+    return (
+        f"{head(plans[0]).partition(':')[0]}, the best of {request.compared} layouts:\n\n"
+        f"{format_table(columns, rows)}\n\n"
+        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. closed form: "
+        "its memory, where it is 3 % off the trace.\n\n"
+        f"{refused_text(request.refused)}\n\nThe first one: {run_text(plans[0], request)}"
+    )
+
+
+def refused_text(refused):
+    lines = [f"    {count:5}  {reason}" for reason, count in sorted(refused.items(), key=lambda item: -item[1])[:12]]
+    return "Not among them, how many and why:\n" + "\n".join(lines)
+
+
+def differs(plan):
+    closed = plan.closed_peak
+    return (
+        "" if closed is None or abs(closed / plan.peak - 1) <= 0.03 else f"{closed / GIB:.2f} of {plan.peak / GIB:.2f}"
+    )
+
+
+def scaling_text(points, request):
+    """points: of utils.planner.search.scaling."""
+    rows = [
+        (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
+         point.plan.samples_per_sec, point.efficiency, (point.plan.peak + point.plan.overhead) / GIB,
+         point.plan.time.bound)
+        for point in points
+    ]  # fmt: skip
+    columns = {
+        "GPUs": "d", "scaling": "", "best layout": "", "batch": "d", "samples/s": ".1f", "efficiency": ".0%",
+        "GiB needed": ".1f", "bound by": "",
+    }  # fmt: skip
+    return (
+        f"{request.gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
+        f"samples/s of a GPU to those of the first line.\n\n{format_table(columns, rows)}"
+    )
+
+
+def memory_picture(plans, path):
+    _bars(plans, path, time=False)
+
+
+def search_picture(plans, path):
+    _bars(plans, path, time=True)
+
+
+def _bars(plans, path, time):
+    """Memory of each layout by category beside that of the GPU, and its time by part."""
+    figure = Figure(figsize=(13 if time else 9, 1.6 + 0.42 * len(plans)), layout="constrained")
+    panels = figure.subplots(1, 2 if time else 1, sharey=True, squeeze=False)[0]
+    names, places = [layout_words(plan) for plan in plans], range(len(plans))
+    left = [0.0] * len(plans)
+    for name, color in COLORS.items():
+        sizes = [(plan.overhead if name == "overhead" else plan.memory[name]) / GIB for plan in plans]
+        panels[0].barh(places, sizes, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    panels[0].plot(
+        [(plan.peak + plan.overhead) / GIB for plan in plans], places, "k|", markersize=12, label="needed at once"
+    )
+    panels[0].axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
+    panels[0].set(title="memory of a rank, each category at its most", xlabel="GiB")
+    panels[0].set_yticks(places, names)
+    panels[0].invert_yaxis()
+    if time:
+        left = [0.0] * len(plans)
+        for name in dict.fromkeys(name for plan in plans for name in plan.time.parts):
+            seconds = [plan.time.parts.get(name, 0) * 1e3 for plan in plans]
+            if any(seconds):
+                panels[1].barh(places, seconds, left=left, label=name)
+                left = [a + b for a, b in zip(left, seconds, strict=True)]
+        panels[1].set(title="time of a step", xlabel="ms")
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=4)
+    _save(figure, path)
+
+
+def scaling_picture(points, path):
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for kind in ("strong", "weak"):
+        own = [point.plan for point in points if point.scaling == kind]
+        counts = [plan.layout.world_size for plan in own]
+        axes.plot(counts, [plan.samples_per_sec for plan in own], marker="o", label=kind)
+    axes.set(xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
+    axes.set_xticks(counts, map(str, counts))
+    axes.set_xticks([], minor=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def _save(figure, path):
+    with whole_file(Path(path)) as part:
+        figure.savefig(part, format="png", dpi=120)

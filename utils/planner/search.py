@@ -1,0 +1,72 @@
+"""Many layouts: the best ones for a number of GPUs, and how far the best one scales."""
+
+from dataclasses import dataclass, replace
+
+from utils.planner.closed_form import closed_form
+from utils.planner.layouts import candidates
+from utils.planner.plan import Plan, plan_layout
+
+VERDICTS = ("fits", "marginal", "no")
+
+
+def best_layouts(request, gpus, top):
+    """Plans of the best layouts, by tracing; those that fit first, then by samples/s.
+
+    All candidates are compared by closed form; of those that split the model alike only the best one is kept.
+    Sets request.compared and request.refused, what is not among them and why.
+    """
+    found, request.refused = closed_plans(request, gpus)
+    request.compared = len(found)
+    kept = {}
+    for plan in sorted(found, key=_order):
+        layout = plan.layout
+        kept.setdefault((layout.tp, layout.cp, layout.pp, layout.domain), plan)
+    best = [plan for plan in kept.values() if plan.fits != "no"][:top] or list(kept.values())[:top]
+    traced = [
+        replace(plan_layout(plan.config, plan.layout, request.gpu, request.calibration), closed_peak=plan.peak)
+        for plan in best
+    ]
+    return sorted(traced, key=_order)
+
+
+def closed_plans(request, gpus, times=1):
+    """Plans by closed form of all layouts that the scripts can run, and {reason: number of others}.
+
+    times: of the batch that was asked for.
+    """
+    config, gpu = request.any_layout(), request.gpu
+    config = config.model_copy(update={"global_batch_size": times * config.global_batch_size})
+    valid, refused = candidates(config, gpus, gpu.gpus_per_node, request.named)
+    return [plan_layout(c, layout, gpu, request.calibration, closed_form(c, layout)) for c, layout in valid], refused
+
+
+def _order(plan):
+    return VERDICTS.index(plan.fits), plan.time.seconds / plan.config.global_batch_size
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of a scaling curve. scaling: strong or weak. efficiency: samples/s of a GPU to those of the fewest GPUs."""
+
+    plan: Plan
+    scaling: str
+    efficiency: float
+
+    def to_json(self):
+        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
+
+
+def scaling(request, counts):
+    """Points of the best layouts by closed form: strong, the same batch on all; weak, the batch grows with the GPUs."""
+    points = []
+    for kind in ("strong", "weak"):
+        first = None
+        for gpus in counts:
+            plans, _ = closed_plans(request, gpus, gpus // counts[0] if kind == "weak" else 1)
+            if not plans:  # the batch is too small for so many
+                continue
+            plan = min(plans, key=_order)
+            speed = plan.samples_per_sec / gpus
+            first = first or speed
+            points.append(Point(plan, kind, speed / first))
+    return points
