@@ -184,7 +184,7 @@ def measured(step, x, y):
     ]
     there = [*weights, *states, *buckets, *received]
     sharded = [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]
-    tracker = Tracker([*there, x, y], resized=bool(sharded))
+    tracker = Tracker([*there, x, y])
     tracker.label("parameters", weights)
     tracker.label("optimizer", states)
     tracker.label("gradients", buckets)
@@ -231,7 +231,6 @@ def _inference(step, module, x, there):
     x = x.chunk(step.config.gradient_accumulation)[0].clone()
     if step.parallel.pipeline and not step.parallel.pipeline.first:
         x = torch.empty(step.parallel.pipeline.stages[0].tokens)
-    resized = isinstance(module, FSDPModule)
-    with Tracker([*there, x], resized) as tracker, torch.no_grad(), step.autocast():
+    with Tracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
         module(x)
     return tracker.memory()["peak"]

@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -58,12 +59,10 @@ class Tracker(TorchDispatchMode):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
     phase, sent_forward: kept up to date by utils.benchmarks.phases. groups: {name of a process group: ranks in it}.
-    resized: whether storages may change their size, as under fully_shard.
     """
 
-    def __init__(self, tensors=(), resized=False):
+    def __init__(self, tensors=()):
         super().__init__()
-        self.resized = resized
         self.phase, self.sent_forward = "forward", set()
         self.operations, self.messages, self.groups = Counter(), Counter(), {}
         self.storages, self.sizes, self.labels, self.events = {}, {}, {}, []
@@ -129,16 +128,31 @@ class Tracker(TorchDispatchMode):
         self.events.append((number, -self.sizes.pop(number, 0)))
 
     def _note(self, tensors):
-        """Memory that has come, and memory that fully_shard has taken from a storage or given back to it."""
-        storages = [tensor.untyped_storage() for tensor in plain_tensors(tensors)]
-        numbered = [(self._number(storage), storage) for storage in storages]
-        if self.resized:
-            numbered = [(number, reference()) for number, reference in list(self.storages.values())]
-        for number, storage in numbered:
-            size, before = storage.nbytes() if storage is not None else 0, self.sizes.get(number, 0)
-            if size != before:
-                self.sizes[number] = size
-                self.events.append((number, size - before))
+        for tensor in plain_tensors(tensors):
+            self._sized(tensor.untyped_storage())
+
+    def _sized(self, storage):
+        """Memory that has come, or that fully_shard has taken from a storage or given back to it."""
+        number, size = self._number(storage), storage.nbytes()
+        if change := size - self.sizes.get(number, 0):
+            self.sizes[number] = size
+            self.events.append((number, change))
+
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):
+            result = resize(storage, size)
+            self._sized(storage)
+            return result
+
+        self.resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
+        self.resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.resizing.stop()
+        return super().__exit__(*error)
 
     def memory(self, apart=()):
         """{label: bytes at most}, each at its own moment; under "peak" the most of all labels that are not apart."""
