@@ -1,0 +1,129 @@
+"""README and docs: every link leads somewhere, every command is one that the programs take."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import benchmark
+import forecast
+import plan
+import train_mp
+import train_shard
+from utils.config import load_config, parse_command_line
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+SCRIPTS = {  # file of configs, keys by which the script splits a model
+    "train.py": ("config/ViT.yaml", ()),
+    "train_mp.py": ("config/mp.yaml", train_mp.SPLITS),
+    "train_shard.py": ("config/shard.yaml", train_shard.SPLITS),
+}
+SUBMITS = {
+    "submit_pm.sh": "train.py", "submit_dp.sh": "train.py", "submit_mp.sh": "train_mp.py",
+    "submit_shard.sh": "train_shard.py", "submit_forecast.sh": "forecast.py",
+}  # fmt: skip
+GPUS_PER_NODE = 4
+
+
+class Parsed(Exception):
+    """A program has taken its options."""
+
+
+def code(page):
+    """Lines of code of a Markdown page, fenced or indented, continued ones joined."""
+    fenced, lines = False, []
+    for line in page.read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            lines.append(line.strip().removeprefix("$ "))
+    return lines
+
+
+def commands():
+    found = {}
+    for page in PAGES:
+        for line in code(page):
+            if re.match(r"(\.venv/bin/)?(python3?(?! -c| -\s)|torchrun|sbatch|make) [^=(]", line) and "..." not in line:
+                found.setdefault(line, page)
+    return [pytest.param(line, id=f"{page.relative_to(ROOT)}: {line[:60]}") for line, page in found.items()]
+
+
+def ranks_of(words):
+    """Ranks that torchrun or sbatch start, and the words from the program on."""
+    start = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m")
+    options = " ".join(words[:start])
+    number = {name: int(n) for name, n in re.findall(r"(-N|-n|--nproc_per_node|--ntasks-per-node)[ =](\d+)", options)}
+    per_node = number.get("--ntasks-per-node", GPUS_PER_NODE)
+    ranks = number.get("--nproc_per_node") or number.get("-n") or number.get("-N", 0) * per_node or 1
+    return ranks, words[start:]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_is_one_that_the_programs_take(line):
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":
+        assert all(word in TARGETS or "=" in word for word in words[1:])
+        return
+    if "--wrap" in words:
+        return
+    ranks, (program, *words) = ranks_of(words)
+    program = Path(program).name
+    program = SUBMITS.get(program, program)
+    if program == "-m":
+        assert importlib.util.find_spec(words[0]), words[0]
+    elif program in SCRIPTS:
+        if "--help" not in words:
+            load_config(words, None, ranks, *SCRIPTS[program])
+    elif program == "benchmark.py":
+        check_benchmark(words)
+    elif program == "plan.py":
+        parsed = {name: mock.Mock(side_effect=Parsed) for name in ("load_gpu", "verify")}
+        with mock.patch.multiple(plan, **parsed), pytest.raises(Parsed):
+            plan.main(words)
+    else:
+        assert program == "forecast.py", program
+        with mock.patch.object(forecast, "read_launch", side_effect=Parsed), pytest.raises(Parsed):
+            forecast.main(words)
+
+
+def check_benchmark(words):
+    """Its options are taken, and what is left are options of a config."""
+    seen = []
+    with mock.patch.multiple(
+        benchmark, **dict.fromkeys(("data_parallel", "domain", "ladder", "loaders", "model_parallel"), mock.DEFAULT)
+    ) as modules:
+        for module in modules.values():
+            module.run.side_effect = lambda config_or_words, *args: seen.append(config_or_words)
+        benchmark.main(words)
+    if isinstance(seen[0], list):
+        parse_command_line(seen[0], None, "config/ViT.yaml")
+
+
+def slug(heading):
+    """The anchor that a heading gets on GitHub."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def headings(page):
+    return {
+        slug(re.sub(r"[`*]", "", line.lstrip("#"))) for line in page.read_text().splitlines() if line.startswith("#")
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: no {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in headings(file), f"{page.name}: {file.name} has no heading #{anchor}"
