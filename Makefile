@@ -1,10 +1,11 @@
-# make demo   set up, make sample data, train a small model, print its skill
+# make demo   set up, make sample data, train a small model, forecast with it
 # make test   set up, run the whole test suite
 # make setup  the environment alone (.venv)
 # make lint   ruff: lint and format check
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
+# make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-.PHONY: demo setup test lint clean faults slurm slurm-shell slurm-stop
+.PHONY: demo setup test lint clean exercise faults slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,6 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: setup
 	$(BIN)/python -m utils.sample_data data/quick
 	$(BIN)/python train.py --config=quick
+	$(BIN)/python forecast.py --run_folder logs/quick/00
 
 setup: .venv/installed
 
@@ -22,6 +24,9 @@ test: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+exercise: .venv/installed
+	@$(BIN)/python -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))
 
 faults: .venv/installed-dev
 	$(BIN)/python -m tests.faults --rounds $(or $(ROUNDS),1)

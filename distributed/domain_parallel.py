@@ -18,7 +18,7 @@ from torch import nn
 from distributed.context_parallel import check_attention
 from distributed.parallel_model import Split
 from distributed.rules.attention import set_attention_method
-from distributed.shard_tensor import local, part_of, replicated, wrap
+from distributed.shard_tensor import local, part_of, reduced, replicated, wrap
 from distributed.sharding import Axis, Spec, as_mesh, merged, whole
 from distributed.tensor_parallel import tensor_parallel
 from distributed.tiles import image_cuts, per_axis
@@ -75,7 +75,7 @@ def domain_parallel(model, img_size, patch_size, method="gather"):
 
     def forward_part(x):
         y = forward(wrap(x, domain.spec(x.shape[0], x.shape[1])))
-        return local(y if y.spec.split_dims else replicated(y)).clone()  # fully_shard warns of views
+        return local(y if y.spec.split_dims else replicated(reduced(y))).clone()  # fully_shard warns of views
 
     model.forward = forward_part
     return domain

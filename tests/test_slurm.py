@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+import train
+
 REPOSITORY = Path(__file__).parents[1]
 CLUSTER = REPOSITORY / "tests/slurm/cluster.sh"
-SUBMIT = ["submit_pm.sh", "submit_dp.sh", "submit_mp.sh", "submit_shard.sh"]
+SUBMIT = ["submit_pm.sh", "submit_dp.sh", "submit_mp.sh", "submit_shard.sh", "submit_forecast.sh"]
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY"}
 PROBE = """
 import json, os, pathlib, sys
@@ -280,6 +282,15 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
     for run_num, job in (("warned", warned), ("preempted", preempted)):
         assert losses(run_num, job) == expected
         assert cluster.field(job, "Restarts") == "1" and "Resuming at iteration" in cluster.output(job)
+
+
+def test_two_nodes_share_the_images_of_a_forecast(cluster, tiny_options, tmp_path):
+    train.main(["--yaml_config=config/ViT.yaml", *tiny_options(num_iters=2, warmup=0)])
+    words = ["--run_folder", tmp_path / "logs/quick/00", "--lead_hours=12", "--starts=2", "--domain_parallel=2"]
+    job = cluster.submit("submit_forecast.sh", *words, options=["-N", "2", "--ntasks-per-node=1"])
+    assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
+    assert "2 forecasts of 12 hours" in cluster.output(job)
+    assert (tmp_path / "logs/quick/00/forecast/z500.gif").is_file()
 
 
 def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_path):

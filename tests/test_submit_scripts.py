@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-SUBMIT = ["submit_pm.sh", "submit_dp.sh", "submit_mp.sh", "submit_shard.sh"]
+SUBMIT = ["submit_pm.sh", "submit_dp.sh", "submit_mp.sh", "submit_shard.sh", "submit_forecast.sh"]
 DDP_NAMES = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 

@@ -187,7 +187,7 @@ def _explain(problem, where, options):
 
 
 def nearest(word, words):
-    """" (did you mean '...'?)" with the one of `words` that is most like `word`, or "" where none is."""
+    """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is."""
     near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 

@@ -15,7 +15,7 @@ import numpy as np
 from utils.atmosphere import GRAVITY
 from utils.errors import UsageError
 
-PACKAGES = ("xarray", "zarr", "h5netcdf")  # of requirements-era5.txt
+PACKAGES = ("zarr",)  # of requirements-era5.txt
 
 
 class Quantity(NamedTuple):

@@ -17,6 +17,12 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
 
 
+def autocast(config, device):
+    """The context in which the model runs: mixed precision where the config asks for it."""
+    dtype = AMP_DTYPES.get(config.amp_mode)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
 class TrainingStep:
     """Forward, loss, backward, update: step(iteration, x, y) gives the loss, a scalar on the device.
 
@@ -43,9 +49,7 @@ class TrainingStep:
         return self.run(x, y)
 
     def autocast(self):
-        """The context in which the model runs: mixed precision where the config asks for it."""
-        dtype = AMP_DTYPES.get(self.config.amp_mode)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        return autocast(self.config, self.device)
 
     @contextmanager
     def _forward(self):

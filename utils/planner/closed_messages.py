@@ -107,13 +107,10 @@ class _Messages:
                 self.add(phase, kind, "image", size, count * calls * m)
 
     def loss(self):
-        """Two norms of each sample; or its classes, along one dimension of the domain after another."""
+        """Two norms of each sample, or its classes."""
         part = self.part
-        if not part.classifies:
-            self.add("forward", "all_reduce", "image", FULL * 2 * part.samples, part.micro_batches)
-            return
-        for dimension in ("domain_lat", "domain_lon"):
-            self.add("forward", "all_reduce", dimension, part.width * part.config.num_classes * part.samples)
+        size = part.width * part.config.num_classes if part.classifies else FULL * 2
+        self.add("forward", "all_reduce", "image", size * part.samples, part.micro_batches)
 
     def pipeline(self, stage):
         part = self.part

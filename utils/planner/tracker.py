@@ -91,7 +91,7 @@ class Tracker(TorchDispatchMode):
             if sent := collective(func, args, kwargs):
                 self._message(sent)
                 self.label("buffers", made)
-            elif not func.is_view and func.namespace in ("aten", "fsdp"):
+            elif not func.is_view and func.namespace == "aten":
                 self._operation(func, args, kwargs, result, given, made)
         return result
 

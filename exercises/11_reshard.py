@@ -1,0 +1,38 @@
+"""Exercise 11, rung 3: a checkpoint of four tensor-parallel ranks, for two, for one, and for another library.
+
+Under tensor parallelism of t ranks each holds 1/t of the split weights: rows (dim 0) of those whose output features are
+split, columns (dim 1) where the input features are; the others are whole on every rank. Going on with another t
+means to join and to cut again. That this is all, for qkv too, comes from the order of its rows, (head, q|k|v, d), heads
+outermost: a piece is some heads with their q, k and v. Other libraries have (q|k|v, head, d): cut in four pieces, the
+first would be most of q and nothing else. To hand weights to them the rows have to be sorted.
+
+Below everything is joined along rows. Mend it, and fill in the other.
+
+Done for real in utils/checkpoint.py, by torch.distributed.checkpoint, with the dims that
+distributed/tensor_parallel.py names. Chapter: docs/model_parallel.md, "Checkpoints move between layouts".
+"""
+
+import torch
+
+WEIGHTS = (
+    "norm.weight", "qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "fc1.weight", "fc1.bias", "fc2.weight",
+    "fc2.bias",
+)  # fmt: skip
+
+
+def reshard(pieces, size):
+    """State dicts of `size` ranks from those of any other number: [{name: tensor}, ...] -> the same.
+
+    Names are WEIGHTS: qkv and fc1 are split by output features, proj and fc2 by input features.
+    """
+    # TODO: which dim is a weight split along, if any?
+    whole = {name: torch.cat([piece[name] for piece in pieces]) for name in WEIGHTS}
+    return [{name: tensor.chunk(size)[rank] for name, tensor in whole.items()} for rank in range(size)]
+    # END
+
+
+def qkv_outermost(weight, heads):
+    """Rows in the order (q|k|v, head, d) from rows in the order (head, q|k|v, d): (3 D, ...) -> (3 D, ...)."""
+    # TODO
+    raise NotImplementedError
+    # END

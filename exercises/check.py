@@ -1,0 +1,79 @@
+"""Check an exercise, or list them all.
+
+make exercise                        the list
+make exercise N=3                    check exercises/03_*.py
+make exercise N=3 SOLUTION=1         check its solution
+make exercise N=3 SEED=17            with the random numbers of an earlier check
+"""
+
+import ast
+import importlib
+import os
+import random
+from pathlib import Path
+
+from exercises.ranks import PATIENCE_SECONDS, preload, run_ranks
+from utils.errors import ArgumentParser, UsageError, run_main
+
+FOLDER = Path(__file__).parent
+WRONG_STATUS = 1
+
+
+def exercises():
+    """{number: file} of all exercises."""
+    return {int(file.name[:2]): file for file in sorted(FOLDER.glob("[0-9][0-9]_*.py"))}
+
+
+def title(file):
+    """(rung, what it is about) from the first line of a file, `Exercise 2, rung 2: ...`."""
+    head, _, about = ast.get_docstring(ast.parse(file.read_text())).partition("\n")[0].partition(": ")
+    return head.split(", ")[1], about.rstrip(".")
+
+
+def check_file(name, file, seed, patience=PATIENCE_SECONDS):
+    """Check a file as the exercise `name`: lines that say what is wrong; none, if all is right."""
+    check = importlib.import_module(f"exercises.checks.{name}")
+    patience = getattr(check, "PATIENCE_SECONDS", patience)
+    for size in check.WORLD_SIZES:
+        lines = run_ranks(name, file, size, seed, patience)
+        if lines:
+            return [f"with {size} ranks: {line}" if size > 1 else line for line in lines]
+    return []
+
+
+def main(argv=None):
+    parser = ArgumentParser(prog="python -m exercises.check", description="Check an exercise, or list them all.")
+    parser.add_argument("number", nargs="?", help="of the exercise; none: the list")
+    parser.add_argument("--solution", action="store_true", help="check the solution")
+    parser.add_argument("--file", type=Path, help="check this file instead, somebody's exercise of the number")
+    parser.add_argument("--seed", type=int, help="of the random sizes and values, to see the same failure again")
+    options = parser.parse_args(argv)
+    files = exercises()
+    if options.number is None:
+        for number, file in files.items():
+            print("{:3}  {}  {}".format(number, *title(file)))
+        print("\nmake exercise N=1 checks the first; exercises/README.md says more")
+        return 0
+    if not options.number.isdecimal() or int(options.number) not in files:
+        raise UsageError(f"no exercise '{options.number}': there are {min(files)} to {max(files)}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors
+    number, file = int(options.number), files[int(options.number)]
+    name, (_, about) = file.stem, title(file)
+    if options.solution or options.file:
+        file = options.file.resolve() if options.file else FOLDER / "solutions" / file.name
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file")
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    preload([name])
+    lines = check_file(name, file, seed)
+    if not lines:
+        print(f"Exercise {number}, {about}: right.")
+        return 0
+    print(f"Exercise {number}, {about}: not yet. {os.path.relpath(file)} (seed {seed})")
+    for line in lines:
+        print(f"  - {line}")
+    return WRONG_STATUS
+
+
+if __name__ == "__main__":
+    run_main(main)

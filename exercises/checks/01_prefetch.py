@@ -1,0 +1,76 @@
+"""Batches must come in order, with exactly `depth` of them read ahead while the caller works: counted, not timed."""
+
+import threading
+import time
+
+from exercises.checks.common import expect
+
+WORLD_SIZES = (1,)
+LONG = 2.0  # seconds that a read which should have begun is waited for
+SHORT = 0.05  # that one which should not is waited for
+
+
+class Reader:
+    """Gives batches, and knows how many reads have begun."""
+
+    def __init__(self, broken=None):
+        self.caller, self.broken = threading.get_ident(), broken
+        self.begun, self.in_caller, self.changed = 0, False, threading.Condition()
+
+    def __call__(self, i):
+        with self.changed:
+            self.begun += 1
+            self.in_caller |= threading.get_ident() == self.caller
+            self.changed.notify_all()
+        if i == self.broken:
+            raise OSError(f"no batch {i}")
+        return "batch", i
+
+    def wait_for(self, count):
+        with self.changed:
+            self.changed.wait_for(lambda: self.begun >= count, LONG)
+        time.sleep(SHORT)
+        return self.begun
+
+
+def on_rank(exercise, rank, size, draw):
+    for depth in (1, draw.integer(2, 4)):
+        count = draw.integer(8, 14)
+        steps(exercise, count, depth)
+        leave_early(exercise, count, depth)
+    broken = draw.integer(2, 5)
+    reader, got = Reader(broken), 0
+    try:
+        for got, _ in enumerate(exercise.prefetched(reader, 8, 2), 1):  # noqa: B007
+            pass
+    except OSError:
+        expect(got == broken, f"read({broken}) failed: the error came after {got} batches, not after {broken}")
+    else:
+        expect(False, f"read({broken}) failed, and the caller was not told: take the result of every read")
+
+
+def steps(exercise, count, depth):
+    reader, got = Reader(), 0
+    for i, batch in enumerate(exercise.prefetched(reader, count, depth)):
+        expect(batch == ("batch", i), f"step {i} got {batch}, expected ('batch', {i}): batches must come in order")
+        wanted, got = min(count, i + 1 + depth), i + 1
+        begun = reader.wait_for(wanted)
+        expect(not reader.in_caller, "read was called in the caller's thread: the step waits for all of it")
+        expect(
+            begun > i + 1 or wanted == i + 1,
+            f"while step {i} computed, no read had begun: the next step will wait for all of its batch",
+        )
+        ahead = f"while step {i} computed, {begun - i - 1} batches were read ahead"
+        expect(begun >= wanted, f"{ahead}, not {wanted - i - 1}")
+        one_more = " (a thread that waits to put a batch into a full queue holds it too)" if begun == wanted + 1 else ""
+        expect(begun <= wanted, f"{ahead}, depth is {depth}: the memory for them is not there{one_more}")
+    expect(got == count, f"{got} batches came, expected {count}")
+
+
+def leave_early(exercise, count, depth):
+    reader = Reader()
+    batches = exercise.prefetched(reader, count, depth)
+    next(batches)
+    batches.close()
+    begun = reader.wait_for(0)
+    expect(begun <= 2 + depth, f"the caller left after the first batch, and {begun} were read all the same")

@@ -1,0 +1,36 @@
+"""The sum must be right on every rank, x unharmed, and the bytes those of a ring."""
+
+import torch
+
+from exercises.checks.common import Recorder, expect, expect_tensor, ratio, same
+
+WORLD_SIZES = (2, 3)
+
+
+def on_rank(exercise, rank, size, draw):
+    for _ in range(3):
+        n = size * draw.integer(1, 50)
+        parts = [draw.tensor(n) for _ in range(size)]
+        x, total = parts[rank].clone(), torch.stack(parts).sum(0)
+        with Recorder() as record:
+            out = exercise.ring_all_reduce(x)
+        out = expect_tensor(out, (n,), "the result")
+        others = sorted(set(record.kinds()) - {"send", "recv"})
+        expect(not others, f"{' and '.join(others)} called: here the sum is to be made of sends and receives")
+        expect(not same(out, parts[rank]), "the result is this rank's own tensor: nothing was added")
+        wrong = [c for c, (a, b) in enumerate(zip(out.chunk(size), total.chunk(size), strict=True)) if not same(a, b)]
+        if wrong:
+            right = [c for c in range(size) if c not in wrong]
+            hint = "is what arrives added to the chunk that is sent next?"
+            if len(right) == 1:
+                hint = f"chunk {right[0]} is, so the reduce-scatter works: do the whole sums go round afterwards?"
+            elif ratio(out, total) and abs(ratio(out, total) * size - 1) < 1e-3:
+                hint = "it is the mean: all-reduce makes the sum"
+            expect(False, f"chunks {wrong} of {size} are not the sum of the ranks' chunks: {hint}")
+        expect(torch.equal(x, parts[rank]), "the input was changed: work on a copy")
+        sent, ideal = sum(call.sent for call in record.calls), 2 * (size - 1) * n // size * 4
+        expect(
+            sent == ideal,
+            f"{sent} bytes sent, a ring sends 2 (n-1)/n of {4 * n}, which is {ideal}: "
+            + ("is one chunk passed on in a step, or all of them?" if sent > ideal else "how was the rest learnt?"),
+        )

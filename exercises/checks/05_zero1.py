@@ -1,0 +1,62 @@
+"""Weights after some steps must be those of Adam on everything, and the moments shared out evenly."""
+
+import copy
+
+import torch
+import torch._dynamo  # which an optimizer imports, for seconds
+
+from exercises.checks.common import Recorder, expect, same
+
+WORLD_SIZES = (2, 3)
+
+
+def on_rank(exercise, rank, size, draw):
+    for _ in range(2):
+        shapes = [(draw.integer(1, 9), draw.integer(1, 9)) for _ in range(draw.integer(7, 12))]
+        mine = [torch.nn.Parameter(draw.tensor(*shape)) for shape in shapes]
+        plain = copy.deepcopy(mine)
+        before = [p.detach().clone() for p in mine]
+
+        def adam(parameters):
+            return torch.optim.Adam(parameters, lr=0.05)
+
+        zero, reference = exercise.Zero1(mine, adam), adam(plain)
+        for step in range(3):
+            for p, q in zip(mine, plain, strict=True):
+                q.grad = draw.tensor(*p.shape)
+                p.grad = q.grad.clone()
+            with Recorder() as record:
+                zero.step()
+            reference.step()
+            if step == 0:
+                compare_state(zero, mine, rank, size)
+            for i, (p, q) in enumerate(zip(mine, plain, strict=True)):
+                if not same(p.detach(), q.detach(), 1e-5):
+                    owner = zero.owners[i]
+                    hint = f"its value came from elsewhere than its owner, rank {owner}"
+                    if owner == rank:
+                        hint = "it is this rank's own: did a broadcast of somebody else overwrite it?"
+                    elif torch.equal(p.detach(), before[i]):
+                        hint = f"it is the old value: did its owner, rank {owner}, send it?"
+                    expect(False, f"parameter {i} after step {step + 1} is not that of Adam: {hint}")
+            others = sorted(set(record.kinds()) - {"broadcast", "all_gather"})
+            expect(not others, f"{' and '.join(others)} called: gradients are averaged already, only weights are sent")
+            before = [p.detach().clone() for p in mine]
+
+
+def compare_state(zero, parameters, rank, size):
+    sizes = [p.numel() for p in parameters]
+    total, kept = sum(sizes), sum(p.numel() for p in parameters if p in zero.optimizer.state)
+    expect(
+        kept < total, f"this rank keeps the moments of all {len(sizes)} parameters: under ZeRO-1 a rank keeps its share"
+    )
+    held, owners = [0] * size, []
+    for n in sizes:
+        owners.append(held.index(min(held)))
+        held[owners[-1]] += n
+    owned = [sum(n for n, o in zip(sizes, zero.owners, strict=True) if o == r) for r in range(size)]
+    expect(
+        max(owned) <= max(held),
+        f"ranks own {owned} numbers: giving each parameter to the rank that owns least so far makes it {held}",
+    )
+    expect(list(zero.owners) == owners, f"owners are {list(zero.owners)}, by the rule they are {owners}")

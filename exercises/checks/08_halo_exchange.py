@@ -1,0 +1,67 @@
+"""A convolution over bands must equal that of the whole image; in the backward pass too."""
+
+import torch
+from torch.nn import functional as F
+
+from exercises.checks.common import expect, expect_tensor, same
+
+WORLD_SIZES = (2, 3)
+
+
+def on_rank(exercise, rank, size, draw):
+    for _ in range(3):
+        r, channels, width = draw.integer(1, 2), draw.integer(1, 3), draw.integer(4, 7)
+        heights = [draw.integer(2 * r, 7) for _ in range(size)]
+        image = draw.tensor(channels, sum(heights), width).requires_grad_()
+        kernel, weights = draw.tensor(2, channels, 2 * r + 1, 3), draw.tensor(2, sum(heights), width)
+        whole = F.conv2d(image, kernel, padding=(r, 1))
+        (whole * weights).sum().backward()
+        first = sum(heights[:rank])
+        rows = slice(first, first + heights[rank])
+        band = image.detach()[:, rows].clone().requires_grad_()
+        extended = exercise.Halo.apply(band, r)
+        expect_tensor(extended, (channels, heights[rank] + 2 * r, width), "the extended band")
+        compare_rows(extended.detach(), F.pad(image.detach(), (0, 0, r, r)), first, r)
+        out = F.conv2d(extended, kernel, padding=(0, 1))
+        expect(same(out, whole[:, rows]), "the convolution of the extended band is not that of the image")
+        (out * weights[:, rows]).sum().backward()
+        local = torch.autograd.grad((F.conv2d(extended, kernel, padding=(0, 1)) * weights[:, rows]).sum(), extended)[0]
+        compare_gradient(band.grad, image.grad[:, rows], local, r)
+        expect(torch.equal(band.detach(), image.detach()[:, rows]), "the band itself was changed")
+
+
+def compare_rows(got, padded, first, r):
+    """padded: the image with r rows of 0 at its top and bottom."""
+    want = padded[:, first : first + got.shape[1]]
+    if same(got, want):
+        return
+    expect(same(got[:, r:-r], want[:, r:-r]), "the rows of the band itself are not in the middle of the extended one")
+    above, below, want_above, want_below = got[:, :r], got[:, -r:], want[:, :r], want[:, -r:]
+    side = "below" if same(above, want_above) else "above"
+    got, want = (below, want_below) if side == "below" else (above, want_above)
+    hint = "which rows does the neighbour need?"
+    if same(got, torch.zeros_like(got)):
+        hint = "they are 0, did they come?"
+    elif same(got, want.flip(1)):
+        hint = "they are upside down"
+    elif same(want, torch.zeros_like(want)):
+        hint = "the image ends here, they are 0"
+    elif same(above, want_below) and same(below, want_above):
+        hint = "those from above and from below are swapped"
+    expect(False, f"the {r} rows {side} the band are not those of the image: {hint}")
+
+
+def compare_gradient(grad, want, local, r):
+    """local: the gradient of the extended band that this rank computes alone."""
+    expect_tensor(grad, want.shape, "the gradient of the band")
+    if same(grad, want):
+        return
+    own, wrong = local[:, r:-r], [row for row in range(want.shape[1]) if not same(grad[:, row], want[:, row])]
+    hint = "does it travel to the rank that owns the rows?"
+    if same(grad, own):
+        hint = "they have only what this rank gives: the halo's gradient was dropped, send it to the owner"
+    elif set(wrong) - {*range(r), *range(want.shape[1] - r, want.shape[1])}:
+        hint = "those in the middle need no message: is it the gradient of the band, without the halo?"
+    elif all(same(grad[:, row] + own[:, row], want[:, row]) for row in wrong):
+        hint = "they have only what the neighbour gives: it is to be added to what is there"
+    expect(False, f"the gradient of rows {wrong} of the band is wrong: {hint}")

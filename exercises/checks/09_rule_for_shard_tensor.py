@@ -1,0 +1,65 @@
+"""Uneven and empty shards with gaps must give the mean of the whole, its gradient, in one message."""
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from distributed.shard_tensor import ShardTensor
+from exercises.checks.common import Recorder, expect, same
+
+WORLD_SIZES = (2, 3)
+
+
+def on_rank(exercise, rank, size, draw):
+    mesh = init_device_mesh("cpu", (size,))
+    for gaps, empty in ((False, False), (True, False), (True, True)):
+        heights = [draw.integer(1, 4) + 3 * (r == 0) for r in range(size)]
+        if empty:
+            heights[draw.integer(0, size - 1)] = 0
+        whole = draw.tensor(sum(heights), draw.integer(3, 5)) + torch.arange(float(sum(heights)))[:, None]
+        if gaps:
+            holes = draw.tensor(*whole.shape) > 0.3
+            holes[0, 0] = False
+            whole[holes] = torch.nan
+        whole.requires_grad_()
+        wanted = whole.nanmean()
+        (wanted * 3).backward()
+        parts = whole.detach().split(heights)
+        part = parts[rank].clone().requires_grad_()
+        x = ShardTensor.from_local(part, mesh, [Shard(0)], {0: tuple(heights)})
+        with Recorder() as record:
+            mean = torch.nanmean(x)
+        expect(isinstance(mean, ShardTensor) and not mean.spec.partial, "the result is no whole number of all ranks")
+        mean = mean.to_local()
+        compare(mean.detach(), wanted.detach(), parts, rank, gaps, empty)
+        others = [kind for kind in record.kinds() if kind != "all_reduce"]
+        expect(not others, f"{others} called: sums and counts are all that has to travel")
+        expect(len(record.calls) <= 1, f"{len(record.calls)} messages: sum and count fit into one")
+        (mean * 3).backward()
+        grad = whole.grad.split(heights)[rank]
+        expect(
+            part.grad is not None and same(part.grad, grad),
+            "the gradient is not that of the whole: that of the mean, over the number of all elements that count",
+        )
+
+
+def compare(mean, wanted, parts, rank, gaps, empty):
+    if mean.ndim == 0 and same(mean, wanted):
+        return
+    means = torch.stack([part.nanmean() for part in parts])
+    sizes = torch.tensor([float(part.numel()) for part in parts])
+    hint = f"it is {mean.tolist()}, not {wanted.item():.4f}"
+    if same(mean, means.mean()):
+        hint = "it is the mean of the ranks' means: a rank with more elements counts for more"
+    elif same(mean, means[rank]):
+        hint = "it is the mean of this rank's part alone"
+    elif mean.isnan().all() and empty:
+        hint = "it is nan, and one rank has no elements: the mean of nothing is nan, its sum is 0"
+    elif mean.isnan().all() and gaps:
+        hint = "it is nan: leave the gaps out of the sum"
+    elif gaps and (
+        same(mean, (means.nan_to_num() * sizes).sum() / sizes.sum())
+        or same(mean, torch.cat(parts).nansum() / sizes.sum())
+    ):
+        hint = "the gaps were counted as elements: count what is not nan"
+    expect(False, f"nanmean of parts of {[tuple(part.shape) for part in parts]} is not that of the whole: {hint}")

@@ -1,0 +1,87 @@
+"""Pieces of any number of ranks must be those of the whole, and another library must compute the same with them."""
+
+import torch
+from torch import nn
+
+from exercises.checks.common import expect, expect_tensor, same
+from networks.vit import Attention
+
+WORLD_SIZES = (1,)
+DIMS = {
+    "norm.weight": None, "qkv.weight": 0, "qkv.bias": 0, "proj.weight": 1, "proj.bias": None,
+    "fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1, "fc2.bias": None,
+}  # fmt: skip
+
+
+def on_rank(exercise, rank, size, draw):
+    for before, after in ((4, 2), (4, 1), (2, 4), (draw.integer(1, 2), 3)):
+        heads, d = 12, draw.integer(1, 3)
+        width, hidden = heads * d, 12 * draw.integer(1, 4)
+        shapes = {
+            "norm.weight": (width,), "qkv.weight": (3 * width, width), "qkv.bias": (3 * width,),
+            "proj.weight": (width, width), "proj.bias": (width,), "fc1.weight": (hidden, width),
+            "fc1.bias": (hidden,), "fc2.weight": (width, hidden), "fc2.bias": (width,),
+        }  # fmt: skip
+        whole = {name: draw.tensor(*shape) for name, shape in shapes.items()}
+        found = exercise.reshard(cut(whole, before), after)
+        expect(
+            isinstance(found, list) and len(found) == after,
+            f"{before} to {after} ranks: a list of {after} dicts is wanted",
+        )
+        for number, (got, want) in enumerate(zip(found, cut(whole, after), strict=True)):
+            for name, tensor in want.items():
+                compare(got, name, tensor, whole[name], number, f"{before} to {after} ranks", before)
+    compare_order(exercise, draw)
+
+
+def cut(whole, size):
+    return [
+        {
+            name: t.clone() if DIMS[name] is None else t.chunk(size, DIMS[name])[rank].clone()
+            for name, t in whole.items()
+        }
+        for rank in range(size)
+    ]
+
+
+def compare(got, name, want, whole, rank, where, before):
+    expect(name in got, f"{where}: rank {rank} has no {name}")
+    tensor, hint = got[name], ""
+    if tensor.shape != want.shape:
+        kind = {0: "split along dim 0", 1: "split along dim 1", None: "whole on every rank"}[DIMS[name]]
+        hint = f"it is {tuple(tensor.shape)}, should be {tuple(want.shape)}: it is {kind}, and so it was in the pieces"
+    elif not same(tensor, want):
+        hint = "right shape, wrong numbers: are pieces joined and cut in the order of ranks?"
+        if DIMS[name] is None:
+            hint = "whole on every rank: take one of them, the copies are equal"
+        elif name.startswith("qkv"):
+            hint = "right shape, wrong rows: heads are outermost, so pieces are joined as they are"
+    expect(not hint, f"{where}: {name} of rank {rank}: {hint}")
+
+
+def compare_order(exercise, draw):
+    heads, d = draw.integer(4, 6), draw.integer(2, 5)
+    attention = Attention(heads * d, heads, 0.0)
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)
+    weight, bias = attention.qkv.weight.detach(), attention.qkv.bias.detach()
+    sorted_weight = expect_tensor(exercise.qkv_outermost(weight, heads), weight.shape, "qkv_outermost(weight)")
+    sorted_bias = expect_tensor(exercise.qkv_outermost(bias, heads), bias.shape, "qkv_outermost(bias)")
+    want = weight.view(heads, 3, d, -1).transpose(0, 1).reshape(weight.shape)
+    hint = "rows of q come first, head by head, then those of k"
+    if same(sorted_weight, weight):
+        hint = "the order has not changed"
+    elif same(sorted_weight, weight.view(3, heads, d, -1).transpose(0, 1).reshape(weight.shape)):
+        hint = "this is the way back, from (q|k|v, head, d)"
+    elif same(sorted_weight, weight.view(heads, 3, d, -1).permute(1, 2, 0, 3).reshape(weight.shape)):
+        hint = "heads vary faster than d"
+    expect(same(sorted_weight, want), f"qkv_outermost: {hint}")
+    other = nn.MultiheadAttention(heads * d, heads, batch_first=True)
+    state = {"in_proj_weight": sorted_weight, "in_proj_bias": sorted_bias}
+    other.load_state_dict(state | {f"out_proj.{k}": v for k, v in attention.proj.state_dict().items()})
+    x = draw.tensor(2, 5, heads * d)
+    with torch.no_grad():
+        expect(
+            same(other(x, x, x, need_weights=False)[0], attention(x), 1e-3),
+            "torch.nn.MultiheadAttention computes something else with these weights: is the bias sorted too?",
+        )

@@ -1,0 +1,52 @@
+"""A layout must fit and be nearly as fast as the best that the planner finds."""
+
+import shlex
+
+from exercises.checks.common import expect
+from utils.errors import UsageError
+from utils.planner.hardware import load_gpu
+from utils.planner.request import Request
+from utils.planner.search import best_layouts
+
+WORLD_SIZES = (1,)
+PATIENCE_SECONDS = 120  # the planner traces some layouts
+CONFIG = "--yaml_config=config/mp.yaml", "--config=mp"
+OTHERS = "--context_parallel=1", "--pipeline_parallel=1", "--domain_parallel=1"  # are not asked for
+QUESTIONS = {
+    "few samples": (16, ("--global_batch_size=4",)),
+    "very wide": (16, ("--global_batch_size=16", "--embed_dim=6144", "--num_heads=48")),
+    "wide": (8, ("--global_batch_size=8", "--embed_dim=4096", "--num_heads=32")),
+}
+ALLOWED = {"tensor_parallel", "sequence_parallel", "data_parallel", "activation_checkpointing"}
+NEAR = 0.9
+
+
+def on_rank(exercise, rank, size, draw):
+    gpu = load_gpu("a100-40gb")
+    for name, (gpus, words) in QUESTIONS.items():
+        expect(name in exercise.ANSWERS, f"{name}: no answer")
+        answer = shlex.split(exercise.ANSWERS[name])
+        request = Request([*CONFIG, *words, *answer], gpu)
+        others = {word[2:].split("=")[0] for word in answer if word.startswith("--")} - ALLOWED
+        expect(not others, f"{name}: {', '.join(sorted(others))} is not asked for, only {', '.join(sorted(ALLOWED))}")
+        try:
+            plan = request.plan(gpus)
+        except UsageError as error:
+            expect(False, f"{name}: {error}")
+        needed, there = (plan.peak + plan.overhead) / 2**30, gpu.memory / 2**30
+        largest = max(plan.memory, key=plan.memory.get)
+        expect(
+            plan.fits == "fits",
+            f"{name}: it needs {needed:.1f} GiB and 85 % of {there:.1f} are to be had; most are {largest}: which "
+            "strategy shares them out?",
+        )
+        best = best_layouts(Request([*CONFIG, *OTHERS, *words], gpu), gpus, 1)[0]
+        hint = "does it compute more than it must, or send more?"
+        if plan.config.activation_checkpointing == "full" and best.config.activation_checkpointing == "none":
+            hint = "it computes activations twice; is there a split that leaves room for them?"
+        elif plan.layout.tp > best.layout.tp:
+            hint = "it splits layers more than it must, and sends in every block"
+        expect(
+            plan.samples_per_sec >= NEAR * best.samples_per_sec,
+            f"{name}: {plan.samples_per_sec:.1f} samples/s, the best reaches {best.samples_per_sec:.1f}: {hint}",
+        )

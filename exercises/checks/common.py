@@ -1,0 +1,105 @@
+"""What the checks share: random values, comparisons that say what is wrong, collectives on record."""
+
+import random
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distributed.counting import collective
+
+
+class Wrong(Exception):
+    """The learner's result is not right; the message says why."""
+
+
+def expect(condition, message):
+    if not condition:
+        raise Wrong(message)
+
+
+class Draw:
+    """Random values of a run of the check, the same on all ranks; `of(rank)` for those of one rank."""
+
+    def __init__(self, *seed):
+        self.seed = seed
+        self.random = random.Random(repr(seed))
+        self.generator = torch.Generator().manual_seed(self.random.randrange(2**31))
+
+    def of(self, rank):
+        return Draw(*self.seed, rank)
+
+    def integer(self, first, last):
+        return self.random.randint(first, last)
+
+    def tensor(self, *shape):
+        return torch.randn(shape, generator=self.generator)
+
+
+def same(a, b, tolerance=1e-4):
+    """Equal up to rounding; nan is never equal."""
+    return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def expect_tensor(value, shape, what):
+    """A tensor of this shape, or Wrong."""
+    expect(
+        isinstance(value, torch.Tensor),
+        f"{what} is {'None' if value is None else type(value).__name__}, expected a tensor of {tuple(shape)}"
+        f"{': is something returned?' if value is None else ''}",
+    )
+    expect(value.shape == tuple(shape), f"{what} has the shape {tuple(value.shape)}, expected {tuple(shape)}")
+    return value
+
+
+def ratio(got, want):
+    """got / want where that is one number for the whole tensor, else None."""
+    scale = (got * want).sum() / (want * want).sum()
+    return scale.item() if same(got, want * scale) and scale.isfinite() else None
+
+
+def factor(got, want, size):
+    """How a tensor differs from the right one by the number of ranks: "half of", "2 times", or None."""
+    scale = ratio(got, want)
+    if scale is None:
+        return None
+    if abs(scale * size - 1) < 1e-3:
+        return {2: "half of", 3: "a third of"}.get(size, f"1/{size} of")
+    return f"{size} times" if abs(scale / size - 1) < 1e-3 else None
+
+
+class Call(NamedTuple):
+    kind: str
+    sent: int  # bytes that this rank sends at least
+    values: torch.Tensor  # that it put in, flat
+
+
+class Recorder(TorchDispatchMode):
+    """Context: the collectives that this rank calls, in `calls`, as in distributed/counting.py."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing is compiled here, and importing the compiler takes each rank seconds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if found := collective(func, args, kwargs):
+            values = [tensor.detach().clone().flatten() for tensor in _flat(found.tensors)]
+            self.calls.append(Call(found.kind, found.sent, torch.cat(values) if values else torch.empty(0)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def kinds(self):
+        return [call.kind for call in self.calls]
+
+
+def _flat(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            yield from _flat(value)

@@ -1,0 +1,32 @@
+"""Exercise 9, rung 4: a mean over uneven shards, as a rule for ShardTensor.
+
+A ShardTensor looks up each torch function in a registry, and the rule found there computes with the local parts. The
+rule below is for torch.nanmean, the mean of all elements that are not nan (a field with gaps: sea surface temperature
+has none on land). It averages the ranks' means, as if each of them stood for the same number of elements. But the
+shards are uneven, one of them may be empty, and who knows where the gaps are. Mend it.
+
+What adds up over ranks are sums and counts, never means; both can go in one message.
+
+Done for real in distributed/rules/reductions.py (mean, moments). Chapter: docs/domain_parallel.md, "How to add a rule".
+"""
+
+import torch
+
+from distributed.collectives import reduce_from_region
+from distributed.shard_tensor import local, rule, wrap
+
+
+@rule(torch.nanmean)
+def nanmean(func, input):
+    """The mean of all elements that are not nan, the same number on every rank.
+
+    input: ShardTensor that is split over all ranks; func: torch.nanmean, of plain tensors. Differentiable:
+    reduce_from_region adds up over the ranks, and hands each of them the gradient of the sum.
+    """
+    part, everyone = local(input), input.spec.mesh.joint  # plain tensor; the group of all ranks
+    # TODO: weigh
+    count = (~part.isnan()).sum()
+    total, count = reduce_from_region(torch.stack((part.nansum(), count)), everyone)
+    mean = total / count
+    # END
+    return wrap(mean, input.spec.with_dims((), ()))  # a number: no dimensions, and no longer a partial sum

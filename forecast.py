@@ -1,0 +1,89 @@
+"""Forecast with a trained model, score it by lead time, and show it: NetCDF, maps, an animation.
+
+    python forecast.py --run_folder logs/quick/00
+    python forecast.py --run_folder logs/quick/00 --dates 1985-01-15T00 1985-02-01T12 --lead_hours 240 --channel t2m
+    torchrun --nproc_per_node 2 forecast.py --run_folder logs/quick/00 --domain_parallel 2
+
+A forecast of several steps is a rollout: what the model says of one step is its input of the next. Every key of the
+run's config is an option here as well, as in train.py (--device, --amp_mode, --inf_data_path ...); how the run itself
+was split over devices does not matter. Exit status: as train.py.
+"""
+
+import argparse
+import sys
+import time
+
+from distributed.data_parallel import data_parallel
+from distributed.domain_parallel import split_images
+from utils import comm
+from utils.compute import apply_compute_options
+from utils.errors import ArgumentParser, UsageError, reported_as_usage_error
+from utils.forecast_files import attributes, prepare_folder
+from utils.forecast_report import report
+from utils.frames import Frames, choose_starts
+from utils.launch import read_launch
+from utils.model import build_model
+from utils.rollout import lead_times, roll_out, shown_channel
+from utils.trained_run import find_checkpoint, load_weights_into, run_config
+
+SPLITS = ("tensor_parallel", "domain_parallel")
+DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}
+
+
+def main(argv=None):
+    options, words = parse(sys.argv[1:] if argv is None else argv)
+    launch = read_launch()
+    config = run_config(options.run_folder, words, launch.world_size, SPLITS)
+    layout = config.layout(launch.world_size, launch.ranks_per_node)
+    device = comm.init(config.device, config.comm_timeout)
+    comm.build_mesh(device, layout)
+
+    model = build_model(config)  # names and shapes; memory comes when it is known who holds what
+    with reported_as_usage_error(ValueError, config.config):
+        split = split_images(model, config)
+    frames = comm.agree(lambda: Frames(getattr(config, DATA[options.split]), config, device))
+    leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
+    starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
+    channel = comm.agree(lambda: shown_channel(frames.dataset.channel_names[: config.n_out_channels], options.channel))
+    checkpoint, marker = comm.on_main(lambda: find_checkpoint(options.run_folder, options.checkpoint))
+
+    apply_compute_options(config, device, model)
+    parallel = data_parallel(model, config, device, weights=(), split=split)
+    comm.agree(lambda: load_weights_into(parallel, checkpoint))
+    out = options.out or f"{options.run_folder}/forecast"
+    comm.on_main(lambda: prepare_folder(out))
+
+    began = time.perf_counter()
+    about = attributes(checkpoint, marker, options.split)
+    result = roll_out(parallel, frames, starts, leads, config, channel, None if options.skill_only else out, about)
+    if comm.is_main():
+        print(f"{len(starts)} forecasts of {leads[-1]} hours in {time.perf_counter() - began:.1f} s, from {checkpoint}")
+        with reported_as_usage_error(OSError, out):
+            report(result, out, about, files=not options.skill_only, zarr=options.zarr)
+
+
+def parse(argv):
+    """This program's own options, and the words that are left."""
+    parser = ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    # torchrun takes --run and --start for abbreviations of its own options: each has a second name.
+    option("--run_folder", "--run", required=True, metavar="FOLDER", help="of a training run, like logs/quick/00")
+    option("--checkpoint", default="best", metavar="NAME", help="best, newest or iter-... (%(default)s)")
+    option("--split", choices=DATA, default="test", help="data to start from and to compare with (%(default)s)")
+    option("--dates", "--start", nargs="+", metavar="DATE", help="to start from (UTC), like 1985-02-01T06")
+    option("--starts", type=int, default=8, metavar="N", help="or so many, spread over the data (%(default)s)")
+    option("--lead_hours", type=int, default=120, metavar="N", help="length of a forecast (%(default)s)")
+    option("--channel", metavar="NAME", help="of the maps and the animation (z500)")
+    option("--out", metavar="FOLDER", help="where results go (<run>/forecast)")
+    option("--zarr", action="store_true", help="also put the forecasts together in one Zarr store")
+    option("--skill_only", action="store_true", help="write no fields: scores, maps and animation alone")
+    options, words = parser.parse_known_args(argv)
+    if options.zarr and options.skill_only:
+        raise UsageError("--zarr goes without --skill_only")
+    return options, words
+
+
+if __name__ == "__main__":
+    comm.run_ranks(main)

@@ -1,0 +1,390 @@
+"""forecast.py: the rollout is that of calling the model by hand, in every layout; its scores, files and refusals."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import unittest.mock
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import xarray
+from PIL import Image
+
+import forecast
+import train
+from tests.conftest import TINY
+from tests.launch import finish, torchrun
+from utils import comm
+from utils.channels import CHANNELS
+from utils.checkpoint_tools import load_weights
+from utils.errors import UsageError, run_main
+from utils.model import build_model
+from utils.plots import animate
+from utils.rollout import LeadTimeSkill, own_batches
+from utils.trained_run import run_config
+
+NAMES = [channel.name for channel in CHANNELS]
+START = np.datetime64("1982-01-02T06")
+FIRST, LAST = "1982-01-01T00", "1982-01-05T18"  # of the test data
+
+
+def words_of(settings):
+    words = ["--config=quick", "--yaml_config=config/ViT.yaml"]
+    for name, value in settings.items():
+        words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return words
+
+
+@pytest.fixture(scope="module")
+def settings(sample_folder, tmp_path_factory):
+    """Options of train.py for a tiny run on the sample data."""
+    splits = {"train": "train", "valid": "valid", "inf": "test"}
+    paths = {f"{key}_data_path": sample_folder / name for key, name in splits.items()}
+    stats = {f"{k}_path": sample_folder / f"stats/{k}.npy" for k in ("global_means", "global_stds", "time_means")}
+    own = {"expdir": tmp_path_factory.mktemp("logs"), "num_iters": 12, "warmup": 2, "checkpoint_every": 9, "lr": 3e-3}
+    return TINY | paths | stats | own
+
+
+@pytest.fixture(scope="module")
+def run(settings):
+    """The folder of a tiny trained run."""
+    train.main(words_of(settings))
+    return settings["expdir"] / "quick/00"
+
+
+def forecast_of(run, out, *words):
+    """Scores and files of a forecast in this process: (what skill.json holds, {start: Dataset})."""
+    forecast.main(["--run", str(run), "--out", str(out), *map(str, words)])
+    return results_in(out)
+
+
+def results_in(out):
+    files = sorted(out.glob("*.nc"))
+    data = [xarray.load_dataset(file, engine="h5netcdf") for file in files]
+    return json.loads((out / "skill.json").read_text()), {d.forecast_reference_time.values[0]: d for d in data}
+
+
+@pytest.fixture(scope="module")
+def serial(run, tmp_path_factory):
+    """Three forecasts of a day by one device."""
+    return forecast_of(run, tmp_path_factory.mktemp("serial"), "--lead_hours", 24, "--starts", 3)
+
+
+def frames_of(sample_folder):
+    """The test frames in physical units, (T, C, H, W), and means and stds, (C, 1, 1)."""
+    with h5py.File(sample_folder / "test/1982.h5") as file:
+        fields = file["fields"][:]
+    return fields, *(np.load(sample_folder / f"stats/global_{name}.npy")[0] for name in ("means", "stds"))
+
+
+def test_a_rollout_is_the_model_called_step_by_step(run, sample_folder, tmp_path):
+    _, found = forecast_of(run, tmp_path, "--start", START, "--lead_hours", 18, "--checkpoint", "newest")
+    model = build_model(run_config(run, [], 1, ()), "cpu").eval()
+    model.load_state_dict(load_weights(run / "checkpoints/iter-00000012"))
+    fields, means, stds = frames_of(sample_folder)
+    x = torch.from_numpy((fields[5:6] - means) / stds)  # 2 January 06 UTC is the sixth frame
+    with torch.no_grad():
+        for lead in (6, 12, 18):
+            x = model(x)
+            expected = x[0].numpy() * stds + means
+            for c, name in enumerate(NAMES):
+                values = found[START][name].sel(lead_time=lead)[0].values
+                assert np.abs(values - expected[c]).max() < 1e-5 * stds[c].item() + 1e-6 * np.abs(expected[c]).max()
+
+
+def test_skill_after_one_step_is_that_of_the_validation(run, tmp_path):
+    options = ("--split", "valid", "--lead_hours", 6, "--starts", 19, "--skill_only", "--checkpoint", "newest")
+    skill, files = forecast_of(run, tmp_path, *options, "--local_batch_size", 4)
+    summary = json.loads((run / "summary.json").read_text())
+    assert not files and skill["lead_hours"] == [6]
+    for name in NAMES:
+        assert skill["rmse"]["model"][name] == pytest.approx([summary["rmse"][name]], rel=1e-5)
+        assert skill["acc"]["model"][name] == pytest.approx([summary["acc"][name]], abs=3e-5)
+        assert skill["rmse"]["persistence"][name] == pytest.approx([summary["persistence_rmse"][name]], rel=1e-5)
+        assert skill["rmse"]["climatology"][name] == pytest.approx([summary["climatology_rmse"][name]], rel=1e-5)
+
+
+def test_scores_of_a_case_computed_by_hand():
+    """Two rows at 45 north and south weigh alike; one channel with mean 10, standard deviation 2, climatology 12."""
+    means, stds, time_means = np.full((1, 1, 1), 10, "f4"), np.full((1, 1, 1), 2, "f4"), np.full((1, 2, 2), 12, "f4")
+    skill = LeadTimeSkill(2, np.array([45, -45]), (means, stds, time_means), torch.device("cpu"))
+
+    def field(*values):
+        return ((torch.tensor(values) - 10) / 2).view(1, 1, 2, 2)
+
+    start, truth = field(12.0, 12, 12, 16), field(12.0, 14, 12, 10)
+    skill.update(0, start, field(12.0, 14, 12, 14), truth)
+    skill.update(1, start, truth, truth)
+    scores = skill.compute(["a"])
+    # Errors 0 0 0 4; persistence 0 -2 0 6; climatology 0 -2 0 2. Anomalies of truth 0 2 0 -2.
+    assert scores["rmse"]["model"]["a"] == pytest.approx([2, 0])
+    assert scores["rmse"]["persistence"]["a"] == pytest.approx([math.sqrt(10)] * 2)
+    assert scores["rmse"]["climatology"]["a"] == pytest.approx([math.sqrt(2)] * 2)
+    assert scores["acc"]["model"]["a"] == pytest.approx([0, 1], abs=1e-6)  # anomalies 0 2 0 2
+    assert scores["acc"]["persistence"]["a"] == pytest.approx([-1 / math.sqrt(2)] * 2)  # anomalies 0 0 0 4
+
+
+def outcome(words):
+    """Exit status of forecast.py on this rank, which a launcher is pretended to have started, and what it says."""
+    launcher = {
+        "RANK": comm.rank(), "LOCAL_RANK": comm.rank(), "WORLD_SIZE": comm.world_size(), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }  # fmt: skip
+    said = io.StringIO()
+    with (
+        unittest.mock.patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}),
+        unittest.mock.patch.object(comm, "init", return_value=torch.device("cpu")),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as end,
+    ):
+        run_main(lambda: forecast.main(words))
+    return end.value.code, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"domain_parallel": 2}),
+        (3, {"domain_parallel": 3, "domain_method": "ring"}),  # bands of 2, 1 and 1 rows of patches
+        (4, {"domain_parallel": "2x2"}),
+        (4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
+        (2, {"tensor_parallel": 2}),
+        (4, {"tensor_parallel": 2, "domain_parallel": 2}),
+        (2, {}),  # three starts over two ranks
+        (4, {"domain_parallel": 2, "local_batch_size": 2}),
+        (4, {"data_parallel": "fsdp"}),  # a rank without a start of its own
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_any_layout_gives_the_forecast_of_one_device(ranks, run, serial, tmp_path, size, options):
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--run", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--starts", "3"]
+    assert ranks(size, outcome, words) == [(None, "")] * size
+    skill, found = results_in(tmp_path)
+    assert found.keys() == serial[1].keys()
+    for start, expected in serial[1].items():
+        for name in NAMES:
+            scale = float(expected[name].std())
+            np.testing.assert_allclose(found[start][name], expected[name], rtol=1e-5, atol=1e-5 * scale)
+    for forecast_name, by_channel in serial[0]["rmse"].items():
+        for name, values in by_channel.items():
+            assert skill["rmse"][forecast_name][name] == pytest.approx(values, rel=1e-5)
+
+
+def test_a_run_that_was_itself_split_is_read_like_any_other(ranks, run, settings, tmp_path):
+    """How the run was split and compiled, its config says; the forecast does not ask."""
+    shutil.copytree(run, tmp_path / "run")
+    config = tmp_path / "run/config.yaml"
+    lines = config.read_text().replace("tensor_parallel: 1", "tensor_parallel: 2")
+    lines = lines.replace("data_parallel: ddp", "data_parallel: fsdp")
+    config.write_text(lines.replace("enable_jit: false", "enable_jit: true"))
+    skill, _ = forecast_of(tmp_path / "run", tmp_path / "a", "--lead_hours", 12, "--starts", 2, "--skill_only")
+    assert skill == forecast_of(run, tmp_path / "b", "--lead_hours", 12, "--starts", 2, "--skill_only")[0] | {
+        key: skill[key] for key in ("source", "history")
+    }
+
+
+def test_mixed_precision_is_that_of_the_config_or_of_an_option(run, serial, tmp_path):
+    skill, found = forecast_of(run, tmp_path, "--lead_hours", 24, "--starts", 3, "--amp_mode", "bf16")
+    expected, values = serial[1][START := min(serial[1])]["z500"], found[START]["z500"]
+    error = float(np.abs(values - expected).max() / expected.std())
+    assert 1e-5 < error < 0.1
+    assert values.dtype == np.float32
+    assert skill["rmse"]["model"]["z500"] == pytest.approx(serial[0]["rmse"]["model"]["z500"], rel=0.05)
+
+
+def test_files_are_cf_and_open_in_xarray(serial):
+    assert len(serial[1]) == 3
+    for start, data in serial[1].items():
+        assert data.attrs["Conventions"] == "CF-1.11"
+        assert {"title", "source", "history", "comment"} <= set(data.attrs)
+        assert list(data.data_vars) == NAMES
+        for channel in CHANNELS:
+            variable = data[channel.name]
+            assert variable.dims == ("forecast_reference_time", "lead_time", "latitude", "longitude")
+            assert variable.shape == (1, 4, 16, 32) and variable.dtype == np.float32
+            assert variable.attrs["units"] == channel.units and variable.attrs["long_name"] == channel.long_name
+            assert variable.attrs["standard_name"]
+            assert "_FillValue" not in variable.encoding or np.isnan(variable.encoding["_FillValue"])
+        for name, standard_name, units in (
+            ("lead_time", "forecast_period", "hours"),
+            ("latitude", "latitude", "degrees_north"),
+            ("longitude", "longitude", "degrees_east"),
+            ("p500", "air_pressure", "hPa"),
+            ("height10", "height", "m"),
+        ):
+            assert (data[name].attrs["standard_name"], data[name].attrs["units"]) == (standard_name, units)
+        assert data.time.attrs["standard_name"] == "time"
+        assert list(data.lead_time.values) == [6, 12, 18, 24]
+        assert data.time.values[0, -1] == start + np.timedelta64(24, "h")
+        assert data.z500.encoding["coordinates"] == "time p500" and data.p500.item() == 500
+        assert data.u10.attrs["standard_name"] == "eastward_wind"
+        assert data.u10.encoding["coordinates"] == "time height10" and data.height10.item() == 10
+        assert data.mslp.attrs["standard_name"] == "air_pressure_at_mean_sea_level"
+
+
+def test_several_files_open_as_one_and_as_a_zarr_store(run, tmp_path, capsys):
+    pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
+    _, found = forecast_of(run, tmp_path, "--lead_hours", 12, "--starts", 3, "--zarr")
+    store = xarray.open_zarr(tmp_path / "forecast.zarr", consolidated=False, chunks=None)
+    whole = xarray.concat(found.values(), "forecast_reference_time")
+    xarray.testing.assert_equal(store.load(), whole)
+    assert store.z500.attrs == whole.z500.attrs and store.sizes["forecast_reference_time"] == 3
+    with unittest.mock.patch("importlib.util.find_spec", return_value=None):
+        forecast_of(run, tmp_path, "--lead_hours", 12, "--starts", 1, "--zarr")
+    assert "no Zarr store: pip install -r requirements-era5.txt" in capsys.readouterr().out
+    assert not (tmp_path / "forecast.zarr").exists() and len(list(tmp_path.glob("*.nc"))) == 1  # the earlier went
+
+
+def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(run, tmp_path):
+    forecast_of(run, tmp_path, "--lead_hours", 30, "--starts", 1, "--channel", "t2m", "--skill_only")
+    assert Image.open(tmp_path / "t2m.gif").n_frames == 5
+    for name in ("t2m.png", "skill.png"):
+        assert min(Image.open(tmp_path / name).size) > 100
+
+
+def test_equal_fields_are_still_frames_of_their_own(tmp_path):
+    fields = np.zeros((7, 4, 8), "f4")
+    animate(tmp_path / "a.gif", fields, fields, range(7), np.arange(4), np.arange(8), lambda lead: f"+{lead} h", "K")
+    assert Image.open(tmp_path / "a.gif").n_frames == 7
+
+
+def test_a_rollout_that_breaks_down_says_where(run, tmp_path, capsys):
+    with unittest.mock.patch("utils.rollout.rollout", lambda _, x, steps, __: [x, x * torch.inf, x * torch.nan]):
+        skill, _ = forecast_of(run, tmp_path, "--lead_hours", 18, "--starts", 1)
+    assert "not finite from 12 hours on" in capsys.readouterr().out
+    assert skill["rmse"]["model"]["u10"][1:] == [None, None]
+
+
+def test_every_start_is_forecast_once_by_some_rank(monkeypatch):
+    starts, size = np.arange(7), {"dp": 3}
+    monkeypatch.setattr(comm, "get_size", size.__getitem__)
+    seen, batches = [], []
+    for rank in range(3):
+        monkeypatch.setattr(comm, "get_rank", lambda _, rank=rank: rank)
+        own = list(own_batches(starts, 2))
+        batches.append(len(own))
+        seen += [start for dates, count in own for start in dates[:count]]
+    assert sorted(seen) == list(starts) and len(set(batches)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--start", "1999-01-01T00"], f"start 1999-01-01T00: .*test has {FIRST} to {LAST}, every 6 hours"),
+        (["--start", "1982-01-01T03"], f"start 1982-01-01T03: .*test has {FIRST} to {LAST}, every 6 hours"),
+        (
+            ["--start", "1982-01-05T00"],
+            f"no data for every step of the 24 .* {FIRST} to {LAST}.* start is 1982-01-04T18",
+        ),
+        (["--start", "tomorrow"], "start 'tomorrow': write a date"),
+        (["--lead_hours", "120"], f"no date has 120 hours of data after it .*{FIRST} to {LAST}"),
+        (["--lead_hours", "10"], "lead_hours 10: the model makes steps of 6 hours; give a multiple of 6"),
+        (["--starts", "17"], "starts 17: 1 to 16 dates have 24 hours after them"),
+        (["--starts", "0"], "starts 0: 1 to 16 dates have 24 hours after them"),
+        (["--channel", "z50o"], r"channel 'z50o': not forecast \(did you mean 'z50"),
+        (
+            ["--checkpoint", "iter-00000007"],
+            "no checkpoint 'iter-00000007'; give best, newest or one of iter-00000012, ",
+        ),
+        (["--embed_dim", "64"], "was trained with embed_dim 32, not 64"),
+        (["--inf_data_path", "nowhere"], "nowhere: no such data folder"),
+        (["--lead_hour", "6"], "unknown option '--lead_hour'"),
+        (["--zarr", "--skill_only"], "--zarr goes without --skill_only"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, options, line):
+    with pytest.raises(UsageError, match=line) as caught:
+        forecast_of(run, tmp_path / "out", "--lead_hours", "24", *options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_are_no_forecasting_run_are_refused(run, tmp_path):
+    def refused(folder, line):
+        with pytest.raises(UsageError, match=line):
+            forecast.main(["--run", str(folder), "--lead_hours", "24"])
+
+    refused(tmp_path / "nothing", "nothing: no run there")
+    (tmp_path / "young").mkdir()
+    config = (run / "config.yaml").read_text()
+    (tmp_path / "young/config.yaml").write_text(config)
+    refused(tmp_path / "young", "young: has no checkpoint yet")
+    (tmp_path / "young/config.yaml").write_text("{{{")
+    refused(tmp_path / "young", "is not the config of a run")
+
+
+def test_a_classifier_forecasts_nothing(run, tmp_path):
+    text = (run / "config.yaml").read_text()
+    text = text.replace("model: forecast", "model: classifier").replace("num_classes: null", "num_classes: 3")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UsageError, match="is the run of a classifier"):
+        forecast.main(["--run", str(tmp_path)])
+
+
+def test_fewer_channels_out_than_in_allow_one_step(settings, tmp_path):
+    train.main(words_of(settings | {"n_out_channels": 3, "num_iters": 2, "warmup": 0, "expdir": tmp_path}))
+    run = tmp_path / "quick/00"
+    with pytest.raises(UsageError, match="takes 20 channels and forecasts 3, not enough for a second step"):
+        forecast.main(["--run", str(run), "--lead_hours", "12"])
+    skill, files = forecast_of(run, tmp_path / "out", "--lead_hours", "6", "--starts", "2")
+    assert list(skill["rmse"]["model"]) == NAMES[:3] and len(files) == 2
+    assert (tmp_path / "out/u10.gif").exists()
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_another(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/iter-00000012"
+    next(newest.glob("*.safetensors")).write_bytes(b"")
+    skill, _ = forecast_of(tmp_path / "run", tmp_path / "out", "--lead_hours", "6", "--starts", "1", "--skill_only")
+    assert "iter-00000012" not in skill["source"]
+    with pytest.raises(UsageError, match="is damaged"):
+        forecast.main(["--run", str(tmp_path / "run"), "--lead_hours", "6", "--checkpoint", "iter-00000012"])
+
+
+def test_weights_of_another_model_are_refused(run, settings, tmp_path):
+    train.main(words_of(settings | {"depth": 1, "num_iters": 2, "warmup": 0, "expdir": tmp_path}))
+    other = tmp_path / "quick/00"
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("depth: 1", "depth: 2"))
+    with pytest.raises(UsageError, match=r"does not hold the weights of this model: .*blocks.1.*another version"):
+        forecast.main(["--run", str(other), "--lead_hours", "6"])
+
+
+def test_a_refusal_is_the_same_line_on_every_rank(ranks, run, tmp_path):
+    words = ["--run", str(run), "--out", str(tmp_path), "--lead_hours", "24"]
+    for extra, line in (
+        (["--start", "1999-01-01T00"], "start 1999-01-01T00: "),
+        (["--checkpoint", "iter-1"], f"{run}: no checkpoint"),
+        (["--context_parallel", "2"], "context_parallel 2: the model is split by train_mp.py"),
+        (["--domain_parallel", "3"], "2 ranks cannot be split as domain 3 x dp"),
+        (["--domain_parallel", "2", "--patch_size", "16"], f"{run}: was trained with patch_size 4, not 16"),
+    ):
+        for status, said in ranks(2, outcome, words + extra):
+            assert status == 2 and said.startswith(f"error: {line}") and said.count("\n") == 1, said
+
+
+def test_the_command_line_end_to_end(run, tmp_path):
+    def call(*words):
+        command = [sys.executable, "forecast.py", "--run", str(run), "--out", str(tmp_path), "--lead_hours", "24"]
+        return subprocess.run([*command, *words], capture_output=True, text=True, timeout=200)
+
+    done = call("--starts", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 forecasts of 24 hours" in done.stdout and "ACC model" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"animation:  {tmp_path}/z500.gif" and (tmp_path / "z500.gif").exists()
+    bad = call("--start", "1999-01-01")
+    assert bad.returncode == 2 and bad.stderr.startswith("error: start 1999-01-01T00: ") and bad.stderr.count("\n") == 1
+    words = ["--run_folder", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--domain_parallel", "2"]
+    words += ["--dates", "1982-01-01T06", "1982-01-03"]
+    status, output = finish(torchrun(words, script="forecast.py"))
+    assert status == 0 and "animation:" in output, output
+    assert {file.name for file in tmp_path.glob("*.nc")} == {
+        "forecast-1982-01-01T06.nc", "forecast-1982-01-03T00.nc"
+    }  # fmt: skip
