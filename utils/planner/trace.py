@@ -31,7 +31,6 @@ from utils.training_step import AMP_DTYPES, TrainingStep
 SHORT = 2, 3  # blocks of a stage that are traced instead of many
 MOST, MOST_OF_DDP = 4, 16  # blocks of a stage that are traced as they are; how DDP cuts buckets is not linear
 
-
 # Dimensions of the mesh and combined ones; of several with the same ranks the first names the group.
 GROUPS = (
     "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "dp_image",
@@ -47,8 +46,8 @@ class Trace:
 
     memory: {label: bytes at most} of utils.planner.tracker, and "peak". held: as benchmarks.memory.memory_of_a_step
     measures them. inference: bytes at most in a forward pass beside all that training keeps, gradients included.
-    operations, messages: Counters of Operation and Message. groups: {dimension of
-    the mesh, or combined ones, by name: the ranks in this rank's group}.
+    operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
+    in this rank's group}.
     """
 
     memory: dict
