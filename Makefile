@@ -2,10 +2,11 @@
 # make test   set up, run the whole test suite
 # make setup  the environment alone (.venv)
 # make lint   ruff: lint and format check
+# make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-.PHONY: demo setup test lint clean exercise faults slurm slurm-shell slurm-stop
+.PHONY: demo setup test lint clean exercise faults preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,6 +31,9 @@ exercise: .venv/installed
 
 faults: .venv/installed-dev
 	$(BIN)/python -m tests.faults --rounds $(or $(ROUNDS),1)
+
+preflight: .venv/installed
+	@$(BIN)/$(if $(RANKS),torchrun --nproc_per_node $(RANKS),python) -m utils.preflight
 
 slurm:
 	@tests/slurm/cluster.sh start

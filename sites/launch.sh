@@ -8,6 +8,11 @@ fail() { echo "error: $1" >&2; exit 2; }
 script=$1
 shift
 [[ -f $script ]] || fail "$script: not in $PWD"
+program=("$script")
+if [[ $script == utils/* ]]; then # part of a package: python -m utils.name
+    module=${script%.py}
+    program=(-m "${module//\//.}")
+fi
 [[ ${SLURM_JOB_ID:-} ]] || fail "no Slurm job here: submit with sbatch, or run python $script"
 
 # The site: paths, modules, container.
@@ -101,7 +106,7 @@ echo "launch: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_C
 # shellcheck disable=SC2016 # expanded by the task
 srun --export=ALL --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" \
     bash -c 'source ./export_DDP_vars.sh && exec "$@"' task \
-    "${container[@]}" "$PYTHON" "$script" "${paths[@]}" "$@" &
+    "${container[@]}" "$PYTHON" "${program[@]}" "${paths[@]}" "$@" &
 srun_pid=$!
 while :; do # a trap ends `wait` early
     interrupted=''

@@ -17,7 +17,7 @@ import train
 
 REPOSITORY = Path(__file__).parents[1]
 CLUSTER = REPOSITORY / "tests/slurm/cluster.sh"
-SUBMIT = ["submit_pm.sh", "submit_dp.sh", "submit_mp.sh", "submit_shard.sh", "submit_forecast.sh"]
+SUBMIT = sorted(file.name for file in REPOSITORY.glob("submit_*.sh"))
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY"}
 PROBE = """
 import json, os, pathlib, sys

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-SUBMIT = ["submit_pm.sh", "submit_dp.sh", "submit_mp.sh", "submit_shard.sh", "submit_forecast.sh"]
+SUBMIT = sorted(path.name for path in REPOSITORY.glob("submit_*.sh"))
 DDP_NAMES = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
@@ -55,7 +55,7 @@ def launch(tmp_path):
     stub.write_text('#!/bin/bash\nwhile [[ $1 != task ]]; do shift; done; shift\nprintf "%s\\n" "$@"\n')
     stub.chmod(0o755)
 
-    def start(*words, **environment):
+    def start(*words, program="train.py", **environment):
         job = {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "7",
@@ -65,7 +65,7 @@ def launch(tmp_path):
             "SLURM_JOB_NODELIST": "node1",
             "BASH_FUNC_module%%": '() { echo "module $*"; }',
         }
-        return run(["bash", "sites/launch.sh", "train.py", *words], **job | environment)
+        return run(["bash", "sites/launch.sh", program, *words], **job | environment)
 
     return start
 
@@ -74,6 +74,11 @@ def test_without_a_container_a_task_is_python_and_the_words_given(launch):
     result = launch("--config=short", "two words", PYTHON=sys.executable)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[1:] == [sys.executable, "train.py", "--config=short", "two words"]
+
+
+def test_a_part_of_a_package_is_started_as_a_module(launch):
+    result = launch("--timeout", "5", program="utils/preflight.py", PYTHON="python")
+    assert result.stdout.splitlines()[1:] == ["python", "-m", "utils.preflight", "--timeout", "5"]
 
 
 def test_folders_of_the_site_come_before_the_words_given(launch, tmp_path):

@@ -1,0 +1,274 @@
+"""utils.preflight: what holds is ok, what does not is named, with what to do, and nobody waits for ever."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from tests.launch import finish, torchrun
+from utils import preflight, preflight_files, preflight_network
+from utils.errors import UsageError
+from utils.findings import Finding, merge
+from utils.launch import Launch
+from utils.rollcall import RollCall, limited, shortened
+
+
+@pytest.fixture(autouse=True)
+def _without_gpus(monkeypatch):
+    """Ranks of these tests are more than the GPUs of a machine may be."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def words(tmp_path, sample_folder):
+    """Options of a check that finds nothing wrong."""
+    return ["--expdir", str(tmp_path / "logs"), "--train_data_path", str(sample_folder / "train")]
+
+
+@pytest.fixture
+def check(capsys):
+    """Call with options: status of one process, and its lines."""
+
+    def run(words):
+        status = preflight.main(words)
+        return status, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def lines_of(output, what):
+    return [line for line in output if re.match(rf"(ok|warn|FAIL) +{what} ", line)]
+
+
+def started(ranks, of, words, port):
+    """Start some ranks, without a launcher that would end the others."""
+    command = [sys.executable, "-m", "utils.preflight", *words]
+    common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(of), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in ranks
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_one_process_finds_nothing_wrong_and_leaves_nothing(check, words, tmp_path):
+    status, output = check([*words, "--json", str(tmp_path / "found.json")])
+    assert status == 0 and "0 FAIL" in output[-1], output
+    for what in ("python", "packages", "devices", "launch", "threads", "log folder", "data folder", "data reading"):
+        assert lines_of(output, what), what
+    assert list((tmp_path / "logs").iterdir()) == []
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["status"] == 0 and len(report["nodes"]) == 1
+    assert {f["what"] for f in report["findings"]} >= {"packages", "data reading"}
+    assert all(f["level"] in ("ok", "warn", "FAIL") for f in report["findings"])
+
+
+def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
+    status, output = finish(torchrun(["utils.preflight", *words, "--json", str(tmp_path / "found.json")], script="-m"))
+    assert status == 0, output
+    report = json.loads((tmp_path / "found.json").read_text())
+    found = {}
+    for finding in report["findings"]:
+        found.setdefault(finding["what"], []).append(finding)
+    assert [f["found"].split(":")[0] for f in found["collectives"]] == ["float32", "bfloat16"]
+    assert found["bandwidth"][0]["values"].keys() == {"all-reduce", "all-gather", "all-to-all"}
+    for what in ("rendezvous", "process group", "node", "shared folder", "clocks"):
+        assert found[what][0]["level"] == "ok", what
+    assert len(report["nodes"]) == 2 and "rank 0-1" in found["rendezvous"][0]["found"]
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "option, what, advice", [("--expdir", "log folder", "--expdir"), ("--train_data_path", "data folder", "docs/data")]
+)
+def test_a_folder_that_cannot_be_used_fails_with_advice(check, words, tmp_path, option, what, advice):
+    (tmp_path / "file").touch()
+    status, output = check([*words, option, str(tmp_path / "file/folder")])
+    (line,) = lines_of(output, what)
+    assert status == 1 and line.startswith("FAIL") and "file/folder" in line and advice in line
+
+
+def test_without_any_data_it_says_how_to_make_some(check, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, output = check(words[:2])
+    (line,) = lines_of(output, "data folder")
+    assert status == 0 and line.startswith("warn") and "make demo" in line
+
+
+def test_another_version_of_torch_warns_and_a_missing_package_fails(check, words, monkeypatch):
+    real = preflight.metadata.version
+    monkeypatch.setattr(preflight.metadata, "version", lambda name: "1.0+cu1" if name == "torch" else real(name))
+    status, output = check(words)
+    assert status == 0
+    assert any(line.startswith("warn") and "torch 1.0+cu1, requirements.txt says" in line for line in output)
+
+    def missing(name):
+        raise preflight.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(preflight.metadata, "version", missing)
+    status, output = check(words)
+    assert status == 1 and any(line.startswith("FAIL") and "torch is missing" in line for line in output)
+
+
+def test_variables_that_slow_a_run_down_warn_and_a_wrong_interface_fails(check, words, monkeypatch):
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nonsense0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1000")
+    monkeypatch.setattr(preflight.torch, "get_num_threads", lambda: 1000)
+    status, output = check(words)
+    assert status == 1
+    ib, interface = [line for line in lines_of(output, "variables") if "NCCL_" in line]
+    assert ib.startswith("warn") and "InfiniBand" in ib
+    assert interface.startswith("FAIL") and "nonsense0 - one of " in interface and "lo" in interface
+    assert lines_of(output, "threads")[0].startswith("warn")
+
+
+def test_a_gpu_that_torch_does_not_see_fails(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(preflight.torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(preflight_network, "nvidia_driver", lambda: "580.1")
+    (finding,) = preflight.devices(None, None)
+    assert finding.level == "FAIL" and "nvidia-smi shows driver 580.1" in finding.found
+
+
+@pytest.mark.gpu
+def test_gpus_are_counted_with_their_memory(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (finding,) = preflight.devices(None, RollCall(Launch(), 1))
+    assert re.match(r"\d+ x cuda .*, \d+ of \d+ GiB free, CUDA .*", finding.found), finding.found
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(words, port):
+    began = time.monotonic()
+    outputs = [finish(process) for process in started([0, 1], 3, [*words, "--timeout", "8"], port)]
+    assert time.monotonic() - began < 60
+    for status, output in outputs:
+        assert status == 1 and "rank 2 (" in output and "did not come within 8 s" in output, output
+        assert "Traceback" not in output
+
+
+def test_a_rank_0_that_does_not_come_is_named_as_well(words, port):
+    (process,) = started([1], 2, [*words, "--timeout", "2"], port)
+    status, output = finish(process)
+    assert status == 1 and f"did not come: 127.0.0.1:{port} cannot be reached" in output and "rank 0 (" in output
+
+
+def test_a_rank_that_comes_and_then_is_gone_is_named(words, port):
+    processes = started([0, 1, 2], 3, [*words, "--timeout", "6"], port)
+    first = processes[0].stdout.readline()
+    assert "rank 0-2" in first, first
+    processes[2].kill()
+    status, output = finish(processes[0])
+    assert status == 1 and "rank 2 (" in output and "did not reach" in output, output
+    assert finish(processes[1])[0] == 1
+    processes[2].wait()
+
+
+def test_a_port_in_use_and_an_unknown_address_are_named(words, monkeypatch, check):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        (process,) = started([0], 2, [*words, "--timeout", "2"], taken.getsockname()[1])
+        status, output = finish(process)
+    assert status == 1 and "cannot be opened" in output and "another MASTER_PORT" in output
+    ranks = RollCall(Launch(0, 0, 2, 1, "no.such.host.invalid", 1), 1)
+    with pytest.raises(Exception, match=r"MASTER_ADDR no\.such\.host\.invalid is not known"):
+        ranks.connect()
+
+
+def wrong_collectives(broken):
+    """What the check says on this rank of a group in which one kind of collective does nothing."""
+    ranks = SimpleNamespace(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=preflight.torch.device("cpu"),
+        exchange=lambda key, value: [value],
+    )
+    kept = dist.all_reduce
+    if broken:
+        dist.all_reduce = lambda tensor: None
+    try:
+        return [finding.line() for finding in preflight_network.collectives(None, ranks)]
+    finally:
+        dist.all_reduce = kept
+
+
+def test_wrong_numbers_from_a_collective_are_seen(ranks):
+    assert all(line.startswith("ok") for lines in ranks(3, wrong_collectives, False) for line in lines)
+    for lines in ranks(3, wrong_collectives, True):
+        assert [line.split(" - ")[0].split(": ")[-1] for line in lines] == ["wrong numbers from all-reduce"] * 2
+
+
+class Together:
+    """Stands for several ranks: what this one exchanges is what the test says."""
+
+    def __init__(self, **answers):
+        self.answers = answers
+        self.size, self.rank, self.patience, self.nodes = 3, 1, 0.2, ["a", "b", "b"]
+
+    def exchange(self, key, value):
+        return self.answers.get(key.split(": ")[-1], [value] * 3)
+
+    names = RollCall.names
+
+
+def test_a_folder_that_is_not_shared_and_clocks_that_differ_are_seen(tmp_path):
+    ranks = Together(seen=[0.0, None, None], clocks=[100.0, 100.1, 107.0])
+    (folder,) = preflight_files.shared_folder(SimpleNamespace(expdir=str(tmp_path)), ranks)
+    assert folder.level == "FAIL" and "is not seen by rank 1-2 (b)" in folder.found
+    (clock,) = preflight_files.clocks(None, ranks)
+    assert (clock.level, clock.found) == ("warn", "at most 7.00 s apart; rank 2 (b) ahead")
+
+
+def test_findings_of_some_ranks_say_whose_they_are():
+    good, bad = Finding("ok", "x", "fine", "not shown").as_dict(), Finding("FAIL", "x", "bad", "do").as_dict()
+    assert [f.line().split() for f in merge([[good], [bad], [bad]], Together())] == [
+        ["ok", "x", "rank", "0", "(a):", "fine"],
+        ["FAIL", "x", "rank", "1-2", "(b):", "bad", "-", "do"],
+    ]
+
+
+def test_a_check_that_raises_or_hangs_is_a_failure(words):
+    options = SimpleNamespace(timeout=0.1)
+
+    def hangs(*_):
+        yield Finding("ok", "hangs", "so far")
+        time.sleep(5)
+
+    def raises(*_):
+        raise ValueError("why")
+        yield
+
+    so_far, late = preflight.attempt(hangs, options, None)
+    assert so_far["level"] == "ok" and late["level"] == "FAIL" and "not done after 0.2 s" in late["found"]
+    assert preflight.attempt(raises, options, None)[0]["found"] == "ValueError: why"
+    assert limited(5, lambda: 3) == 3
+
+
+def test_small_helpers():
+    assert shortened([5, 1, 4, 6, 8]) == "1,4-6,8"
+    unknown = preflight_network.unknown_interfaces
+    name = preflight_network.interfaces()[0]
+    assert not unknown(name) and not unknown(f"={name}") and not unknown("^anything") and unknown("=nonsense")
+
+
+@pytest.mark.parametrize("words", [["--timeout", "0"], ["--nonsense"], ["--json", "/nowhere/at/all.json"]])
+def test_wrong_options_are_usage_errors(words):
+    with pytest.raises(UsageError):
+        preflight.main(words)
