@@ -52,6 +52,12 @@ def layout_words(plan):
     return ", ".join(words)
 
 
+def rate(plan):
+    """Samples/s in three digits or more."""
+    speed = plan.samples_per_sec
+    return f"{speed:.{1 if speed >= 10 else 3}f}"
+
+
 def precision(config):
     return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
 
@@ -93,13 +99,13 @@ def time_text(plan):
         f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
         f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
         f"bound by {time.bound}. Reading the data is not in it.\n"
-        f"{plan.samples_per_sec:.1f} samples/s; {config.num_iters} iterations take {plan.node_hours:.2f} node-hours. "
+        f"{rate(plan)} samples/s; {config.num_iters} iterations take {plan.node_hours:.2f} node-hours. "
         f"{plan.flops / 1e12:.2f} TFLOP a step."
     )
 
 
-def run_text(plan, request):
-    return f"Run it:\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
+def run_text(plan, request, words="Run it:"):
+    return f"{words}\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
 
 
 def search_text(plans, request):
@@ -107,12 +113,12 @@ def search_text(plans, request):
     if not plans:
         return f"Nothing fits on {request.gpu.name}.\n\n{refused_text(request.refused)}"
     rows = [
-        (number, layout_words(plan), plan.fits, (plan.peak + plan.overhead) / GIB, plan.samples_per_sec,
+        (number, layout_words(plan), plan.fits, (plan.peak + plan.overhead) / GIB, rate(plan),
          plan.time.seconds * 1e3, plan.time.bound, differs(plan))
         for number, plan in enumerate(plans, 1)
     ]  # fmt: skip
     columns = {
-        "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": ".1f", "ms a step": ".1f",
+        "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
         "bound by": "", "closed form": "",
     }  # fmt: skip
     error = plans[0].time.error
@@ -121,7 +127,7 @@ def search_text(plans, request):
         f"{format_table(columns, rows)}\n\n"
         f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. closed form: "
         "its memory, where it is 3 % off the trace.\n\n"
-        f"{refused_text(request.refused)}\n\nThe first one: {run_text(plans[0], request)}"
+        f"{refused_text(request.refused)}\n\n{run_text(plans[0], request, 'Run the first one:')}"
     )
 
 
@@ -141,12 +147,12 @@ def scaling_text(points, request):
     """points: of utils.planner.search.scaling."""
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
-         point.plan.samples_per_sec, point.efficiency, (point.plan.peak + point.plan.overhead) / GIB,
+         rate(point.plan), point.efficiency, (point.plan.peak + point.plan.overhead) / GIB,
          point.plan.time.bound)
         for point in points
     ]  # fmt: skip
     columns = {
-        "GPUs": "d", "scaling": "", "best layout": "", "batch": "d", "samples/s": ".1f", "efficiency": ".0%",
+        "GPUs": "d", "scaling": "", "best layout": "", "batch": "d", "samples/s": "", "efficiency": ".0%",
         "GiB needed": ".1f", "bound by": "",
     }  # fmt: skip
     return (
