@@ -4,6 +4,7 @@ The cost does not depend on the number of ranks. Deep models are traced with few
 in the number of blocks of a stage.
 """
 
+import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -76,7 +77,9 @@ def _deep(config, layout, rank, device_type):
     stages = layout.pp * (2 if layout.pp > 1 and config.pp_schedule == "interleaved" else 1)
     unit = stages * (config.checkpointing_interval if config.activation_checkpointing != "none" else 1)
     blocks, left = divmod(config.depth, unit)
-    most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares out whole parameters
+    most = MOST
+    if layout.dp * layout.cp * math.prod(layout.domain) > 1 and not config.noddp:
+        most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares whole parameters
     if left or blocks <= most:
         return _trace(config, layout, rank, device_type)
     few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in SHORT)
