@@ -140,6 +140,8 @@ def test_a_solution_passes(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_unsolved_file_fails_with_a_line_that_helps(name):
+    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", FILES[name]], cwd=FILES[name].parent).returncode == 1:
+        pytest.skip("somebody has worked on it")
     lines = check_file(name, FILES[name], SEED)
     assert lines and re.search(UNSOLVED[name], lines[0])
     assert "Traceback" not in "".join(lines)
