@@ -92,6 +92,13 @@ def test_the_winner_comes_with_its_command_and_the_others_with_a_reason(capsys):
     assert "sbatch -N 4 submit_" in text and "12 blocks cannot be shared by" in text
 
 
+def test_where_nothing_fits_no_command_is_given(capsys):
+    plan.main(["--yaml_config", "config/shard.yaml", "--config", "shard_025deg_patch2", "--gpus", "2", "--top", "1"])
+    text = capsys.readouterr().out
+    assert "fits; those that would be fastest" in text and "Nothing to run" in text
+    assert "sbatch" not in text and "torchrun" not in text
+
+
 def test_options_that_are_given_are_kept(capsys):
     plans = planned(capsys, *MP, "--gpus", "8", "--tensor_parallel", "2", "--top", "3")
     assert {one["layout"]["tp"] for one in plans} == {2}

@@ -253,7 +253,7 @@ def test_a_calibrated_prediction_gives_the_run_it_was_calibrated_on():
     trace = made([matmul(0.5)], [(message, 1)], [("dp", (0, 1, 2, 3))])
     summary = {"samples_per_sec": 10.0, "world_size": 4}
     factor = calibrate([trace], config, layout, A100, summary)
-    step = step_time([trace], config, layout, A100, factor, calibrated=True)
+    step = step_time([trace], config, layout, A100, factor)
     assert step.seconds == pytest.approx(1.6, rel=1e-5) and step.error == CALIBRATED < UNCALIBRATED
     # Of 1.6 s a quarter was spent waiting for data.
     reading = calibrate([trace], config, layout, A100, summary | {"data_wait_fraction": 0.25})
@@ -345,7 +345,7 @@ def test_published_throughputs_lie_in_the_stated_band(name):
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != ONE])
 def test_calibrated_on_one_gpu_the_published_throughputs_are_met(name):
-    step = step_time(*traced(name), gpu_of(name), factor(), calibrated=True)
+    step = step_time(*traced(name), gpu_of(name), factor())
     samples, published = traced(name)[1].global_batch_size, PUBLISHED[name][0]
     assert samples / step.seconds == pytest.approx(published, rel=0.2)
     assert abs(samples / published / step.seconds - 1) <= step.error

@@ -13,7 +13,7 @@ from distributed.domain_parallel import split_images
 from distributed.tiles import own_window
 from utils import comm
 from utils.benchmarks import team
-from utils.benchmarks.memory import SavedTensors
+from utils.benchmarks.memory import SavedTensors, optimizer_states
 from utils.benchmarks.peak import PeakMemory, is_out_of_memory
 from utils.compute import apply_compute_options
 from utils.device import synchronize
@@ -21,7 +21,7 @@ from utils.errors import UsageError, reported_as_usage_error
 from utils.loss import classification_loss
 from utils.model import build_model
 from utils.optim import build_optimizer
-from utils.training_step import AMP_DTYPES
+from utils.training_step import autocast
 
 
 class OutOfMemory(UsageError):
@@ -130,8 +130,7 @@ class RankCase:
         self.classes = torch.randint(config.num_classes, (count,), generator=random)[own].to(device)
 
     def autocast(self):
-        dtype = AMP_DTYPES.get(self.case.config.amp_mode)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        return autocast(self.case.config, self.device)
 
     @torch.no_grad()
     def forward(self):
@@ -196,8 +195,7 @@ class RankCase:
                 self.step(after_forward)
             peak = torch.cuda.max_memory_allocated()
         else:
-            states = self.optimizer.state.values() if self.optimizer else ()
-            moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+            moments = optimizer_states(self.optimizer) if self.optimizer else []
             with PeakMemory([*module.parameters(), *moments, self.x], self.case.memory_limit) as live, saved:
                 self.step(after_forward)
             peak = live.peak

@@ -62,9 +62,7 @@ def memory_of_a_step(step, x, y, listener=None):
         step(0, x, y)
     for hook in hooks:
         hook.remove()
-    optimizer = getattr(step.optimizer, "optim", step.optimizer)  # inside a ZeroRedundancyOptimizer
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    held["optimizer"] = nbytes([value for value in states if isinstance(value, torch.Tensor)])
+    held["optimizer"] = nbytes(optimizer_states(step.optimizer))
     return dict(held)
 
 
@@ -89,10 +87,15 @@ def memory_of_a_pipeline_step(step, x, y, listener=None):
         stack.enter_context(_before(step.scaler, "step", before_update))
         stack.enter_context(saved)
         step(0, x, y)
-    optimizer = getattr(step.optimizer, "optim", step.optimizer)
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    held["optimizer"] = nbytes([value for value in states if isinstance(value, torch.Tensor)])
+    held["optimizer"] = nbytes(optimizer_states(step.optimizer))
     return dict(held)
+
+
+def optimizer_states(optimizer):
+    """The tensors that an optimizer keeps on this rank."""
+    optimizer = getattr(optimizer, "optim", optimizer)  # inside a ZeroRedundancyOptimizer
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _before(owner, name, function):

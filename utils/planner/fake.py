@@ -1,7 +1,8 @@
 """One rank of a run that is not there: its tensors have shapes but no data, its messages go nowhere.
 
 The model, its parallel form and the training step are those of a real run; what a FakeTensor cannot do is put in place
-here. All of PyTorch's private parts that the planner rests on are in this file; checked with torch 2.13.
+here. What the planner imports of PyTorch's private modules, and what it replaces or reads of private attributes of
+DistributedDataParallel, pipelines and process groups, is in this file alone; checked with torch 2.13.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -89,6 +90,17 @@ def pipeline_shapes(image, tokens):
 
     with patch("distributed.pipeline.PipelineStage", stage):
         yield
+
+
+def receive_buffers(stages):
+    """The tensors into which stages of a pipeline receive: one for each micro-batch, all the time."""
+    infos = [
+        info
+        for stage in stages
+        for each in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        for info in each
+    ]
+    return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
 
 
 class Replica(nn.Module):

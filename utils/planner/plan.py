@@ -33,7 +33,6 @@ class Plan:
     inference: float
     flops: float
     time: StepTime
-    calibrated: bool = False
     closed_peak: float | None = None  # by closed form, where both were asked
 
     @property
@@ -118,6 +117,5 @@ def plan_layout(config, layout, gpu, calibration=None, traces=None):
         max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace,
         max(trace.inference for trace in traces) + gpu.workspace,
         flops * layout.world_size,
-        step_time(traces, config, layout, gpu, calibration or 1.0, calibration is not None),
-        calibration is not None,
+        step_time(traces, config, layout, gpu, calibration),
     )

@@ -94,7 +94,7 @@ def messages_text(plan):
 def time_text(plan):
     time, config = plan.time, plan.config
     rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
-    rest = "one measured run" if plan.calibrated else "data sheets: --calibrate a run to narrow it"
+    rest = "one measured run" if time.calibrated else "data sheets: --calibrate a run to narrow it"
     return (
         f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
         f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
@@ -109,9 +109,9 @@ def run_text(plan, request, words="Run it:"):
 
 
 def search_text(plans, request):
-    """The best layouts, why others fail, and how to run the winner."""
+    """The best layouts, why others fail, and how to run the winner; of those that fit nowhere, how much they lack."""
     if not plans:
-        return f"Nothing fits on {request.gpu.name}.\n\n{refused_text(request.refused)}"
+        return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
     rows = [
         (number, layout_words(plan), plan.fits, (plan.peak + plan.overhead) / GIB, rate(plan),
          plan.time.seconds * 1e3, plan.time.bound, differs(plan))
@@ -121,13 +121,17 @@ def search_text(plans, request):
         "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
         "bound by": "", "closed form": "",
     }  # fmt: skip
-    error = plans[0].time.error
+    error, best = plans[0].time.error, plans[0]
+    found = f"the best of {request.compared} layouts"
+    if best.fits == "no":
+        found = f"none of {request.compared} layouts fits; those that would be fastest"
+    run = "Nothing to run: more GPUs, or ones with more memory." if best.fits == "no" else ""
     return (
-        f"{head(plans[0]).partition(':')[0]}, the best of {request.compared} layouts:\n\n"
+        f"{head(best).partition(':')[0]}, {found}:\n\n"
         f"{format_table(columns, rows)}\n\n"
         f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. closed form: "
         "its memory, where it is 3 % off the trace.\n\n"
-        f"{refused_text(request.refused)}\n\n{run_text(plans[0], request, 'Run the first one:')}"
+        f"{refused_text(request.refused)}\n\n{run or run_text(best, request, 'Run the first one:')}"
     )
 
 

@@ -53,22 +53,23 @@ class StepTime:
 
     seconds: float
     error: float
+    calibrated: bool
     parts: dict
     bound: str
     collectives: list
 
 
-def step_time(traces, config, layout, gpu, calibration=1.0, calibrated=False):
+def step_time(traces, config, layout, gpu, calibration=None):
     """StepTime of a training step.
 
     traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node. calibration: factor on the times of
-    computation, launches included, from `calibrate`; calibrated: that is where it comes from.
+    computation, launches included, from `calibrate`; None: they rest on data sheets.
 
     Gradient reductions, and the gathers of sharded parameters, overlap with the computation of their phase, all but one
     bucket; the exchanges of ring attention with attention; all else is waited for. Where all ranks share one image,
     sharded parameters travel along the same group as its tokens: all gathers are then waited for, an upper bound.
     """
-    steps = [_Step(trace, config, layout, gpu, calibration) for trace in traces]
+    steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
     slowest = max(steps, key=lambda step: sum(step.parts.values()))
     parts = slowest.parts
     most = Counter()
@@ -78,7 +79,8 @@ def step_time(traces, config, layout, gpu, calibration=1.0, calibrated=False):
     kind, _, group = bound.partition(" ")
     return StepTime(
         seconds=sum(parts.values()),
-        error=CALIBRATED if calibrated else UNCALIBRATED,
+        error=UNCALIBRATED if calibration is None else CALIBRATED,
+        calibrated=calibration is not None,
         parts=parts,
         bound=f"communication ({group})" if kind == "communication" else bound,
         collectives=slowest.collectives,

@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from distributed.collectives import shard_sizes
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import split_images, transform_forward
 from distributed.model_parallel import split_model
 from distributed.tiles import own_window
 from utils import comm
-from utils.benchmarks.memory import memory_of_a_pipeline_step, memory_of_a_step
+from utils.benchmarks.memory import memory_of_a_pipeline_step, memory_of_a_step, optimizer_states
 from utils.benchmarks.phases import around, phases_of
 from utils.compute import apply_compute_options
 from utils.model import build_model
 from utils.optim import build_optimizer
 from utils.planner.cuda_autocast import CudaAutocast
-from utils.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes
+from utils.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes, receive_buffers
 from utils.planner.tracker import Tracker
 from utils.training_step import AMP_DTYPES, TrainingStep
 
@@ -109,7 +110,7 @@ def _trace(config, layout, rank, device_type):
     # The mathematics is the same without; what is compiled is not traced, nor is DTensor's tensor parallelism.
     config = config.model_copy(update={"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native"})
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
-    autocast = gpu_autocast(config) if device_type != "cpu" else None
+    autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, autocast.ahead_of_collectives() if autocast else nullcontext():
         model = build_model(config)
         split = (split_images if layout.domain != (1, 1) else split_model)(model, config)
@@ -133,29 +134,26 @@ def _trace(config, layout, rank, device_type):
 def _shapes(config, layout):
     if layout.pp == 1:
         return nullcontext()
-    rows, columns = (n // config.patch_size for n in config.img_size)
-    rows = rows // layout.cp + (comm.get_rank("cp") < rows % layout.cp)
-    samples, tokens = config.global_batch_size // layout.dp // config.gradient_accumulation, rows * columns
+    samples, size = config.global_batch_size // layout.dp // config.gradient_accumulation, _own_size(config)
+    tokens = math.prod(size) // config.patch_size ** len(size)
     if config.sequence_parallel:
-        tp = layout.tp
-        tokens = tokens // tp + (comm.get_rank("tp") < tokens % tp)
-    image = samples, config.n_in_channels, rows * config.patch_size, config.img_size[1]
-    return pipeline_shapes(image, (samples, tokens, config.embed_dim))
+        tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
+    return pipeline_shapes((samples, config.n_in_channels, *size), (samples, tokens, config.embed_dim))
+
+
+def _own_size(config):
+    """Points of this rank's part of an image along each axis."""
+    return [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]
 
 
 def _batch(config, layout):
     """The part of a batch that this rank works on."""
     samples = config.global_batch_size // layout.dp
-    size = [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]
+    size = _own_size(config)
     x = torch.empty(samples, config.n_in_channels, *size)
     if config.model == "classifier":
         return x, torch.empty(samples, dtype=torch.int64)
     return x, torch.empty(samples, config.n_out_channels, *size)
-
-
-def gpu_autocast(config):
-    """The mixed precision of a GPU, also a decorator."""
-    return CudaAutocast(AMP_DTYPES.get(config.amp_mode))
 
 
 class GpuStep(TrainingStep):
@@ -171,19 +169,12 @@ class GpuStep(TrainingStep):
 
 def measured(step, x, y):
     """The Trace of step(1, x, y), of a TrainingStep that has made a step before; of a real one too, less inference."""
-    parallel, optimizer = step.parallel, getattr(step.optimizer, "optim", step.optimizer)
+    parallel, states = step.parallel, optimizer_states(step.optimizer)
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
-    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     stages = parallel.pipeline.stages if parallel.pipeline else []
     called = [stage.submod for stage in stages] or [parallel.module]
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
-    received = [  # one for each micro-batch, all the time
-        info.buffer
-        for stage in stages
-        for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-        for info in infos
-        if getattr(info, "buffer", None) is not None
-    ]
+    received = receive_buffers(stages)
     there = [*weights, *states, *buckets, *received]
     sharded = [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]
     tracker = Tracker([*there, x, y])

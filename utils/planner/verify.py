@@ -11,14 +11,14 @@ from utils.benchmarks.report import format_table
 from utils.benchmarks.team import Team
 from utils.config import load_config
 from utils.layout import Layout
+from utils.planner.request import SCRIPTS
 from utils.planner.trace import measured, trace_step
 from utils.schema import Config
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
 TOLERANCE = 0.02  # of what is saved for the backward pass
-RUNG3 = ("tensor_parallel", "context_parallel", "pipeline_parallel")
-RUNG4 = ("tensor_parallel", "domain_parallel")
+RANKS = 2
 CASES = {  # config file and config: layouts of two ranks, each a list of options
     ("config/ViT.yaml", "quick"): (
         "data_parallel=ddp bucket_cap_mb=0.5", "data_parallel=zero1", "data_parallel=zero2", "data_parallel=fsdp",
@@ -46,34 +46,32 @@ class Case:
     layout: Layout
 
 
-def build_cases(ranks=2):
+def build_cases():
     cases = []
     for (path, name), layouts in CASES.items():
         for text in layouts:
             options = [f"--{option}" for option in text.replace("=true", "").split()]
-            splits = RUNG4 if path == "config/shard.yaml" else RUNG3
+            splits = SCRIPTS["train_shard.py" if path == "config/shard.yaml" else "train_mp.py"]
             words = [f"--config={name}", "--depth=4", "--device=cpu", "--local_batch_size=4", *options]
-            config = load_config(words, None, ranks, path, splits)
-            cases.append(Case(f"{name} {text}", config, config.layout(ranks)))
+            config = load_config(words, None, RANKS, path, splits)
+            cases.append(Case(f"{name} {text}", config, config.layout(RANKS)))
     return cases
 
 
-def verify(cases=None, ranks=2):
+def verify(cases=None):
     """Run every case for real and plan it; print both and return the number of cases in which they differ.
 
     They agree where all messages of a step are equal, in number and in bytes, parameters, gradients and optimizer
     state as well, arithmetic too, and saved activations are within 2 %.
     """
-    cases, wrong = cases or build_cases(ranks), 0
-    with Team(ranks, cases, _serve) as team:
+    cases, wrong = cases or build_cases(), 0
+    with Team(RANKS, cases, _serve) as team:
         real = team.figures
     rows = []
     for case, figures in zip(cases, real, strict=True):
         traces = trace_step(case.config, case.layout, "cpu")
         planned = [summary(trace) for trace in traces]
-        problems = [
-            text for own, plan in zip(figures[:: ranks - 1], planned, strict=False) for text in differ(own, plan)
-        ]
+        problems = [text for own, plan in zip(figures, planned, strict=False) for text in differ(own, plan)]
         wrong += bool(problems)
         own, plan = figures[0], planned[0]
         rows.append(
