@@ -95,7 +95,7 @@ def test_the_winner_comes_with_its_command_and_the_others_with_a_reason(capsys):
 def test_where_nothing_fits_no_command_is_given(capsys):
     plan.main(["--yaml_config", "config/shard.yaml", "--config", "shard_025deg_patch2", "--gpus", "2", "--top", "1"])
     text = capsys.readouterr().out
-    assert "fits; those that would be fastest" in text and "Nothing to run" in text
+    assert "fits; those that need least" in text and "Nothing to run" in text
     assert "sbatch" not in text and "torchrun" not in text
 
 

@@ -42,6 +42,11 @@ class Plan:
         return self.gpu.overhead + FRAGMENTATION * self.peak + dali
 
     @property
+    def needed(self):
+        """Of the device's memory."""
+        return self.peak + self.overhead
+
+    @property
     def host(self):
         """In host memory, with cpu_offload."""
         return sum(self.memory[name] for name in HOST) if self.config.cpu_offload else 0
@@ -49,7 +54,7 @@ class Plan:
     @cached_property
     def fits(self):
         """fits, marginal or no: see docs/plan.md for the thresholds."""
-        share = (self.peak + self.overhead) / self.gpu.memory
+        share = self.needed / self.gpu.memory
         return "fits" if share <= FITS else "marginal" if share <= MARGINAL else "no"
 
     @property

@@ -69,7 +69,7 @@ def memory_text(plan):
         ("at most at once, in training", plan.peak / GIB),
         ("at most at once, in a forward pass", plan.inference / GIB),
         ("outside of the allocator, and its loss", plan.overhead / GIB),
-        ("needed", (plan.peak + plan.overhead) / GIB),
+        ("needed", plan.needed / GIB),
         (f"{plan.gpu.name} has", plan.gpu.memory / GIB),
     ]
     table = format_table({"memory of the rank that holds most": "", "GiB": ".2f"}, rows)
@@ -113,7 +113,7 @@ def search_text(plans, request):
     if not plans:
         return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
     rows = [
-        (number, layout_words(plan), plan.fits, (plan.peak + plan.overhead) / GIB, rate(plan),
+        (number, layout_words(plan), plan.fits, plan.needed / GIB, rate(plan),
          plan.time.seconds * 1e3, plan.time.bound, differs(plan))
         for number, plan in enumerate(plans, 1)
     ]  # fmt: skip
@@ -124,7 +124,7 @@ def search_text(plans, request):
     error, best = plans[0].time.error, plans[0]
     found = f"the best of {request.compared} layouts"
     if best.fits == "no":
-        found = f"none of {request.compared} layouts fits; those that would be fastest"
+        found = f"none of {request.compared} layouts fits; those that need least"
     run = "Nothing to run: more GPUs, or ones with more memory." if best.fits == "no" else ""
     return (
         f"{head(best).partition(':')[0]}, {found}:\n\n"
@@ -151,7 +151,7 @@ def scaling_text(points, request):
     """points: of utils.planner.search.scaling."""
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
-         rate(point.plan), point.efficiency, (point.plan.peak + point.plan.overhead) / GIB,
+         rate(point.plan), point.efficiency, point.plan.needed / GIB,
          point.plan.time.bound)
         for point in points
     ]  # fmt: skip
@@ -183,9 +183,7 @@ def _bars(plans, path, time):
         sizes = [(plan.overhead if name == "overhead" else plan.memory[name]) / GIB for plan in plans]
         panels[0].barh(places, sizes, left=left, color=color, label=name)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    panels[0].plot(
-        [(plan.peak + plan.overhead) / GIB for plan in plans], places, "k|", markersize=12, label="needed at once"
-    )
+    panels[0].plot([plan.needed / GIB for plan in plans], places, "k|", markersize=12, label="needed at once")
     panels[0].axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
     panels[0].set(title="memory of a rank, each category at its most", xlabel="GiB")
     panels[0].set_yticks(places, names)

@@ -10,7 +10,7 @@ VERDICTS = ("fits", "marginal", "no")
 
 
 def best_layouts(request, gpus, top):
-    """Plans of the best layouts, by tracing; those that fit first, then by samples/s.
+    """Plans of the best layouts, by tracing; those that fit first, by samples/s, then by memory.
 
     All candidates are compared by closed form; of those that split the model alike only the best one is kept.
     Sets request.compared and request.refused, what is not among them and why.
@@ -41,7 +41,8 @@ def closed_plans(request, gpus, times=1):
 
 
 def _order(plan):
-    return VERDICTS.index(plan.fits), plan.time.seconds / plan.config.global_batch_size
+    cost = plan.needed if plan.fits == "no" else plan.time.seconds / plan.config.global_batch_size
+    return VERDICTS.index(plan.fits), cost
 
 
 @dataclass(frozen=True)
