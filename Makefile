@@ -1,12 +1,13 @@
 # make demo   set up, make sample data, train a small model, forecast with it
 # make test   set up, run the whole test suite
 # make setup  the environment alone (.venv)
-# make lint   ruff: lint and format check
+# make lint   ruff: lint and format check; mypy: types
+# make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-.PHONY: demo setup test lint clean exercise faults preflight slurm slurm-shell slurm-stop
+.PHONY: demo setup test lint figures clean exercise faults preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -25,6 +26,10 @@ test: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+figures: .venv/installed-dev
+	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import command, difference, output, picture, table" README.md docs/*.md
 
 exercise: .venv/installed
 	@$(BIN)/python -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))

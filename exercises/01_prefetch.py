@@ -9,10 +9,12 @@ Done for real in utils/data_loader.py: DataLoader._batches reads ahead with thre
 stream of its own while kernels of the step run. Chapter: docs/one_device.md, "The idea".
 """
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 
-def prefetched(read, count, depth):
+def prefetched(read: Callable[[int], Any], count: int, depth: int) -> Iterator[Any]:
     """Yield read(0), ..., read(count - 1) in this order; read is called in another thread.
 
     While the caller works with one batch, the next `depth` are being read or lie ready (fewer at the end), never more.

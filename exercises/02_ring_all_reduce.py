@@ -13,19 +13,20 @@ Done for real by NCCL and gloo in every `dist.all_reduce`. Chapter: docs/data_pa
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
-def shift(x):
+def shift(x: Tensor) -> Tensor:
     """Send x to the next rank of the ring; returns what the previous rank sent, a tensor of the same shape."""
     rank, size = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(x)
     sending = dist.isend(x.contiguous(), (rank + 1) % size)
     dist.recv(received, (rank - 1) % size)
-    sending.wait()
+    sending.wait()  # type: ignore[union-attr]  # None only outside of the group
     return received
 
 
-def ring_all_reduce(x):
+def ring_all_reduce(x: Tensor) -> Tensor:
     """The sum of the ranks' tensors, on every rank: (N,) -> (N,), where N is a multiple of the number of ranks.
 
     x stays as it is.

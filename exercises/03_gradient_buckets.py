@@ -14,10 +14,11 @@ Done for real in distributed/data_parallel.py (replicate: bucket_cap_mb). Chapte
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 @torch.no_grad()
-def average_gradients(parameters, limit):
+def average_gradients(parameters: list[nn.Parameter], limit: int) -> None:
     """Replace each p.grad by its mean over the ranks. parameters: from the first layer to the last.
 
     limit: bytes of a bucket. Parameters whose grad is None, the same ones on every rank, are passed over.

@@ -10,8 +10,12 @@ the rank that owns least so far (the first of them). No rank is told: all of the
 Done for real in distributed/data_parallel.py (build_zero1_optimizer). Chapter: docs/data_parallel.md, "The idea".
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 
 class Zero1:
@@ -21,7 +25,7 @@ class Zero1:
     list of those parameters that this rank owns. self.optimizer: what it gave.
     """
 
-    def __init__(self, parameters, make_optimizer):
+    def __init__(self, parameters: list[nn.Parameter], make_optimizer: Callable[[list[nn.Parameter]], Optimizer]):
         self.parameters = parameters
         rank, size = dist.get_rank(), dist.get_world_size()
         # TODO: self.owners, the rank of each parameter
@@ -31,7 +35,7 @@ class Zero1:
         self.optimizer = make_optimizer([p for p, owner in zip(parameters, self.owners, strict=True) if owner == rank])
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:
         """Update all parameters, on all ranks."""
         self.optimizer.step()
         # TODO: what the others have updated

@@ -12,12 +12,15 @@ Done for real in distributed/collectives.py (copy_to_region, reduce_from_region)
 docs/model_parallel.md, "The idea" and "The code".
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 
-def summed(x):
+def summed(x: Tensor) -> Tensor:
     """The sum of the ranks' tensors, as a new tensor."""
     x = x.clone()
     dist.all_reduce(x)
@@ -29,11 +32,13 @@ class EnterSplit(torch.autograd.Function):
 
     # TODO: forward and backward; `summed` is of use in one of them
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x: (N, D), the same on all ranks. Returns what a rank goes on with."""
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """grad: of what forward returned on this rank. Returns that of x."""
         return grad
 
     # END
@@ -44,19 +49,23 @@ class LeaveSplit(torch.autograd.Function):
 
     # TODO: forward and backward
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x: (N, D), this rank's summand. Returns what all ranks go on with."""
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """grad: of what forward returned. Returns that of this rank's x."""
         return grad
 
     # END
 
 
-def mlp(x, w1, b1, w2, b2):
-    """(N, D) -> (N, D), the same on every rank. w1 (H / ranks, D), b1 (H / ranks,) and w2 (D, H / ranks) are this
-    rank's parts, b2 (D,) is whole on every rank."""
+def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """The split MLP: (N, D) -> (N, D), the same on every rank.
+
+    w1 (H / ranks, D), b1 (H / ranks,) and w2 (D, H / ranks) are this rank's parts, b2 (D,) is whole on every rank.
+    """
     # TODO: where do f and g come in, and where is b2 added?
     h = F.gelu(F.linear(x, w1, b1))  # (N, H / ranks)
     return F.linear(h, w2, b2)

@@ -14,9 +14,10 @@ Done for real in distributed/attention.py (_merge, ring_attention). Chapter: doc
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
-def merge(out, lse, block_out, block_lse):
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to two sets of keys from attention to each: (out, lse) of both.
 
     out, block_out: (heads, n, d), lse, block_lse: (heads, n).
@@ -26,23 +27,26 @@ def merge(out, lse, block_out, block_lse):
     # END
 
 
-def ring_attention(q, k, v, mask):
-    """q, k, v: of this rank's tokens, (heads, n, d), n the same on all ranks. mask: which keys of all may be attended
-    to, (n, N) bool."""
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of this rank's tokens to all of them, (heads, n, d).
+
+    q, k, v: of this rank's tokens, (heads, n, d), n the same on all ranks. mask: which keys of all may be attended to,
+    (n, N) bool.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     block, masks = torch.stack((k, v)), mask.chunk(size, 1)
-    out, lse = attend(q, *block, masks[rank])
+    out, lse = attend(q, block[0], block[1], masks[rank])
     for step in range(1, size):
         arrived = torch.empty_like(block)
         sending = dist.isend(block, (rank + 1) % size)
         dist.recv(arrived, (rank - 1) % size)
-        sending.wait()
+        sending.wait()  # type: ignore[union-attr]  # None only outside of the group
         block = arrived
-        out, lse = merge(out, lse, *attend(q, *block, masks[(rank - step) % size]))
+        out, lse = merge(out, lse, *attend(q, block[0], block[1], masks[(rank - step) % size]))
     return out
 
 
-def attend(q, k, v, mask):
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to one block: its output, (heads, n, d), and the log of its sums of exponentials, (heads, n)."""
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1)

@@ -10,11 +10,14 @@ Fill in both. At the top and at the bottom of the image the halo is 0, and its g
 Done for real in distributed/halo.py (halo_exchange, Fetch). Chapter: docs/domain_parallel.md, "Halos".
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
-def exchange(up, down):
+def exchange(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Send `up` to the previous rank and `down` to the next, tensors of one shape; what came (from above, from below).
 
     The first rank gets 0 from above, the last one 0 from below.
@@ -33,15 +36,16 @@ class Halo(torch.autograd.Function):
     """Extend a band by r rows of each neighbour: (C, h, W) -> (C, r + h + r, W), where h is at least r."""
 
     @staticmethod
-    def forward(ctx, x, r):
+    def forward(ctx: Any, x: Tensor, r: int) -> Tensor:
+        """x: (C, h, W), this rank's band. Returns the extended one, (C, r + h + r, W)."""
         ctx.r = r
         # TODO: which rows go up, which go down, and what becomes of those that come
         raise NotImplementedError
         # END
 
     @staticmethod
-    def backward(ctx, grad):
-        """grad: (C, r + h + r, W), of the extended band. Returns that of x, (C, h, W)."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """grad: (C, r + h + r, W), of the extended band. Returns that of x, (C, h, W), and None for r."""
         r = ctx.r
         # TODO: the halo's gradient goes back to its owner, who adds it to its own
         raise NotImplementedError(r)

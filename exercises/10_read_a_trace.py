@@ -11,9 +11,12 @@ column "hidden" in docs/data_parallel.md.
 """
 
 import json
+from pathlib import Path
+
+Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 
-def kernels(path):
+def kernels(path: Path) -> tuple[list[Kernel], list[Kernel]]:
     """(communication, compute): [(name, start, end), ...] of both, in microseconds.
 
     Ranges such as "nccl:all_reduce" (cat gpu_user_annotation) lie over kernels and are none themselves.
@@ -24,28 +27,28 @@ def kernels(path):
     return [k for k in found if "nccl" in k[0].lower()], [k for k in found if "nccl" not in k[0].lower()]
 
 
-def exposed(start, end, compute):
+def exposed(start: float, end: float, compute: list[Kernel]) -> float:
     """Microseconds from start to end in which none of the compute kernels runs."""
     # TODO: mind kernels that overlap each other, and those that begin before or end after
     raise NotImplementedError
     # END
 
 
-def longest_kernel(communication, compute):
+def longest_kernel(communication: list[Kernel], compute: list[Kernel]) -> str:
     """Name of the kernel, of both kinds, that took longest in one go."""
     # TODO
     raise NotImplementedError
     # END
 
 
-def most_exposed(communication, compute):
+def most_exposed(communication: list[Kernel], compute: list[Kernel]) -> str:
     """Name of the collective with the most exposed time, all its calls together."""
     # TODO
     raise NotImplementedError
     # END
 
 
-def hidden_share(communication, compute):
+def hidden_share(communication: list[Kernel], compute: list[Kernel]) -> float:
     """Share of the time of all collectives that is hidden, 0 to 1. They do not overlap each other."""
     # TODO
     raise NotImplementedError

@@ -13,6 +13,7 @@ distributed/tensor_parallel.py names. Chapter: docs/model_parallel.md, "Checkpoi
 """
 
 import torch
+from torch import Tensor
 
 WEIGHTS = (
     "norm.weight", "qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "fc1.weight", "fc1.bias", "fc2.weight",
@@ -20,7 +21,7 @@ WEIGHTS = (
 )  # fmt: skip
 
 
-def reshard(pieces, size):
+def reshard(pieces: list[dict[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """State dicts of `size` ranks from those of any other number: [{name: tensor}, ...] -> the same.
 
     Names are WEIGHTS: qkv and fc1 are split by output features, proj and fc2 by input features.
@@ -31,7 +32,7 @@ def reshard(pieces, size):
     # END
 
 
-def qkv_outermost(weight, heads):
+def qkv_outermost(weight: Tensor, heads: int) -> Tensor:
     """Rows in the order (q|k|v, head, d) from rows in the order (head, q|k|v, d): (3 D, ...) -> (3 D, ...)."""
     # TODO
     raise NotImplementedError

@@ -10,6 +10,7 @@ import ast
 import importlib
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from exercises.ranks import PATIENCE_SECONDS, preload, run_ranks
@@ -19,18 +20,18 @@ FOLDER = Path(__file__).parent
 WRONG_STATUS = 1
 
 
-def exercises():
+def exercises() -> dict[int, Path]:
     """{number: file} of all exercises."""
     return {int(file.name[:2]): file for file in sorted(FOLDER.glob("[0-9][0-9]_*.py"))}
 
 
-def title(file):
+def title(file: Path) -> tuple[str, str]:
     """(rung, what it is about) from the first line of a file, `Exercise 2, rung 2: ...`."""
-    head, _, about = ast.get_docstring(ast.parse(file.read_text())).partition("\n")[0].partition(": ")
+    head, _, about = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].partition(": ")
     return head.split(", ")[1], about.rstrip(".")
 
 
-def check_file(name, file, seed, patience=PATIENCE_SECONDS):
+def check_file(name: str, file: Path, seed: int, patience: float = PATIENCE_SECONDS) -> list[str]:
     """Check a file as the exercise `name`: lines that say what is wrong; none, if all is right."""
     check = importlib.import_module(f"exercises.checks.{name}")
     patience = getattr(check, "PATIENCE_SECONDS", patience)
@@ -41,7 +42,8 @@ def check_file(name, file, seed, patience=PATIENCE_SECONDS):
     return []
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 0 where all is right, or the list was asked for."""
     parser = ArgumentParser(prog="python -m exercises.check", description="Check an exercise, or list them all.")
     parser.add_argument("number", nargs="?", help="of the exercise; none: the list")
     parser.add_argument("--solution", action="store_true", help="check the solution")

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,12 +28,12 @@ OTHERS_SECONDS = 1  # for the other ranks to say something too, once one has fai
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
-def preload(names):
+def preload(names: Iterable[str]) -> None:
     """The checks that will run, to be imported once for all ranks."""
     multiprocessing.get_context(METHOD).set_forkserver_preload([f"exercises.checks.{name}" for name in names])
 
 
-def run_ranks(name, file, size, seed, patience=PATIENCE_SECONDS):
+def run_ranks(name: str, file: Path, size: int, seed: int, patience: float = PATIENCE_SECONDS) -> list[str]:
     """Run the check `name` of a file on `size` ranks: the lines that they have to say, none if all is right."""
     context, processes, pipes = multiprocessing.get_context(METHOD), [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -40,8 +41,9 @@ def run_ranks(name, file, size, seed, patience=PATIENCE_SECONDS):
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 args = theirs, name, str(file), rank, size, seed, f"{folder}/store", patience
-                processes.append(context.Process(target=_rank, args=args, daemon=True))
-                processes[-1].start()
+                process = context.Process(target=_rank, args=args, daemon=True)  # type: ignore[attr-defined]
+                process.start()
+                processes.append(process)
                 theirs.close()
                 pipes.append(ours)
             return _lines(pipes, patience)

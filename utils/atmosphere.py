@@ -23,6 +23,7 @@ Williamson, D. L. et al. 1992: A standard test set for numerical approximations 
 """
 
 import calendar
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import sph_legendre_p_all
@@ -45,46 +46,46 @@ NOISE = 0.01  # of a channel's anomaly, whose standard deviation follows in chan
 ANOMALY = (4.6, 5.7, 2.3, 800, 800, 2.6, 5.9, 7.8, 650, 5.9, 7.8, 650, 6.5, 8.6, 800, 3.4, 560, 22, 18, 5)
 
 
-def latitudes(height):
+def latitudes(height: int) -> np.ndarray:
     """Latitudes (height,) in degrees, north first: ERA5's grid, without its last row where height is even."""
     return 90.0 - np.arange(height) * 180.0 / (height - height % 2)
 
 
-def longitudes(width):
+def longitudes(width: int) -> np.ndarray:
     """Longitudes (width,) in degrees east, from 0."""
     return np.arange(width) * 360.0 / width
 
 
-def year_frames(year):
+def year_frames(year: int) -> int:
     """Number of 6-hourly frames in a calendar year: 1460, or 1464 in a leap year."""
     return 4 * (365 + calendar.isleap(year))
 
 
-def vertical_modes(x):
+def vertical_modes(x: float) -> tuple[np.ndarray, np.ndarray]:
     """The vertical modes V_k(x) and their slopes dV_k/dx at x = ln(1000 hPa / p), each (2,)."""
     bump, wave, decay = 0.65 * np.exp(-((x - JET) ** 2)), np.pi * x / JET, np.exp(-x / 3)
     slope = -(np.pi / JET * np.sin(wave) + np.cos(wave) / 3) * decay
     return np.array([0.45 + bump, np.cos(wave) * decay]), np.array([-2 * (x - JET) * bump, slope])
 
 
-def zonal_profile(x):
+def zonal_profile(x: float) -> tuple[float, float]:
     """Height profile of the zonal jet, 0 at 1000 hPa and 1 at 200 hPa, and its slope."""
     return np.sin(np.pi * x / (2 * JET)), np.pi / (2 * JET) * np.cos(np.pi * x / (2 * JET))
 
 
-def rotation(x):
+def rotation(x: float) -> tuple[float, float]:
     """Angular speed omega(x) of the zonal flow in rad s-1, and its slope."""
     profile, slope = zonal_profile(x)
     shear = (JET_WIND - SURFACE_WIND) / RADIUS
     return SURFACE_WIND / RADIUS + shear * profile, shear * slope
 
 
-def mean_state(x):
+def mean_state(x: float) -> tuple[float, float]:
     """Global mean geopotential (m2 s-2) and temperature (K) at x, in hydrostatic balance: dPhi/dx = R T."""
     return 1150 + GAS * (205 * x + 88 * 1.5 * (1 - np.exp(-x / 1.5))), 205 + 88 * np.exp(-x / 1.5)
 
 
-def saturation_pressure(t):
+def saturation_pressure(t: np.ndarray) -> np.ndarray:
     """Saturation vapour pressure (Pa) over water at t (K): Clausius-Clapeyron as fitted by Bolton (1980)."""
     return 611.2 * np.exp(17.67 * (t - 273.15) / (t - 29.65))
 
@@ -98,7 +99,7 @@ class Atmosphere:
     Raises ValueError for a grid too small, or a truncation below 3 or beyond what the grid resolves.
     """
 
-    def __init__(self, img_size, seed, truncation=None):
+    def __init__(self, img_size: Sequence[int], seed: int, truncation: int | None = None):
         height, width = img_size
         if height < 8 or width < 16:
             raise ValueError(f"img_size {height} x {width}: at least 8 x 16 is needed")
@@ -108,12 +109,12 @@ class Atmosphere:
             raise ValueError(f"truncation {n_max}: {height} x {width} resolves 3 to {finest}")
         self.img_size, self.seed, self.truncation = (height, width), seed, n_max
         self.lat, self.lon = np.deg2rad(latitudes(height))[:, None], np.deg2rad(longitudes(width))
-        self._cached_year, self._cached_amplitudes = None, None
+        self._amplitudes: dict[int, np.ndarray] = {}  # of the year that was asked for last
         self._waves()
         self._tables()
         self._orography()
 
-    def _waves(self):
+    def _waves(self) -> None:
         """Angular speed nu (k, 1, n), and each wave's one-step factor and standard deviation (k, m, n)."""
         n, m = np.arange(self.truncation + 1), np.arange(self.truncation + 1)[:, None]
         gamma = np.array([0, (RADIUS / DEFORMATION) ** 2])[:, None, None]
@@ -128,7 +129,7 @@ class Atmosphere:
         share = 4 * np.pi * RADIUS**2 * energy / energy.sum() / np.maximum(n * (n + 1), 1)
         self.spread = np.array(WAVE_WIND)[:, None, None] * np.sqrt(share)
 
-    def _tables(self):
+    def _tables(self) -> None:
         """Latitude functions (m, n, H) from amplitudes to psi, u, v, phi; the seasonal zonal flow (H, 1)."""
         size, theta = self.truncation + 1, np.pi / 2 - self.lat[:, 0]
         legendre = sph_legendre_p_all(size, size, theta, diff_n=1).swapaxes(1, 2)[:, :size]
@@ -154,7 +155,7 @@ class Atmosphere:
         scale = -SEASONAL_WIND * RADIUS / np.sqrt(45 / (16 * np.pi))
         self.seasonal_u, self.seasonal_phi = scale * u[0, 2][:, None], scale * phi[0, 2][:, None]
 
-    def _orography(self):
+    def _orography(self) -> None:
         """Fixed smooth mountains (H, W) in m, 0 to 3000, from red random harmonics."""
         rng = np.random.default_rng([self.seed, 2])
         a = np.zeros((self.truncation + 1, self.truncation + 1), np.complex128)  # (m, n)
@@ -163,7 +164,7 @@ class Atmosphere:
         shape = self.synthesize("psi", a)
         self.orography = 3000 / (1 + np.exp(-3 * (shape / shape.std() - 1.2)))
 
-    def synthesize(self, name, amplitudes):
+    def synthesize(self, name: str, amplitudes: np.ndarray) -> np.ndarray:
         """Sum the waves on the grid: `name` is psi (m2 s-1), u, v (m s-1) or phi (m2 s-2).
 
         amplitudes: complex (..., m, n) in m2 s-1. Returns float64 (..., H, W), not yet weighted by V_k.
@@ -172,19 +173,19 @@ class Atmosphere:
         spectrum[..., 1:] /= 2  # the transform adds the conjugate half
         return np.fft.irfft(spectrum, self.img_size[1], norm="forward")
 
-    def amplitudes(self, year):
+    def amplitudes(self, year: int) -> np.ndarray:
         """A year's wave amplitudes: complex (frames, k, m, n) in m2 s-1, the first drawn from the climate."""
-        if self._cached_year != year:
+        if year not in self._amplitudes:
             rng = np.random.default_rng([self.seed, 0, year])
             draw = rng.standard_normal((year_frames(year), *self.spread.shape, 2))
             a = draw.view(np.complex128)[..., 0] * self.spread
             a[1:] *= np.sqrt(1 - self.damping**2)
             for t in range(1, len(a)):
                 a[t] += self.factor * a[t - 1]
-            self._cached_year, self._cached_amplitudes = year, a
-        return self._cached_amplitudes
+            self._amplitudes = {year: a}
+        return self._amplitudes[year]
 
-    def level(self, x, waves, season):
+    def level(self, x: float, waves: Sequence[np.ndarray], season: float) -> tuple[np.ndarray, ...]:
         """Wind u, v (m s-1), geopotential (m2 s-2) and temperature (K), each (H, W), at ln(1000 hPa / p) = x.
 
         waves: u, v, phi from `synthesize`, each (2, H, W). season: 1 in mid-January, -1 in mid-July.
@@ -204,7 +205,7 @@ class Atmosphere:
         t = mean_t + (zonal_t + slopes[0] * wave_phi[0] + slopes[1] * wave_phi[1]) / GAS
         return u, v, phi, t
 
-    def fields(self, amplitudes, hours):
+    def fields(self, amplitudes: np.ndarray, hours: float) -> np.ndarray:
         """All channels without noise from one state: float64 (20, H, W).
 
         amplitudes: complex (k, m, n) in m2 s-1. hours: since the year began, for season and time of day.
@@ -232,7 +233,7 @@ class Atmosphere:
         surface, low = (u10, v10, t2m, sp, mslp, t850), (u1000, v1000, z1000, u850, v850, z850)
         return np.stack([*surface, *low, u500, v500, z500, t500, z50, r500, r850, tcwv])
 
-    def frames(self, year, start, count, noise=True):
+    def frames(self, year: int, start: int, count: int, noise: bool = True) -> np.ndarray:
         """`count` frames of a year from `start`, 6-hourly since 1 January 00 UTC: float32 (count, 20, H, W).
 
         noise: add the white observation noise, 1 % of each channel's anomaly; each frame draws its own.

@@ -20,14 +20,17 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from utils import comm
@@ -37,13 +40,15 @@ from utils.errors import run_main
 MARKER = "complete.json"
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 log = logging.getLogger(__name__)
+State = dict[str, dict[str, Any]]  # {"model", "optimizer" or "random": {name: tensor, or a parameter's moments}}
+Marker = dict[str, Any]  # of MARKER
 
 
 class CheckpointError(Exception):
     """A checkpoint folder that is half written or damaged."""
 
 
-def collect_state(model, optimizer):
+def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
     """This rank's tensors of a run: weights and buffers, optimizer moments by parameter name, random state.
 
     model: without a DistributedDataParallel around it; its parameters may be sharded by fully_shard (DTensor).
@@ -52,7 +57,8 @@ def collect_state(model, optimizer):
     """
     optimizer = _local(optimizer)
     fresh = not optimizer.state
-    weights, optimizer_state = get_state_dict(model, optimizer)
+    states: Any = get_state_dict(model, optimizer)  # torch's type allows for more than is there
+    weights, optimizer_state = states
     if fresh:  # torch made the moments by a step of learning rate zero, and counted it
         for state in optimizer.state.values():
             state["step"].zero_()
@@ -63,7 +69,7 @@ def collect_state(model, optimizer):
     return {"model": _contiguous(weights), "optimizer": moments, "random": random}
 
 
-def restore_state(tensors, model, optimizer):
+def restore_state(tensors: State, model: nn.Module, optimizer: Optimizer) -> None:
     """Put the tensors of `collect_state` back. The hyperparameters of the optimizer stay those of the config."""
     optimizer = _local(optimizer)
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
@@ -74,21 +80,21 @@ def restore_state(tensors, model, optimizer):
         setter(state)
 
 
-def _local(optimizer):
+def _local(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds this rank's moments: the one inside a ZeroRedundancyOptimizer, else itself."""
     return getattr(optimizer, "optim", optimizer)
 
 
-def _contiguous(tensors):
+def _contiguous(tensors: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors themselves, copies only of those in another memory format (channels last)."""
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _from_the_start(tensor):
+def _from_the_start(tensor: Tensor) -> Tensor:
     """The stager fails on a DTensor whose local part begins in the middle of its memory (a parameter in a bucket)."""
     if not isinstance(tensor, DTensor) or tensor.to_local().storage_offset() == 0:
         return tensor
-    where = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    where: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
     return DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, **where)
 
 
@@ -102,14 +108,24 @@ class CheckpointFolder:
     refuses, be it this write or the one before; a checkpoint that was there before stays whole.
     """
 
-    def __init__(self, path, keep, config=None):
+    def __init__(self, path: Path | str, keep: int, config: dict[str, Any] | None = None):
         self.path, self.keep, self.config = Path(path), keep, config
-        self.stall_seconds = self.write_seconds = None
-        self._thread = self._error = self._group = None
+        self.stall_seconds: float | None = None
+        self.write_seconds: float | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._group: dist.ProcessGroup | None = None
         cuda = torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
 
-    def save(self, iteration, tensors, trainer_state, val_loss=None, wait=False):
+    def save(
+        self,
+        iteration: int,
+        tensors: State,
+        trainer_state: dict[str, Any],
+        val_loss: float | None = None,
+        wait: bool = False,
+    ) -> Path:
         """Write one checkpoint, every rank its part; returns the folder that it will have.
 
         The tensors are copied to host memory, into the buffers of the save before, and written in the background: they
@@ -120,7 +136,7 @@ class CheckpointFolder:
         self.wait()
         self._connect()
         final = self.path / f"iter-{iteration:08d}"
-        marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
+        marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
         marker |= {"config": self.config, "trainer": trainer_state}
         marker = json.loads(json.dumps(marker))  # as it is now: training goes on
         self._thread = threading.Thread(
@@ -136,20 +152,20 @@ class CheckpointFolder:
         self.stall_seconds = time.perf_counter() - started
         return final
 
-    def wait(self):
+    def wait(self) -> None:
         """Return when no write is in flight. Raises what went wrong in the last one, once."""
         self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _join(self):
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._thread.join)
             self._thread = None
 
-    def _connect(self):
+    def _connect(self) -> None:
         """Before a write or a read: several ranks need a process group of the background's own, on the CPU.
 
         Its collectives must not meet those of training, which run at the same time.
@@ -158,7 +174,7 @@ class CheckpointFolder:
         if self._group is None and comm.world_size() > 1:
             self._group = dist.new_group(backend="gloo")
 
-    def _write(self, tensors, marker, final):
+    def _write(self, tensors: State, marker: Marker, final: Path) -> None:
         """In the background, on every rank."""
         started = time.perf_counter()
         writing = self.path / f".{final.name}.writing"
@@ -173,7 +189,7 @@ class CheckpointFolder:
         if self._error is None:
             log.info("  Saved checkpoint %s, written in %.3f s", final.name, self.write_seconds)
 
-    def _complete(self, writing, final, marker):
+    def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
         with open(writing / MARKER, "w") as file:
             json.dump({"sha256": _digest(marker), **marker}, file, indent=1)
             file.flush()
@@ -182,7 +198,7 @@ class CheckpointFolder:
         writing.rename(final)
         self._prune()
 
-    def load_newest(self, tensors):
+    def load_newest(self, tensors: State) -> Marker | None:
         """Read the newest whole checkpoint into `tensors`; returns its marker, or None where there is none.
 
         tensors: of `collect_state`, in any layout; each rank reads what it holds.
@@ -200,7 +216,7 @@ class CheckpointFolder:
         dcp.load(tensors, storage_reader=reader, process_group=self._group)
         return marker
 
-    def newest_whole(self):
+    def newest_whole(self) -> tuple[Path, Marker] | tuple[None, None]:
         """Folder and marker of the newest whole checkpoint, (None, None) where there is none. For one rank."""
         for folder in self.folders():
             try:
@@ -209,28 +225,28 @@ class CheckpointFolder:
                 log.warning("%s; passing over it", error)
         return None, None
 
-    def folders(self):
+    def folders(self) -> list[Path]:
         """Checkpoint folders, newest first, damaged ones included."""
         return sorted(self.path.glob("iter-*"), reverse=True)
 
-    def newest_name(self):
+    def newest_name(self) -> str:
         """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""
         self._join()
         return next((folder.name for folder in self.folders() if (folder / MARKER).is_file()), "none")
 
-    def _prune(self):
+    def _prune(self) -> None:
         folders = self.folders()
         losses = {}
         for folder in folders:
             with contextlib.suppress(CheckpointError):
                 losses[folder] = read_marker(folder)["val_loss"]
-        best = min((folder for folder in losses if losses[folder] is not None), key=losses.get, default=None)
+        best = min((folder for folder in losses if losses[folder] is not None), key=lambda f: losses[f], default=None)
         for folder in [f for f in folders if f not in losses] + list(losses)[self.keep :]:
             if folder != best:
                 shutil.rmtree(folder)
 
 
-def read_marker(folder):
+def read_marker(folder: Path) -> Marker:
     """The marker of a checkpoint. Raises CheckpointError where it is missing or damaged."""
     try:
         marker = json.loads((folder / MARKER).read_text())
@@ -243,7 +259,7 @@ def read_marker(folder):
         raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {error}") from None
 
 
-def verify(folder):
+def verify(folder: Path) -> Marker:
     """The marker of a checkpoint all of whose files are as they were written; raises CheckpointError otherwise."""
     marker = read_marker(folder)
     for name, written in marker["files"].items():
@@ -255,12 +271,12 @@ def verify(folder):
     return marker
 
 
-def _digest(marker):
+def _digest(marker: Marker) -> str:
     return hashlib.sha256(json.dumps(marker).encode()).hexdigest()
 
 
-def hush_single_process_warning():
-    """torch warns whenever a checkpoint is written or read without a process group; one process needs none."""
+def hush_single_process_warning() -> None:
+    """Without a process group, which one process does not need, torch warns at every checkpoint: silence it."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 

@@ -9,11 +9,15 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import StorageWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch import Tensor
+from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -26,53 +30,63 @@ class ShardWriter(StorageWriter):
     the interpreter lock, without which training cannot go on, while it does.
     """
 
-    def __init__(self, folder, complete):
+    def __init__(self, folder: Path, complete: Callable[[dict[str, Any]], None]):
         super().__init__()
         self.folder, self.complete = folder, complete
 
-    def set_up_storage_writer(self, is_coordinator, *_args, **_kwargs):
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+        """Make the folder empty, on one rank."""
         if is_coordinator:
             shutil.rmtree(self.folder, ignore_errors=True)  # left by an interrupted write
             self.folder.mkdir(parents=True)
 
-    def prepare_local_plan(self, plan):
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """This rank's plan, unchanged."""
         return plan
 
-    def prepare_global_plan(self, plans):
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans of all ranks, each with the name of its file."""
         names = (f"shard-{rank:05d}.safetensors" for rank in range(len(plans)))
         return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
 
-    def write_data(self, plan, planner):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors. Raises ValueError for two shards of one tensor, and for anything else."""
         tensors, offsets = {}, {}
         for item in plan.items:
-            name, shard = item.index.fqn, item.tensor_data.chunk
-            if 0 in shard.sizes and 0 not in item.tensor_data.size:
+            name, stored, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
+            if stored is None or not isinstance(tensor, Tensor):
+                raise ValueError(f"{name}: is no tensor, and nothing else can be written")
+            shard = stored.chunk
+            if 0 in shard.sizes and 0 not in stored.size:
                 continue  # this rank is left without a row
             if name in tensors:
                 raise ValueError(f"{name}: one rank holds two shards of it")
-            tensors[name] = planner.resolve_data(item).detach().contiguous()
+            tensors[name] = tensor.detach().contiguous()
             offsets[name] = {"saved_offsets": list(shard.offsets)}
         path, results = self.folder / plan.storage_data, []
         if tensors:
             write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"})
             written = describe(path)
             results.append(WriteResult(MetadataIndex(path.name), written["bytes"], written))
-        done = Future()
+        done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def finish(self, metadata, results):
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Every rank has written; called on one rank."""
         self.complete({result.index.fqn: result.storage_data for of_rank in results for result in of_rank})
 
-    def reset(self, checkpoint_id=None):
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one checkpoint to the next."""
         pass
 
     @classmethod
-    def validate_checkpoint_id(cls, _checkpoint_id):
+    def validate_checkpoint_id(cls, _checkpoint_id: Any) -> bool:
+        """Any will do: the folder is given to the constructor."""
         return True
 
 
-def write_safetensors(path, tensors, metadata):
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write CPU tensors {name: tensor} and metadata {name: text} to a file. Raises OSError where the disk refuses."""
     path.touch()
     mode = path.stat().st_mode
@@ -83,7 +97,7 @@ def write_safetensors(path, tensors, metadata):
     path.chmod(mode)  # save_file lets nobody but the owner read
 
 
-def describe(path):
+def describe(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file, of what is safely on disk. Raises OSError where it cannot be read."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

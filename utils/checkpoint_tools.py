@@ -1,19 +1,22 @@
 """What is in a checkpoint, and its weights as one file: the commands of `python -m utils.checkpoint`."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from utils.checkpoint import MARKER, CheckpointError, CheckpointFolder, hush_single_process_warning, verify
+from utils.checkpoint import MARKER, CheckpointError, CheckpointFolder, Marker, hush_single_process_warning, verify
 from utils.checkpoint_files import write_safetensors
 from utils.errors import ArgumentParser, UsageError
 from utils.files import whole_file
 
 
-def find(path):
+def find(path: Path | str) -> tuple[Path, Marker]:
     """The checkpoint that `path` means, verified: (folder, marker).
 
     path: a checkpoint, a folder of checkpoints or the folder of a run; of several the newest whole one.
@@ -29,17 +32,18 @@ def find(path):
             raise UsageError(error) from None
     inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     folder, marker = CheckpointFolder(inside, keep=1).newest_whole()
-    if folder is None:
+    if folder is None or marker is None:
         raise UsageError(f"{path}: no whole checkpoint in it")
     return folder, marker
 
 
-def stored_tensors(folder):
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """{name: TensorStorageMetadata} of a checkpoint: shape, type, and the shards as chunks."""
-    return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
-def load_weights(folder):
+def load_weights(folder: Path) -> dict[str, Tensor]:
     """The model's weights and buffers in full, {name as in the plain model: CPU tensor}. One process is enough."""
     hush_single_process_warning()
     weights = {
@@ -51,7 +55,7 @@ def load_weights(folder):
     return weights
 
 
-def export(path, out):
+def export(path: Path | str, out: Path | str) -> None:
     """Write the weights of a checkpoint to one safetensors file, its config as JSON in the file's metadata.
 
     Raises UsageError where the checkpoint is damaged, or `out` exists or cannot be written.
@@ -70,7 +74,7 @@ def export(path, out):
     print(f"{out}: {len(weights)} tensors, {_count(weights.values())} of iteration {marker['iteration']} ({folder})")
 
 
-def show(path):
+def show(path: Path | str) -> None:
     """Print what is in a checkpoint. Raises UsageError where there is none, or it is damaged."""
     folder, marker = find(path)
     config = marker.get("config") or {}
@@ -93,15 +97,15 @@ def show(path):
         print(f"{part:<12} {len(own)} tensors, {values:,} values, {size:,} bytes")
 
 
-def _bytes(stored):
+def _bytes(stored: TensorStorageMetadata) -> int:
     return stored.size.numel() * stored.properties.dtype.itemsize
 
 
-def _count(tensors):
+def _count(tensors: Iterable[Tensor]) -> str:
     return f"{sum(tensor.numel() for tensor in tensors):,} values"
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError for a checkpoint that cannot be used."""
     parser = ArgumentParser(prog="python -m utils.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

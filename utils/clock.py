@@ -8,17 +8,18 @@ WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, alloc
 class Clock:
     """Time spent in training steps, without validation and checkpoints. Runs from `start` to `stop`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.iterations = 0
         self.epoch_seconds, self.epoch_samples = 0.0, 0
         self.seconds, self.samples = 0.0, 0
         self.steady_seconds, self.steady_samples = 0.0, 0
         self.data_wait = 0.0
 
-    def start(self):
+    def start(self) -> None:
+        """Begin to count time."""
         self.started = time.perf_counter()
 
-    def stop(self, iterations, samples):
+    def stop(self, iterations: int, samples: int) -> float:
         """Count the iterations since `start`, which the device has finished; returns samples per second."""
         seconds = time.perf_counter() - self.started
         if self.iterations >= WARMUP_ITERATIONS:
@@ -31,18 +32,18 @@ class Clock:
         self.epoch_samples += samples
         return samples / seconds
 
-    def lap(self):
+    def lap(self) -> tuple[float, int]:
         """Seconds and samples of the epoch; begins the next one."""
         lap = self.epoch_seconds, self.epoch_samples
         self.epoch_seconds, self.epoch_samples = 0.0, 0
         return lap
 
-    def steady_samples_per_sec(self):
+    def steady_samples_per_sec(self) -> float | None:
         """Speed after the warmup; of everything in a run that is shorter; None where no step was made."""
         if self.steady_samples:
             return self.steady_samples / self.steady_seconds
         return self.samples / self.seconds if self.samples else None
 
-    def data_wait_fraction(self):
+    def data_wait_fraction(self) -> float | None:
         """Share of the training time in which the step waited for its batch."""
         return self.data_wait / self.seconds if self.seconds else None

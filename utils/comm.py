@@ -10,10 +10,13 @@ tp tensor parallel, pp pipeline parallel. The functions below work in a single p
 import datetime
 import os
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from utils.device import select_device
 from utils.errors import ArgumentParser, UsageError, run_main
@@ -33,11 +36,12 @@ COMBINED = {
     "tp_pp": {"tp", "pp"},
 }
 DATA_PARALLEL = ("dp", "dp_shard", "dp_image", "dp_shard_image")  # all ranks, until a mesh is built
-_listener = None
-_meshes = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
+T = TypeVar("T")
+_listener: FailureListener | None = None
+_meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
 
 
-def init(device_name="auto", timeout=600):
+def init(device_name: str = "auto", timeout: float = 600) -> torch.device:
     """Connect the processes of this run; returns this one's device.
 
     timeout: seconds after which a rank that waits for another gives up. NCCL on CUDA devices, gloo elsewhere.
@@ -66,11 +70,11 @@ def init(device_name="auto", timeout=600):
             f"{launch.master_addr}:{launch.master_port}: {line}"
         ) from None
     global _listener
-    _listener = FailureListener(store.clone(), launch.rank)
+    _listener = FailureListener(store.clone(), launch.rank)  # type: ignore[attr-defined]  # not in torch's stubs
     return device
 
 
-def shutdown(timeout=10):
+def shutdown(timeout: float = 10) -> None:
     """Leave the process group. Never hangs: after `timeout` seconds the group is left to the end of the process."""
     if dist.is_initialized():
         if _listener:
@@ -81,7 +85,7 @@ def shutdown(timeout=10):
         leaving.join(timeout)
 
 
-def build_mesh(device, layout):
+def build_mesh(device: torch.device, layout: Layout) -> None:
     """Arrange all ranks as a Layout says, with one group for every dimension and combination."""
     _meshes.clear()
     if world_size() == 1:
@@ -99,7 +103,7 @@ def build_mesh(device, layout):
             _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
 
 
-def swap_meshes(meshes):
+def swap_meshes(meshes: dict[str, DeviceMesh]) -> dict[str, DeviceMesh]:
     """Let the groups of another layout be those of this process; returns the ones before, to be given back."""
     before = dict(_meshes)
     _meshes.clear()
@@ -107,33 +111,33 @@ def swap_meshes(meshes):
     return before
 
 
-def get_mesh(*names):
+def get_mesh(*names: str) -> DeviceMesh | None:
     """The mesh of one or more dimensions; None in a single process."""
     if not _meshes:
         return None
     return _meshes[names[0]] if len(names) == 1 else _meshes[""][names]
 
 
-def get_group(name):
+def get_group(name: str) -> dist.ProcessGroup | None:
     """The process group of this rank along a dimension; None in a single process."""
     return _meshes[name].get_group() if _meshes else None
 
 
-def get_size(name):
+def get_size(name: str) -> int:
     """Ranks along a dimension. All are data parallel until a mesh is built."""
     if _meshes:
         return _meshes[name].size()
     return world_size() if name in DATA_PARALLEL else 1
 
 
-def get_rank(name):
+def get_rank(name: str) -> int:
     """This rank's place along a dimension."""
     if _meshes:
         return _meshes[name].get_local_rank()
     return rank() if name in DATA_PARALLEL else 0
 
 
-def dropout_stream(sequence_parallel=False):
+def dropout_stream(sequence_parallel: bool = False) -> int:
     """A number to seed dropout with: the same on ranks that hold the same activations, another on all others.
 
     Tensor-parallel ranks hold the same ones, except under sequence parallelism.
@@ -142,24 +146,26 @@ def dropout_stream(sequence_parallel=False):
     return stream * get_size("tp") + get_rank("tp") if sequence_parallel else stream
 
 
-def world_size():
+def world_size() -> int:
+    """Ranks of the run; 1 in a single process."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def rank():
+def rank() -> int:
+    """This rank's number among all; 0 in a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def is_main():
+def is_main() -> bool:
     """Whether this process speaks for all: writes logs, summaries, markers."""
     return rank() == 0
 
 
-def on_main(function):
+def on_main(function: Callable[[], T]) -> T:
     """Call function() on rank 0; every rank gets its result, or raises the exception that it raised."""
     if world_size() == 1:
         return function()
-    outcome = [None, None]
+    outcome: list[Any] = [None, None]  # result, exception
     if is_main():
         try:
             outcome[0] = function()
@@ -171,16 +177,16 @@ def on_main(function):
     return outcome[0]
 
 
-def agree(function):
+def agree(function: Callable[[], T]) -> T:
     """Call function() on every rank; where some raise a UsageError, every rank raises the first of them."""
     if world_size() == 1:
         return function()
-    result, error = None, None
+    error: UsageError | None = None
     try:
         result = function()
     except UsageError as caught:
         error = caught
-    errors = [None] * world_size()
+    errors: list[UsageError | None] = [None] * world_size()
     dist.all_gather_object(errors, error)
     for error in errors:
         if error is not None:
@@ -188,14 +194,14 @@ def agree(function):
     return result
 
 
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over all ranks, in place; returns it."""
     if world_size() > 1:
         dist.all_reduce(tensor, op)
     return tensor
 
 
-def global_mean(values):
+def global_mean(values: Tensor) -> Tensor:
     """Mean over the first axis of `values`, rows of all ranks counted, added up in float64: (n, ...) -> (...)."""
     values = values.cpu() if values.device.type == "mps" else values
     sums = values.double().sum(0)
@@ -203,17 +209,17 @@ def global_mean(values):
     return (packed[:-1] / packed[-1]).view(sums.shape)
 
 
-def global_max(value, device):
+def global_max(value: float, device: torch.device) -> float:
     """The largest of all ranks' values."""
     return all_reduce(device_tensor([value], device), dist.ReduceOp.MAX).item()
 
 
-def device_tensor(values, device):
+def device_tensor(values: Sequence[float], device: torch.device) -> Tensor:
     """A float64 tensor (float32 where the device has no such type) for a reduction."""
     return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
-def run_ranks(main):
+def run_ranks(main: Callable[[], int | None]) -> NoReturn:
     """run_main for a program of one or more processes: whatever happens to one rank, every rank ends.
 
     A rank that fails tells the others why, and ends at once without waiting for them; those notice that it is gone and
@@ -233,7 +239,8 @@ def run_ranks(main):
     run_main(guarded)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; raises UsageError for a layout that cannot be."""
     parser = ArgumentParser(description="Show the groups of a parallel layout.")
     parser.add_argument("--world_size", type=int, required=True)
     for name in ("tensor", "context", "pipeline"):

@@ -1,13 +1,18 @@
 """What makes the same model faster or smaller on one device, applied from outside. Names and weights stay the same."""
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distributed.domain_parallel import transform_forward
+from networks.vit import Transformer
 from utils import comm
 from utils.errors import UsageError
+from utils.schema import Config
 
 EXPENSIVE = [
     torch.ops.aten.mm.default,
@@ -19,7 +24,7 @@ EXPENSIVE = [
 ]
 
 
-def apply_compute_options(config, device, model):
+def apply_compute_options(config: Config, device: torch.device, model: Transformer) -> None:
     """TF32, memory format, activation checkpointing and compilation, as the config says.
 
     Raises UsageError for an option that this device does not have.
@@ -34,7 +39,7 @@ def apply_compute_options(config, device, model):
         torch.set_float32_matmul_precision("high" if config.enable_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.enable_tf32
     if config.enable_channels_last:
-        model.to(memory_format=torch.channels_last)  # the convolution of the patch embedding
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the convolution of the patch embedding
     if config.activation_checkpointing != "none":
         blocks = list(model.blocks)[config.checkpointing_interval - 1 :: config.checkpointing_interval]
         checkpoint_activations(blocks, selective=config.activation_checkpointing == "selective")
@@ -45,13 +50,15 @@ def apply_compute_options(config, device, model):
             transform_forward(module, partial(torch.compile, fullgraph=True))
 
 
-def checkpoint_activations(blocks, selective=False):
+def checkpoint_activations(blocks: Iterable[nn.Module], selective: bool = False) -> None:
     """Keep only the input of each block for the backward pass, which computes the block a second time.
 
     selective: also keep the results of matrix products and attention, so that only cheap operations are repeated.
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174); Korthikanti et al. 2022,
     "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
     """
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, EXPENSIVE)} if selective else {}
+    options: dict[str, Any] = {}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
     for block in blocks:
         transform_forward(block, lambda forward: partial(checkpoint, forward, use_reentrant=False, **options))

@@ -7,10 +7,12 @@ is a key of the file and an option of the command line; an option wins.
 import argparse
 import difflib
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
@@ -25,14 +27,22 @@ SPLITS = {
 }
 
 
-def yaml():
+def yaml() -> YAML:
+    """A reader and writer of YAML 1.2."""
     loader = YAML(typ="safe", pure=True)  # pure Python: the C parser is YAML 1.1, where 5e-4 is a string
     loader.default_flow_style = None
-    loader.sort_base_mapping_type_on_output = False
+    loader.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # declared as None
     return loader
 
 
-def load_config(argv=None, description=None, world_size=1, yaml_config="config/ViT.yaml", splits=(), preset=None):
+def load_config(
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    world_size: int = 1,
+    yaml_config: str = "config/ViT.yaml",
+    splits: Collection[str] = (),
+    preset: dict[str, Any] | None = None,
+) -> Config:
     """Config from the command line: `--yaml_config FILE --config NAME` and any key of the schema.
 
     world_size: ranks of the run. splits: the keys by which this program can split a model. preset: {key: value} in
@@ -57,7 +67,7 @@ def load_config(argv=None, description=None, world_size=1, yaml_config="config/V
     return config
 
 
-def read_named_config(path, name):
+def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
     """The mapping of one named config of a YAML file, unchecked."""
     try:
         configs = yaml().load(Path(path))
@@ -75,7 +85,9 @@ def read_named_config(path, name):
     return configs[name]
 
 
-def check_config(settings, name, where, options=(), world_size=None):
+def check_config(
+    settings: dict[str, Any], name: str, where: str, options: Collection[str] = (), world_size: int | None = None
+) -> Config:
     """Config from a mapping; `options` names the keys that came from the command line, for the message.
 
     world_size: None leaves unchecked how the batch is shared.
@@ -101,7 +113,7 @@ def check_config(settings, name, where, options=(), world_size=None):
     return config
 
 
-def _check_shares(config, where, world_size):
+def _check_shares(config: Config, where: str, world_size: int) -> None:
     """The batch is shared by the data-parallel ranks, and each one's part by its micro-batches."""
     dp, batch, own = config.layout(world_size).dp, config.global_batch_size, config.local_batch_size
     ranks = f"{dp} ranks" if dp == world_size else f"{dp} data-parallel ranks"
@@ -135,7 +147,7 @@ def _check_shares(config, where, world_size):
         )
 
 
-def _check_data_parallel(config, where):
+def _check_data_parallel(config: Config, where: str) -> None:
     sharded = config.data_parallel in ("zero2", "fsdp", "hsdp")
     defaults = Config.model_fields
     for names, belongs, to in (
@@ -149,7 +161,7 @@ def _check_data_parallel(config, where):
                 raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
 
 
-def _check_model(config, where):
+def _check_model(config: Config, where: str) -> None:
     if config.model == "forecast":
         if len(config.img_size) != 2:
             raise UsageError(f"{where}: img_size {config.img_size}: forecasts are of latitude and longitude")
@@ -162,18 +174,18 @@ def _check_model(config, where):
         )
 
 
-def write_config(config, path):
+def write_config(config: Config, path: Path) -> None:
     """Write the resolved config as a YAML file that --yaml_config reads back."""
     with open(path, "w") as file:
         yaml().dump({config.config: config.model_dump(exclude={"config"})}, file)
 
 
-def differing_keys(old, new):
+def differing_keys(old: Config, new: Config) -> list[str]:
     """Keys, in schema order, by which two configs would compute different things."""
     return [k for k in Config.model_fields if k not in FREE_KEYS and getattr(old, k) != getattr(new, k)]
 
 
-def _explain(problem, where, options):
+def _explain(problem: ErrorDetails, where: str, options: Collection[str]) -> str:
     """One line from one pydantic error."""
     name = str(problem["loc"][0])
     if name in options:
@@ -186,13 +198,13 @@ def _explain(problem, where, options):
     return f"{where}: {name}: {problem['input']!r} {message}"
 
 
-def nearest(word, words):
+def nearest(word: str, words: Iterable[str]) -> str:
     """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is."""
     near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
-def _scalar(text):
+def _scalar(text: str) -> Any:
     """A command-line word as YAML reads it: 16, 5e-4, true, null, text."""
     try:
         return yaml().load(text)
@@ -200,7 +212,7 @@ def _scalar(text):
         return text
 
 
-def parse_command_line(argv, description, yaml_config):
+def parse_command_line(argv: Sequence[str], description: str | None, yaml_config: str) -> dict[str, Any]:
     """{option: value} of the words of a command line, `yaml_config` and `config` always. Raises UsageError."""
     parser = ArgumentParser(
         description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
@@ -213,7 +225,7 @@ def parse_command_line(argv, description, yaml_config):
             continue
         kinds = get_args(field.annotation) or (field.annotation,)
         if field.annotation is bool:
-            how = {"action": argparse.BooleanOptionalAction}
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         elif str in kinds or any(isinstance(kind, str) for kind in kinds):
             how = {"metavar": "|".join(kinds) if isinstance(kinds[0], str) else "TEXT"}
         elif isinstance(field.annotation, type(list[int])):

@@ -9,29 +9,35 @@ import math
 import threading
 import warnings
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distributed.tiles import own_window
 from utils import comm
-from utils.dataset import FieldDataset, load_statistics
+from utils.dataset import FieldDataset, Statistics, load_statistics
 from utils.errors import UsageError
+from utils.schema import Config
 
 # A frame seen in its file is only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
 
+Batch = tuple[Tensor, Tensor]  # (input, target)
+Indices = partial[np.ndarray]  # indices(iteration): the samples of this rank
+
 
 @lru_cache(maxsize=2)
-def epoch_order(num_samples, seed, epoch):
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """The order of the samples in one epoch: a permutation drawn from seed and epoch alone."""
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
-def training_indices(num_samples, batch_size, seed, iteration):
+def training_indices(num_samples: int, batch_size: int, seed: int, iteration: int) -> np.ndarray:
     """Samples of one training step, (batch_size,).
 
     The epochs' permutations follow each other in one endless stream, and step i takes its i-th batch: every sample
@@ -41,12 +47,14 @@ def training_indices(num_samples, batch_size, seed, iteration):
     return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
 
 
-def validation_indices(num_samples, batch_size, iteration):
+def validation_indices(num_samples: int, batch_size: int, iteration: int) -> np.ndarray:
     """Samples of one validation batch, (batch_size,): in order; the last batch is filled up from the start."""
     return np.arange(iteration * batch_size, (iteration + 1) * batch_size) % num_samples
 
 
-def rank_indices(indices, args, rank, world_size, iteration):
+def rank_indices(
+    indices: Callable[..., np.ndarray], args: tuple[int, ...], rank: int, world_size: int, iteration: int
+) -> np.ndarray:
     """This rank's equal part, in order, of the samples indices(*args, iteration) of all ranks."""
     samples = indices(*args, iteration)
     own = len(samples) // world_size
@@ -61,22 +69,35 @@ class BatchLoader:
     of a single process. A loader says in `_batches` how it reads.
     """
 
-    def __init__(self, dataset, statistics, n_in, n_out, batch_size, device):
+    def __init__(
+        self,
+        dataset: FieldDataset,
+        statistics: Statistics,
+        n_in: int,
+        n_out: int,
+        batch_size: int,
+        device: torch.device,
+    ):
         self.dataset, self.batch_size, self.device = dataset, batch_size, device
         self.statistics, self.n_in, self.n_out = statistics, n_in, n_out
 
-    def train(self, seed, start, stop):
+    @property
+    def num_samples(self) -> int:
+        """Samples of the data set."""
+        return len(self.dataset)
+
+    def train(self, seed: int, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches of the training steps start, ..., stop - 1."""
-        args = len(self.dataset), self.batch_size * comm.get_size("dp"), seed
+        args = self.num_samples, self.batch_size * comm.get_size("dp"), seed
         yield from self._shared_batches(self._own(training_indices, args), range(start, stop))
 
-    def valid(self):
+    def valid(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Every sample once over all ranks, as (input, target, count): only the first `count` of a batch are new.
 
         The last batch is filled up with repeated samples, so that every batch has the same shape; a rank's count may
         be 0 there.
         """
-        size = len(self.dataset)
+        size = self.num_samples
         args = size, self.batch_size * comm.get_size("dp")
         iterations = range(math.ceil(size / args[1]))
         for iteration, (x, y) in zip(
@@ -85,41 +106,42 @@ class BatchLoader:
             left = size - iteration * args[1] - comm.get_rank("dp") * self.batch_size
             yield x, y, min(self.batch_size, max(0, left))
 
-    def close(self):
+    def close(self) -> None:
+        """Close the files and end what reads from them."""
         self.dataset.close()
 
-    def _own(self, indices, args):
+    def _own(self, indices: Callable[..., np.ndarray], args: tuple[int, ...]) -> Indices:
         return partial(rank_indices, indices, args, comm.get_rank("dp"), comm.get_size("dp"))
 
-    def _batches(self, indices, iterations):
+    def _batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
         """One (input, target) for each of `iterations`, a range, of the samples indices(iteration)."""
         raise NotImplementedError
 
-    def _shared_batches(self, indices, iterations):
+    def _shared_batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
         """The same where several ranks train on the same samples: the first one reads and sends them to the others."""
         group = comm.get_group("tp_pp")
         if comm.get_size("tp_pp") == 1:
             yield from self._batches(indices, iterations)
         elif reads_samples():
-            for batch in self._batches(indices, iterations):
-                batch = [tensor.contiguous() for tensor in batch]
-                for tensor in batch:
+            for x, y in self._batches(indices, iterations):
+                x, y = x.contiguous(), y.contiguous()
+                for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
-                yield batch
+                yield x, y
         else:
             h, w = self.dataset.shape[2:]
             for _ in iterations:
-                batch = [torch.empty(self.batch_size, n, h, w, device=self.device) for n in (self.n_in, self.n_out)]
-                for tensor in batch:
+                x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in (self.n_in, self.n_out))
+                for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
-                yield batch
+                yield x, y
 
-    def _split(self, frames):
+    def _split(self, frames: Tensor) -> Batch:
         """Input and target of normalised samples (B, 2, C, h, w)."""
         return frames[:, 0, : self.n_in], frames[:, 1, : self.n_out]
 
 
-def reads_samples():
+def reads_samples() -> bool:
     """Whether this rank reads; of ranks that are alike in data and context parallelism only the first does."""
     return comm.get_rank("tp_pp") == 0
 
@@ -127,14 +149,14 @@ def reads_samples():
 class Slot:
     """A reused batch buffer: (B, 2, C, h, w) float32, pinned where the batches go to a GPU."""
 
-    def __init__(self, shape, pinned):
+    def __init__(self, shape: Sequence[int], pinned: bool):
         self.tensor = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
         self.array = self.tensor.numpy()
-        self.reads = []
-        self.copied = None  # event: the copy to the device is done, the buffer may be filled again
+        self.reads: list[Future[None]] = []
+        self.copied: torch.cuda.Event | None = None  # the copy to the device is done, the buffer may be filled again
 
 
-def reading_threads(count):
+def reading_threads(count: int) -> ThreadPoolExecutor:
     """A pool of threads whose own torch operations use one core each: they must not take those of the step."""
     usual, started = torch.get_num_threads(), threading.Barrier(count)
 
@@ -151,7 +173,16 @@ def reading_threads(count):
 class DataLoader(BatchLoader):
     """The native loader. num_workers: reading threads; 0 reads when the batch is asked for."""
 
-    def __init__(self, dataset, statistics, n_in, n_out, batch_size, device, num_workers):
+    def __init__(
+        self,
+        dataset: FieldDataset,
+        statistics: Statistics,
+        n_in: int,
+        n_out: int,
+        batch_size: int,
+        device: torch.device,
+        num_workers: int,
+    ):
         super().__init__(dataset, statistics, n_in, n_out, batch_size, device)
         means, stds = torch.from_numpy(statistics.means), torch.from_numpy(statistics.stds)
         self.scale = (1 / stds).to(device)
@@ -166,14 +197,15 @@ class DataLoader(BatchLoader):
         shape = (batch_size, *dataset.shape)
         self.slots = [Slot(shape, device.type == "cuda") for _ in range(3 if num_workers else 1)]
 
-    def close(self):
+    def close(self) -> None:
+        """Close the files and end the reading threads."""
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
         super().close()
 
-    def _batches(self, indices, iterations):
+    def _batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
         index_lists = map(indices, iterations)
-        free, reading = deque(self.slots), deque()
+        free, reading = deque(self.slots), deque[Slot]()
         try:
             while True:
                 while free and (samples := next(index_lists, None)) is not None:
@@ -191,7 +223,7 @@ class DataLoader(BatchLoader):
                 for read in slot.reads:
                     read.cancel() or read.exception()
 
-    def _start_reading(self, slot, indices):
+    def _start_reading(self, slot: Slot, indices: np.ndarray) -> Slot:
         if slot.copied is not None:
             slot.copied.synchronize()
         if self.pool is None:
@@ -201,7 +233,7 @@ class DataLoader(BatchLoader):
             slot.reads = [self.pool.submit(self._read, indices[part], slot.array[part]) for part in parts]
         return slot
 
-    def _read(self, indices, outs):
+    def _read(self, indices: np.ndarray, outs: np.ndarray) -> None:
         """Read samples into outs (n, 2, C, h, w); for the CPU normalise them on the way."""
         for index, out in zip(indices, outs, strict=True):
             if not self.normalise_on_read:
@@ -213,7 +245,7 @@ class DataLoader(BatchLoader):
                 self.dataset.read(index, out)
                 self._normalise_into(out, out)
 
-    def _to_device(self, slot):
+    def _to_device(self, slot: Slot) -> Batch:
         if self.device.type == "cpu":
             return self._split(slot.tensor)
         if self.side_stream is None:
@@ -227,22 +259,22 @@ class DataLoader(BatchLoader):
         frames.record_stream(main)
         return self._split(frames)
 
-    def _normalise(self, frames):
+    def _normalise(self, frames: Tensor) -> Tensor:
         return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
 
-    def _normalise_into(self, out, frames):
+    def _normalise_into(self, out: np.ndarray, frames: np.ndarray) -> None:
         """The same on the host, in one pass over the memory: (2, C, h, w)."""
-        frames, out = torch.from_numpy(frames), torch.from_numpy(out)
-        if frames[0].is_contiguous():
-            for frame, place in zip(frames.split(1), out.split(1), strict=True):
+        source, target = torch.from_numpy(frames), torch.from_numpy(out)
+        if source[0].is_contiguous():
+            for frame, place in zip(source.split(1), target.split(1), strict=True):
                 torch.native_batch_norm(frame, *self.affine, False, 0, 0, out=(place, *self.no_moments))
         else:  # a part of the image
-            planes = zip(out.unbind(1), frames.unbind(1), self.bias, self.affine[0].tolist(), strict=True)
+            planes = zip(target.unbind(1), source.unbind(1), self.bias, self.affine[0].tolist(), strict=True)
             for place, plane, bias, scale in planes:
                 torch.add(bias, plane, alpha=scale, out=place)
 
 
-def loader_class(name):
+def loader_class(name: str) -> Callable[..., BatchLoader]:
     """The class of the data loader that the config names. DALI is imported only where it is asked for."""
     if name == "pytorch":
         return DataLoader
@@ -251,13 +283,15 @@ def loader_class(name):
     return DaliDataLoader
 
 
-def build_loaders(config, device):
+def build_loaders(config: Config, device: torch.device) -> list[BatchLoader]:
     """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
     if config.model == "classifier":
         from utils.class_images import build_class_loaders
 
         return build_class_loaders(config, device)
-    Loader = partial(loader_class(config.data_loader_config), num_workers=config.num_data_workers)
+    Loader: Callable[..., BatchLoader] = partial(
+        loader_class(config.data_loader_config), num_workers=config.num_data_workers
+    )
     if not reads_samples():
         Loader = BatchLoader
     n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size

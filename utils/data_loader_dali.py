@@ -8,15 +8,19 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from utils.data_loader import BatchLoader
-from utils.dataset import YearFile
+from utils.data_loader import Batch, BatchLoader, Indices
+from utils.dataset import FieldDataset, Statistics, YearFile
 from utils.errors import UsageError
 
 try:
@@ -33,18 +37,29 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class DaliDataLoader(BatchLoader):
     """The loader over DALI. num_workers: reading processes, for training and for validation; 0 reads in this one."""
 
-    def __init__(self, dataset, statistics, n_in, n_out, batch_size, device, num_workers):
+    def __init__(
+        self,
+        dataset: FieldDataset,
+        statistics: Statistics,
+        n_in: int,
+        n_out: int,
+        batch_size: int,
+        device: torch.device,
+        num_workers: int,
+    ):
         super().__init__(dataset, statistics, n_in, n_out, batch_size, device)
         self.num_workers = num_workers
-        self.streams = []  # open ones
-        self.idle = {}  # what was asked for -> a stream that gave all of it and can give it again
+        self.streams: list[BatchStream] = []  # open ones
+        # What was asked for -> a stream that gave all of it and can give it again.
+        self.idle: dict[tuple[Any, ...], BatchStream] = {}
 
-    def close(self):
+    def close(self) -> None:
+        """Close the files and end the reading processes."""
         for stream in self.streams:
             stream.close()
         super().close()
 
-    def _batches(self, indices, iterations):
+    def _batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
         asked = indices.func, indices.args, iterations
         stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, indices, iterations))
         try:
@@ -56,7 +71,7 @@ class DaliDataLoader(BatchLoader):
                 self.streams.remove(stream)
                 stream.close()
 
-    def _open(self, source):
+    def _open(self, source: "SampleSource") -> "BatchStream":
         self.streams.append(BatchStream(source, self.statistics, self.batch_size, self.device, self.num_workers))
         return self.streams[-1]
 
@@ -64,11 +79,13 @@ class DaliDataLoader(BatchLoader):
 class BatchStream:
     """A DALI pipeline and its processes. Each iteration over it gives all batches of the source: (B, 2, C, h, w)."""
 
-    def __init__(self, source, statistics, batch_size, device, num_workers):
+    def __init__(
+        self, source: "SampleSource", statistics: Statistics, batch_size: int, device: torch.device, num_workers: int
+    ):
         self.device, gpu = device, None
         if device.type == "cuda":
             gpu = torch.cuda.current_device() if device.index is None else device.index
-        self.pipeline = normalised_samples(
+        self.pipeline: Any = normalised_samples(
             source, statistics, parallel=num_workers > 0, on_gpu=gpu is not None, device_id=gpu, batch_size=batch_size,
             num_threads=max(1, num_workers), py_num_workers=max(1, num_workers), py_start_method="spawn",
         )  # fmt: skip
@@ -77,15 +94,16 @@ class BatchStream:
             self.pipeline.build()
         self.workers = set(multiprocessing.active_children()) - others
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Tensor]:
         while (frames := self._next()) is not None:
             yield frames
         self.pipeline.reset()
 
-    def close(self):
+    def close(self) -> None:
+        """End the pipeline and its processes."""
         self.pipeline = None  # the only reference: DALI ends the processes and waits for them
 
-    def _next(self):
+    def _next(self) -> Tensor | None:
         """The next batch, or None at the end. The memory is the tensor's own: DALI does not write to it again."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self._require_workers()  # DALI may wait forever for a lost one
@@ -101,7 +119,7 @@ class BatchStream:
                 raise
         raise UsageError(message)  # out here it does not hold DALI's frames, so the processes can end
 
-    def _require_workers(self):
+    def _require_workers(self) -> None:
         for worker in self.workers:
             if not worker.is_alive():
                 raise UsageError(
@@ -111,8 +129,10 @@ class BatchStream:
 
 
 @pipeline_def
-def normalised_samples(source, statistics, parallel, on_gpu):
-    samples = fn.external_source(source, batch=False, parallel=parallel, dtype=types.FLOAT, ndim=4)  # (2, C, h, w)
+def normalised_samples(source: "SampleSource", statistics: Statistics, parallel: bool, on_gpu: bool) -> Any:
+    """The pipeline: samples of the source, on the GPU where there is one, normalised."""
+    float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
+    samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (2, C, h, w)
     if on_gpu:
         samples = samples.gpu()
     return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])
@@ -124,11 +144,12 @@ class SampleSource:
     indices(iteration): the samples of a batch. iterations: a range.
     """
 
-    def __init__(self, dataset, indices, iterations):
+    def __init__(self, dataset: FieldDataset, indices: Indices, iterations: range):
         self.dataset, self.indices, self.iterations = dataset, indices, iterations
-        self.unopened = []  # in a worker, before its first sample: the paths of the dataset's files
+        self.unopened: list[Path] = []  # in a worker, before its first sample: the paths of the dataset's files
 
-    def __call__(self, info):
+    def __call__(self, info: types.SampleInfo) -> np.ndarray:
+        """One sample, (2, C, h, w) float32; StopIteration after the last batch."""
         if info.iteration >= len(self.iterations):
             raise StopIteration
         if self.unopened:
@@ -137,18 +158,18 @@ class SampleSource:
         self.dataset.read(self.indices(self.iterations[info.iteration])[info.idx_in_batch], sample)
         return sample
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         dataset = copy(self.dataset)
         dataset.files = []
         return vars(self) | {"dataset": dataset, "unopened": [file.path for file in self.dataset.files]}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         threading.Thread(target=end_when_the_trainer_says_so, daemon=True).start()
 
 
 @contextmanager
-def stop_signals_held_back():
+def stop_signals_held_back() -> Iterator[None]:
     """Processes started inside never see the stop signals by themselves; in this one they wait until the end.
 
     A scheduler signals the whole process group, and the trainer still needs its data to finish the step and save.
@@ -162,9 +183,11 @@ def stop_signals_held_back():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_when_the_trainer_says_so():
+def end_when_the_trainer_says_so() -> None:
     """In a worker: end it when the trainer is gone, even killed, or when the stop signal comes from the trainer."""
     trainer = multiprocessing.parent_process()
+    if trainer is None:  # not in a worker
+        return
     while trainer.is_alive():
         received = signal.sigtimedwait(STOP_SIGNALS, 1)
         if received is not None and received.si_pid == trainer.pid:

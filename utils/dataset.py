@@ -11,6 +11,8 @@ import contextlib
 import math
 import mmap
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ import numpy as np
 
 from utils.channels import CHANNELS
 from utils.errors import UsageError
+from utils.schema import Config
 
 DATASET = "fields"
 
@@ -26,7 +29,7 @@ DATASET = "fields"
 class YearFile:
     """One open file. `read` fills buffers from it."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path):
         self.path = path
         try:
             self.file = h5py.File(path, "r", locking=False)  # parallel file systems may lack locks
@@ -49,20 +52,23 @@ class YearFile:
         ):
             self.map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
 
-    def close(self):
+    def close(self) -> None:
+        """Close the file and its map."""
         if self.map is not None:
             self.map.close()
         os.close(self.descriptor)
         self.file.close()
 
     @contextlib.contextmanager
-    def mapped(self, frame, later, channels, rows, columns):
+    def mapped(self, frame: int, later: int, channels: int, rows: slice, columns: slice) -> Iterator[np.ndarray]:
         """Two frames, first C channels, a window of points, as an array over the file itself, (2, C, h, w).
 
-        A context manager; only where there is a map: each frame is one piece of the file. The array cannot be written
-        to. A file that has become shorter is noticed at the start; one that does so inside the block ends the process
-        with SIGBUS.
+        A context manager. The array cannot be written to. A file that has become shorter is noticed at the start; one
+        that does so inside the block ends the process with SIGBUS. Raises ValueError where there is no map: there is
+        one where each frame is one piece of the file.
         """
+        if self.map is None or self.frame_offsets is None:
+            raise ValueError(f"{self.path}: has no map, its frames must be read")
         if os.fstat(self.descriptor).st_size < self.size:
             raise UsageError(f"{self.path}: ends before frame {later}: the file was truncated")
         _, _, height, width = self.shape
@@ -80,7 +86,7 @@ class YearFile:
             page = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.map.madvise(advice, page, start - page + 4 * channels * math.prod(self.shape[2:]))
 
-    def read(self, frame, out, rows, columns):
+    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
         """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points."""
         _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
@@ -124,7 +130,7 @@ class YearFile:
                 view = view[count:]
 
 
-def frame_offsets(fields):
+def frame_offsets(fields: h5py.Dataset) -> np.ndarray | None:
     """Where each frame of an HDF5 dataset begins in its file, (T,); None where a frame is not one plain piece.
 
     It is one where the dataset is contiguous, or chunked by whole frames without compression.
@@ -151,7 +157,16 @@ class FieldDataset:
     Raises UsageError for a folder or file that does not hold such data.
     """
 
-    def __init__(self, folder, channels, img_size, dt=1, limit=None, rows=None, columns=None):
+    def __init__(
+        self,
+        folder: Path | str,
+        channels: int,
+        img_size: Sequence[int],
+        dt: int = 1,
+        limit: int | None = None,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ):
         self.folder, self.channels, self.dt = Path(folder), channels, dt
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
@@ -173,7 +188,7 @@ class FieldDataset:
         return self.num_samples
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, int, int, int]:
         """Shape of one sample: (2, C, h, w), the input frame and the target frame."""
         return (
             2,
@@ -183,11 +198,11 @@ class FieldDataset:
         )
 
     @property
-    def mappable(self):
+    def mappable(self) -> bool:
         """Whether `mapped` can be used."""
         return all(file.map is not None for file in self.files)
 
-    def read(self, index, out):
+    def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape."""
         file, frame = self._locate(index)
         if self.dt == 1:
@@ -196,16 +211,17 @@ class FieldDataset:
             file.read(frame, out[:1], self.rows, self.columns)
             file.read(frame + self.dt, out[1:], self.rows, self.columns)
 
-    def mapped(self, index):
+    def mapped(self, index: int) -> AbstractContextManager[np.ndarray]:
         """Sample `index` where it lies, an array of self.shape inside a `with`: see YearFile.mapped."""
         file, frame = self._locate(index)
         return file.mapped(frame, frame + self.dt, self.channels, self.rows, self.columns)
 
-    def _locate(self, index):
+    def _locate(self, index: int) -> tuple[YearFile, int]:
         number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
         return self.files[number], int(index - self.first_sample[number])
 
-    def close(self):
+    def close(self) -> None:
+        """Close all files."""
         while self.files:
             self.files.pop().close()
 
@@ -256,7 +272,7 @@ class Statistics(NamedTuple):
     time_means: np.ndarray  # (C, H, W), the climatology
 
 
-def load_statistics(config):
+def load_statistics(config: Config) -> Statistics:
     """Statistics from the three files that the config names, for its channels and image.
 
     Raises UsageError where a file is missing, of another shape, or holds values that cannot be used.
@@ -269,7 +285,7 @@ def load_statistics(config):
     return Statistics(means, stds, read_statistics(config.time_means_path, channels, config.img_size))
 
 
-def read_statistics(path, channels, img_size=None):
+def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
     """Statistics of each channel from a .npy file: (C, 1, 1), or (C, H, W) where img_size is given; float32.
 
     Raises UsageError where the file is missing, of another shape, or not finite.

@@ -8,7 +8,7 @@ import torch
 from utils.errors import UsageError
 
 
-def select_device(name, local_rank=0):
+def select_device(name: str, local_rank: int = 0) -> torch.device:
     """Turn 'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ... into a torch.device that is there.
 
     local_rank: of this process among those of its node; an accelerator without a number becomes its own. Where each
@@ -36,13 +36,13 @@ def select_device(name, local_rank=0):
     return device
 
 
-def synchronize(device):
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
-def peak_memory_bytes(device):
+def peak_memory_bytes(device: torch.device) -> int:
     """Largest memory this process has held: allocated by torch on an accelerator, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

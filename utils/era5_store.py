@@ -6,14 +6,18 @@ WeatherBench2 and ARCO-ERA5 (2m_temperature, geopotential with level, time).
 
 import importlib.util
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
 import numpy as np
 
 from utils.atmosphere import GRAVITY
 from utils.errors import UsageError
+
+if TYPE_CHECKING:
+    import xarray
 
 PACKAGES = ("zarr",)  # of requirements-era5.txt
 
@@ -47,7 +51,8 @@ DIMENSIONS = {
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-UNITS = {  # ours: {a spelling in a file, less ** and ^: (factor, offset) to ours}
+Spellings = dict[str, tuple[float, float]]  # {units in a file, less ** and ^: (factor, offset) to ours}
+UNITS: dict[str, Spellings] = {  # by ours
     "m s-1": {"m s-1": (1, 0), "m/s": (1, 0)},
     "K": {"K": (1, 0), "kelvin": (1, 0), "degC": (1, 273.15), "celsius": (1, 273.15), "C": (1, 273.15)},
     "Pa": {"Pa": (1, 0), "hPa": (100, 0), "mbar": (100, 0), "millibars": (100, 0)},
@@ -58,12 +63,12 @@ UNITS = {  # ours: {a spelling in a file, less ** and ^: (factor, offset) to our
 }
 
 
-def channel_key(name):
+def channel_key(name: str) -> tuple[str, int | None]:
     """(quantity, pressure level in hPa or None) of a channel: u10 is ('u10', None), u500 is ('u', 500)."""
     return (name, None) if name in QUANTITIES else (name[0], int(name[1:]))
 
 
-def relative_humidity(q, t, pressure):
+def relative_humidity(q: np.ndarray, t: np.ndarray, pressure: float) -> np.ndarray:
     """Relative humidity (%) as ERA5 defines it, from specific humidity (kg kg-1), temperature (K), pressure (Pa).
 
     The vapour pressure as a part of its saturation value, over water above 0 degrees C, over ice below -23 degrees C,
@@ -86,7 +91,7 @@ class Store:
     Raises UsageError where it cannot be opened or is no such grid.
     """
 
-    def __init__(self, address):
+    def __init__(self, address: str):
         self.address = address
         data = _open(address)
         found = {ours: next((n for n in names if n in data.dims), None) for ours, names in DIMENSIONS.items()}
@@ -107,37 +112,40 @@ class Store:
         self.longitude = np.roll(longitude, -self.first_column)
         self._check_grid()
 
-    def variable(self, quantity, level=None):
+    def variable(self, quantity: str, level: float | None = None) -> "xarray.DataArray | None":
         """The variable that holds a quantity (at a level in hPa), a lazy xarray.DataArray, or None."""
+        return next(self._variables(quantity, level), None)
+
+    def _variables(self, quantity: str, level: float | None) -> Iterator["xarray.DataArray"]:
         for name in QUANTITIES[quantity].names:
             variable = self.data.get(name)
             if variable is not None and (level is None or ("level" in variable.dims and level in self.levels)):
-                return variable
-        return None
+                yield variable
 
-    def find(self, times):
+    def find(self, times: np.ndarray) -> np.ndarray:
         """The index of each of `times` (datetime64[s]), -1 where there is none."""
         index = np.minimum(np.searchsorted(self.times, times), len(self.times) - 1)
         return np.where(self.times[index] == times, index, -1)
 
-    def check(self, quantity, level):
+    def check(self, quantity: str, level: float | None) -> None:
         """Raises UsageError where the variable of a quantity has unknown units, or a dimension too many."""
-        variable = self.variable(quantity, level)
+        variable = next(self._variables(quantity, level))
         self.conversion(quantity, variable)
         others = {dim: size for dim, size in variable.sizes.items() if dim not in DIMENSIONS and size > 1}
         if others:
             raise UsageError(f"{self.address}: {variable.name} has also the dimensions {others}: select one of each")
 
-    def read(self, quantity, levels, frames):
+    def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
         """Read (T, L, H, W) float32 in ERA5's units, at `levels` ([None] for the surface), at indices `frames`.
 
         Raises UsageError for data that cannot be read.
         """
-        variable = self.variable(quantity, levels[0])
+        variable = next(self._variables(quantity, levels[0]))
         factor, offset = self.conversion(quantity, variable)
-        part, order = {"time": _as_slice(frames)}, ["time", "latitude", "longitude"]
+        part: dict[Any, Any] = {"time": _as_slice(frames)}
+        order = ["time", "latitude", "longitude"]
         if levels != [None]:
-            part["level"] = [self.levels.index(level) for level in levels]
+            part["level"] = [self.levels.index(level) for level in levels if level is not None]
             order.insert(1, "level")
         part |= dict.fromkeys(set(variable.dims) - set(order), 0)  # of length 1
         try:
@@ -151,7 +159,7 @@ class Store:
             values = np.roll(values, -self.first_column, axis=-1)
         return values if "level" in order else values[:, None]
 
-    def conversion(self, quantity, variable):
+    def conversion(self, quantity: str, variable: "xarray.DataArray") -> tuple[float, float]:
         """(factor, offset) from a variable's units to ERA5's. None given are taken to be ERA5's, but for r.
 
         (Regridded WeatherBench2 stores give none. Relative humidity may be a fraction or a percentage.)
@@ -165,7 +173,7 @@ class Store:
                 return conversion
         raise UsageError(f"{self.address}: {variable.name} has unknown units '{theirs}' (known: {', '.join(known)})")
 
-    def _read_times(self, coordinate):
+    def _read_times(self, coordinate: "xarray.DataArray") -> np.ndarray:
         if coordinate.dtype.kind != "M":
             raise UsageError(f"{self.address}: {coordinate.name} is not in dates of the standard calendar")
         times = coordinate.values.astype("datetime64[s]")
@@ -173,7 +181,7 @@ class Store:
             raise UsageError(f"{self.address}: its times do not increase")
         return times
 
-    def _read_levels(self, data):
+    def _read_levels(self, data: "xarray.Dataset") -> list[float]:
         if "level" not in data.dims:
             return []
         units = units_of(data["level"]) or "hPa"
@@ -181,7 +189,7 @@ class Store:
             raise UsageError(f"{self.address}: its pressure levels have unknown units '{units}' (known: hPa, Pa)")
         return [float(level) / (100 if units.lower() == "pa" else 1) for level in data["level"].values]
 
-    def _check_grid(self):
+    def _check_grid(self) -> None:
         latitude, longitude, width = self.latitude, self.longitude, len(self.longitude)
         whole_circle = np.allclose(longitude, longitude[0] + 360 / width * np.arange(width), atol=1e-3)
         if width < 2 or not whole_circle or longitude[0] >= 360 / width:
@@ -191,17 +199,17 @@ class Store:
             raise UsageError(f"{self.address}: its {len(latitude)} latitudes do not go from pole to pole")
 
 
-def units_of(variable):
+def units_of(variable: "xarray.DataArray") -> str:
     """The units a variable gives, powers without ** and ^: 'm s-1'; '' where it gives none."""
     return str(variable.attrs.get("units", "")).replace("**", "").replace("^", "").strip()
 
 
-def first_line(error):
+def first_line(error: Exception) -> str:
     """The first line of an exception's message, or its name where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _open(address):
+def _open(address: str) -> "xarray.Dataset":
     """The xarray.Dataset of a Zarr store or NetCDF file, not read yet (and without dask: no chunks)."""
     absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if absent:
@@ -222,7 +230,7 @@ def _open(address):
         raise UsageError(f"{address}: cannot be opened as Zarr or NetCDF: {first_line(error)}") from error
 
 
-def _as_slice(indices):
+def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
     """Increasing indices as a slice where their step is constant: stores read slices faster."""
     step = int(indices[1] - indices[0]) if len(indices) > 1 else 1
     return slice(int(indices[0]), int(indices[-1]) + 1, step) if np.all(np.diff(indices) == step) else indices

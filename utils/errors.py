@@ -3,7 +3,9 @@
 import argparse
 import faulthandler
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is lost
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
@@ -23,12 +25,13 @@ class NonFiniteLossError(Exception):
 class ArgumentParser(argparse.ArgumentParser):
     """A parser whose errors are UsageErrors: one line instead of the whole usage."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
+        """Raise it as a UsageError."""
         raise UsageError(f"{message} (see --help)")
 
 
 @contextmanager
-def reported_as_usage_error(kind, where):
+def reported_as_usage_error(kind: type[Exception], where: str) -> Iterator[None]:
     """Turn an exception of `kind`, raised by a module that knows no settings, into a UsageError that says where."""
     try:
         yield
@@ -36,12 +39,12 @@ def reported_as_usage_error(kind, where):
         raise UsageError(f"{where}: {error}") from None
 
 
-def run_main(main):
+def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1.
 
     A process that dies of SIGBUS or SIGSEGV prints its stacks first.
     """
-    faulthandler.enable(sys.__stderr__)
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
         status = main()
     except (UsageError, NonFiniteLossError) as error:

@@ -10,8 +10,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 FIRST_FAILURE = "first_failure"  # key of the store
 FAREWELL_SECONDS = 2
@@ -20,18 +25,18 @@ FAREWELL_SECONDS = 2
 class FailureListener:
     """Of one rank. store: a connection of its own, since the process group's may be busy waiting."""
 
-    def __init__(self, store, rank):
+    def __init__(self, store: "Store", rank: int):
         self.store, self.rank = store, rank
         self.leaving = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
 
-    def stop(self, timeout):
+    def stop(self, timeout: float) -> None:
         """Python must not end while the thread is in the store."""
         self.leaving.set()
         self.thread.join(timeout)
 
-    def end_this_rank(self, error, shutdown):
+    def end_this_rank(self, error: BaseException, shutdown: Callable[[], None]) -> NoReturn:
         """Say why, to people and to the other ranks, and end without waiting for them."""
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
         expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
@@ -49,12 +54,12 @@ class FailureListener:
             exit_at_once(status)
         self._end_because_of(first)
 
-    def _end_because_of(self, first):
+    def _end_because_of(self, first: str) -> NoReturn:
         status, message = first.split(" ", 1)
         print(f"error: rank {self.rank} ends because of {message}", file=sys.stderr, flush=True)
         exit_at_once(int(status))
 
-    def _listen(self):
+    def _listen(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone: the collectives will notice
             while not self.leaving.wait(FAREWELL_SECONDS / 4):
                 if self.store.check([FIRST_FAILURE]):
@@ -65,7 +70,7 @@ class FailureListener:
                     return
 
 
-def exit_at_once(status):
+def exit_at_once(status: int) -> NoReturn:
     """End this process without waiting for others: they may wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,10 +1,12 @@
 """Files that are there whole or not at all."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
-def whole_file(path):
+def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary name next to `path`: renamed to it when the block ends well, removed otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")

@@ -1,5 +1,11 @@
 """What a check found, as a line for people and as JSON."""
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from utils.rollcall import RollCall
+
 import json
 from dataclasses import asdict, dataclass
 
@@ -12,29 +18,31 @@ class Finding:
     what: str
     found: str
     advice: str = ""
-    values: dict | None = None
+    values: dict[str, Any] | None = None
 
     def __post_init__(self):
         if self.level == "ok":
             self.advice = ""
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold, and Finding(**...) takes."""
         return asdict(self)
 
-    def line(self):
+    def line(self) -> str:
+        """The finding as text."""
         return f"{self.level:<5} {self.what:<14} {self.found}{f' - {self.advice}' if self.advice else ''}"
 
 
-def merge(answers, ranks):
+def merge(answers: Iterable[list[dict[str, Any]]], ranks: "RollCall") -> list[Finding]:
     """One list out of every rank's findings (as dicts): equal ones become one, which names its ranks where not all."""
-    whose = {}
+    whose: dict[str, list[int]] = {}
     for rank, findings in enumerate(answers):
         for finding in findings:
             whose.setdefault(json.dumps(finding), []).append(rank)
     merged = []
     for text, members in whose.items():
-        finding = Finding(**json.loads(text))
+        common = Finding(**json.loads(text))
         if len(members) < ranks.size:
-            finding.found = f"{ranks.names(members)}: {finding.found}"
-        merged.append(finding)
+            common.found = f"{ranks.names(members)}: {common.found}"
+        merged.append(common)
     return merged

@@ -1,9 +1,20 @@
 """Arithmetic of the vision transformer, for model FLOP utilisation."""
 
 import math
+from collections.abc import Sequence
+
+from utils.schema import Config
 
 
-def vit_flops(img_size, patch_size, in_channels, out_channels, embed_dim, depth, mlp_ratio):
+def vit_flops(
+    img_size: Sequence[int],
+    patch_size: int,
+    in_channels: int,
+    out_channels: int,
+    embed_dim: int,
+    depth: int,
+    mlp_ratio: float,
+) -> float:
     """Floating-point operations of one forward pass of networks.vit.ViT on one sample.
 
     Matrix products only, a multiply-add counted as two. With N tokens of size D and patches of P points:
@@ -23,7 +34,7 @@ def vit_flops(img_size, patch_size, in_channels, out_channels, embed_dim, depth,
     return ends + depth * block
 
 
-def training_flops(config):
+def training_flops(config: Config) -> float:
     """Floating-point operations of one training step on one sample."""
     return 3 * vit_flops(
         config.img_size, config.patch_size, config.n_in_channels, config.n_out_channels,

@@ -9,8 +9,10 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray
@@ -30,9 +32,10 @@ LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 EPOCH = "hours since 1970-01-01 00:00:00"
 ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
 SKILL, STORE = "skill.json", "forecast.zarr"
+Scalar = tuple[str, tuple[tuple[()], float, dict[str, str]]]  # name, (dims, value, attributes)
 
 
-def prepare_folder(path):
+def prepare_folder(path: Path | str) -> None:
     """Make the folder that a forecast is written to. It holds one: what an earlier one has written is removed.
 
     Called by one rank. Raises UsageError where it cannot be written.
@@ -52,7 +55,7 @@ def prepare_folder(path):
         raise UsageError(f"{path / SKILL}: was not written by a forecast: choose another --out") from None
 
 
-def attributes(checkpoint, marker, split):
+def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str, str]:
     """Where a forecast comes from, as attributes of its files."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
@@ -63,17 +66,18 @@ def attributes(checkpoint, marker, split):
     }
 
 
-def write_skill(folder, record):
+def write_skill(folder: Path | str, record: dict[str, Any]) -> None:
     """Write what is known of a forecast as JSON; values that are not finite become null. record["files"]: names."""
     with whole_file(Path(folder) / SKILL) as part:
         part.write_text(json.dumps(_finite(record), indent=1, allow_nan=False) + "\n")
 
 
-def file_name(start):
+def file_name(start: np.datetime64) -> str:
+    """The NetCDF file of a start date: forecast-2018-01-05T06.nc."""
     return f"forecast-{show(start).replace(':', '')}.nc"
 
 
-def write_netcdf(folder, forecast):
+def write_netcdf(folder: Path | str, forecast: xarray.Dataset) -> None:
     """Write a Dataset of forecast_dataset, named by its start date. Raises UsageError where the disk refuses."""
     path = Path(folder) / file_name(forecast["forecast_reference_time"].values[0])
     try:
@@ -83,41 +87,50 @@ def write_netcdf(folder, forecast):
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def write_zarr(folder, starts):
+def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
     """Put the NetCDF files of these dates together in one Zarr store. Needs zarr: see zarr_missing."""
     store = Path(folder) / STORE
     for number, start in enumerate(starts):
         with xarray.open_dataset(Path(folder) / file_name(start), engine="h5netcdf") as forecast:
             for variable in forecast.variables.values():  # what is of NetCDF does not belong in the store
                 variable.encoding = {key: value for key, value in variable.encoding.items() if key in ENCODING}
-            along = {"append_dim": "forecast_reference_time"} if number else {"mode": "w"}
+            along: dict[str, Any] = {"append_dim": "forecast_reference_time"} if number else {"mode": "w"}
             forecast.load().to_zarr(store, consolidated=False, **along)
 
 
-def zarr_missing():
+def zarr_missing() -> str | None:
     """What to do where the Zarr package is not installed; None where it is."""
     return None if importlib.util.find_spec("zarr") else "no Zarr store: pip install -r requirements-era5.txt"
 
 
-def forecast_dataset(start, leads, fields, names, units, latitude, longitude, attributes):
+def forecast_dataset(
+    start: np.datetime64,
+    leads: Sequence[int],
+    fields: np.ndarray,
+    names: Sequence[str],
+    units: Sequence[str],
+    latitude: np.ndarray,
+    longitude: np.ndarray,
+    attributes: dict[str, str],
+) -> xarray.Dataset:
     """One forecast as an xarray.Dataset that writes itself as CF.
 
     start: datetime64. leads: (L,) hours. fields: (L, C, H, W), float32, in physical units. names, units: of channels.
     latitude, longitude: degrees. attributes: of the whole, besides Conventions.
     """
-    reference, leads = np.array([start], "datetime64[s]"), np.asarray(leads, np.int32)
-    coordinates = {
+    reference, hours = np.array([start], "datetime64[s]"), np.asarray(leads, np.int32)
+    coordinates: dict[str, Any] = {
         "forecast_reference_time": (
             "forecast_reference_time",
             reference,
             _described("forecast_reference_time"),
         ),
-        "lead_time": ("lead_time", leads, {**_described("forecast_period"), "units": "hours"}),
+        "lead_time": ("lead_time", hours, {**_described("forecast_period"), "units": "hours"}),
         "latitude": ("latitude", latitude, {**_described("latitude"), "units": "degrees_north", "axis": "Y"}),
         "longitude": ("longitude", longitude, {**_described("longitude"), "units": "degrees_east", "axis": "X"}),
         "time": (
             ("forecast_reference_time", "lead_time"),
-            reference[:, None] + leads * HOUR,
+            reference[:, None] + hours * HOUR,
             _described("time"),
         ),
     }
@@ -130,7 +143,8 @@ def forecast_dataset(start, leads, fields, names, units, latitude, longitude, at
         variables[name] = (("forecast_reference_time", "lead_time", "latitude", "longitude"), fields[None, :, c], attrs)
         coordinates |= {scalar[0]: scalar[1]} if scalar else {}
     data = xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
-    for name, variable in data.variables.items():
+    for key, variable in data.variables.items():
+        name = str(key)
         variable.encoding["_FillValue"] = None  # nothing is missing
         if variable.dtype.kind == "M":
             variable.encoding |= {"units": EPOCH, "calendar": "standard", "dtype": "int32"}
@@ -140,7 +154,7 @@ def forecast_dataset(start, leads, fields, names, units, latitude, longitude, at
     return data
 
 
-def describe_channel(name):
+def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
     """CF standard name of a channel and its scalar coordinate, (name, (dims, value, attributes)); None for either."""
     if name in HEIGHTS:
         value = HEIGHTS[name]
@@ -153,7 +167,7 @@ def describe_channel(name):
     return STANDARD_NAMES[level[1]], (f"p{level[2]}", ((), float(level[2]), attrs))
 
 
-def _described(standard_name):
+def _described(standard_name: str) -> dict[str, str]:
     attrs = {"standard_name": standard_name, "long_name": standard_name.replace("_", " ")}
     return attrs | ({"units_metadata": "leap_seconds: none"} if standard_name.endswith("time") else {})
 

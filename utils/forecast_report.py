@@ -1,6 +1,8 @@
 """What a forecast leaves behind for people: a table of its skill, curves, maps and an animation."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,11 +11,12 @@ from utils.forecast_files import STORE, file_name, write_skill, write_zarr, zarr
 from utils.frames import HOUR, show
 from utils.plots import animate, lead_time_figure, skill_figure
 from utils.report import HEADLINE
+from utils.rollout import Result
 
 COLUMNS = 5  # lead times in the table, besides the first
 
 
-def report(result, out, about, files, zarr):
+def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, zarr: bool) -> None:
     """Write what a Result holds into the folder `out`, and print its skill and where things are. Called by one rank.
 
     about: of forecast_files.attributes. files: the forecasts are there as NetCDF. zarr: put them together in a store.
@@ -55,7 +58,7 @@ def report(result, out, about, files, zarr):
     print(f"animation:  {out / pictures[2]}")
 
 
-def skill_table(result, channels, units):
+def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:
     """RMSE of each forecast, and ACC of the model, by lead time: a block of lines for each channel."""
     some = spread(len(result.leads), COLUMNS)
     lines = [
@@ -70,12 +73,12 @@ def skill_table(result, channels, units):
     return "\n".join(lines)
 
 
-def spread(count, parts):
+def spread(count: int, parts: int) -> list[int]:
     """Indices of 0 to count - 1: the first, and the last of each of `parts` equal parts."""
     return sorted({0} | {max(0, round(count * part / parts) - 1) for part in range(1, parts + 1)})
 
 
-def first_not_finite(result):
+def first_not_finite(result: Result) -> int | None:
     """The first lead time, in hours, at which an error of the model is not finite; None where all are."""
     values = np.array(list(result.skill["rmse"]["model"].values()))  # (C, L)
     bad = ~np.isfinite(values).all(0)

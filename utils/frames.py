@@ -1,12 +1,17 @@
 """Frames by their date: what a forecast starts from, and the truth that it is compared with."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import torch
 import xarray
+from torch import Tensor
 
 from distributed.tiles import own_window
-from utils.dataset import FieldDataset, load_statistics
+from utils.dataset import FieldDataset, YearFile, load_statistics
 from utils.errors import UsageError
+from utils.schema import Config
 
 HOUR = np.timedelta64(1, "h")
 
@@ -19,7 +24,7 @@ class Frames:
     Raises UsageError where the folder does not hold such data, or says nothing of its dates.
     """
 
-    def __init__(self, folder, config, device):
+    def __init__(self, folder: Path | str, config: Config, device: torch.device):
         self.folder, self.device, self.statistics = folder, device, load_statistics(config)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
         window = own_window(config.img_size, config.patch_size)
@@ -34,7 +39,7 @@ class Frames:
         if self.interval * HOUR != steps.min():
             raise UsageError(f"{folder}: its frames are {steps.min()} apart, which is no whole number of hours")
 
-    def read(self, times):
+    def read(self, times: np.ndarray) -> Tensor:
         """The frames at `times`, which must be there: (B, C, h, w), normalised, on the device."""
         frames = np.empty((len(times), *self.dataset.shape[1:]), np.float32)
         for index, out in zip(np.searchsorted(self.times, times), frames, strict=True):
@@ -43,12 +48,12 @@ class Frames:
             file.read(frame, out[None], self.dataset.rows, self.dataset.columns)
         return (torch.from_numpy(frames).to(self.device) - self.means) / self.stds
 
-    def starts(self, leads):
+    def starts(self, leads: Sequence[int]) -> np.ndarray:
         """The dates from which there is a frame at every one of `leads` (hours): (N,) datetime64[s]."""
         followed = [np.isin(self.times + lead * HOUR, self.times) for lead in leads]
         return self.times[np.logical_and.reduce(followed)]
 
-    def describe(self):
+    def describe(self) -> str:
         """The dates of the data as text."""
         gaps = np.flatnonzero(np.diff(self.times) > self.interval * HOUR)
         firsts, lasts = self.times[[0, *(gaps + 1)]], self.times[[*gaps, -1]]
@@ -57,11 +62,12 @@ class Frames:
             spans = [*spans[:2], "...", *spans[-2:]]
         return f"{', '.join(spans)}, every {self.interval} hours"
 
-    def close(self):
+    def close(self) -> None:
+        """Close the files."""
         self.dataset.close()
 
 
-def file_times(file):
+def file_times(file: YearFile) -> np.ndarray:
     """When the frames of a YearFile are, (T,) datetime64[s]: its `time`, else 6-hourly through the year of its name."""
     stored, frames = file.file.get("time"), file.shape[0]
     if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
@@ -78,7 +84,7 @@ def file_times(file):
     return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
 
 
-def choose_starts(frames, leads, wanted):
+def choose_starts(frames: Frames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
     """The dates from which to forecast, (N,) datetime64[s], increasing.
 
     leads: hours, increasing. wanted: dates as text, or a number of dates, spread evenly over those that have a frame at
@@ -104,7 +110,7 @@ def choose_starts(frames, leads, wanted):
     return np.array(dates)
 
 
-def parse_date(text):
+def parse_date(text: str) -> np.datetime64:
     """'2018-01-05T06' as datetime64[s]. Raises UsageError."""
     try:
         return np.datetime64(text.removesuffix("Z"), "s")
@@ -112,6 +118,6 @@ def parse_date(text):
         raise UsageError(f"start '{text}': write a date (UTC) like 2018-01-05T06") from None
 
 
-def show(time):
+def show(time: np.datetime64) -> str:
     """A date as text, to the hour where that is exact."""
     return np.datetime_as_string(time, "h" if time == time.astype("datetime64[h]") else "m")

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from utils.errors import UsageError
@@ -22,11 +23,12 @@ class Launch:
     master_port: int = 0
 
     @property
-    def ranks_per_node(self):
+    def ranks_per_node(self) -> int:
+        """Ranks on each node, the last one may have fewer."""
         return -(-self.world_size // self.nodes)
 
 
-def read_launch(env=os.environ):
+def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     """The Launch in the environment: of torchrun or export_DDP_vars.sh, else of srun, else a single process.
 
     Raises UsageError where variables are missing, are no numbers, or contradict each other.
@@ -60,13 +62,13 @@ def read_launch(env=os.environ):
     return launch
 
 
-def _nodes(env, size):
+def _nodes(env: Mapping[str, str], size: int) -> int:
     if "LOCAL_WORLD_SIZE" in env:  # torchrun
         return -(-size // max(1, _number(env, "LOCAL_WORLD_SIZE")))
     return _number(env, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in env else 1
 
 
-def _number(env, name):
+def _number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except KeyError:
@@ -75,7 +77,7 @@ def _number(env, name):
         raise UsageError(f"{name}='{env[name]}' is not a whole number") from None
 
 
-def _slurm_master(env):
+def _slurm_master(env: Mapping[str, str]) -> str:
     """The address of rank 0: the first node of the step, or the node of srun where that name does not resolve."""
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"

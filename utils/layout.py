@@ -18,7 +18,7 @@ PARTS = {"dp": ("dp_shard", "dp_replicate"), "domain": ("domain_lon", "domain_la
 ORDER = "tp-cp-domain-dp-pp"  # neighbours along the first dimension are adjacent ranks
 
 
-def tile_counts(domain_parallel):
+def tile_counts(domain_parallel: int | str) -> tuple[int, int]:
     """Ranks along latitude and longitude: 4 or "4" -> (4, 1), "2x2" -> (2, 2). Raises UsageError for anything else."""
     counts = str(domain_parallel).split("x")
     if len(counts) > 2 or not all(n.isdecimal() and int(n) for n in counts):
@@ -42,7 +42,7 @@ class Layout:
     pp: int = 1
     shard: int | None = None
     order: str = ORDER
-    domain: tuple = (1, 1)
+    domain: tuple[int, int] = (1, 1)
 
     def __post_init__(self):
         named = self.order.split("-")
@@ -62,10 +62,11 @@ class Layout:
             )
 
     @property
-    def dp(self):
+    def dp(self) -> int:
+        """Data-parallel ranks: what the other dimensions leave."""
         return self.world_size // (self.tp * self.cp * self.pp * math.prod(self.domain))
 
-    def describe(self, *names):
+    def describe(self, *names: str) -> str:
         """These dimensions as text, of those with more than one rank: tp 2 x domain 2x2."""
         sizes = {name: getattr(self, name) for name in names if name != "domain"}
         rows, columns = self.domain
@@ -75,7 +76,7 @@ class Layout:
         return " x ".join(parts)
 
     @property
-    def mesh_dims(self):
+    def mesh_dims(self) -> dict[str, int]:
         """{name: size} of the mesh, the slowest dimension first: ranks are numbered in row-major order."""
         shard = self.shard or self.dp
         sizes = {"dp_shard": shard, "dp_replicate": self.dp // shard, "tp": self.tp, "cp": self.cp, "pp": self.pp}
@@ -84,7 +85,7 @@ class Layout:
         fastest_first = [part for name in order for part in PARTS.get(name, (name,))]
         return {name: sizes[name] for name in reversed(fastest_first)}
 
-    def groups(self, name):
+    def groups(self, name: str) -> np.ndarray:
         """The groups of ranks along a dimension, (groups, ranks of a group)."""
         dims = self.mesh_dims
         along = [d for d in dims if d in PARTS.get(name, (name,))]
@@ -92,7 +93,7 @@ class Layout:
         axes = [list(dims).index(d) for d in along]
         return np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, math.prod(dims[d] for d in along))
 
-    def table(self, ranks_per_node):
+    def table(self, ranks_per_node: int) -> str:
         """The groups of every dimension as text, and which of them lie inside a node."""
         lines = [f"{self.world_size} ranks, {ranks_per_node} a node, order {self.order}"]
         names = [name for name in DIMENSIONS if len(self.groups(name)[0]) > 1]

@@ -1,6 +1,8 @@
 """Training loss."""
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import alike_on_ranks, as_group
@@ -8,7 +10,7 @@ from distributed.context_parallel import l2_norms
 from distributed.shard_tensor import ShardTensor
 
 
-def relative_l2_loss(prediction, target, band_group=None):
+def relative_l2_loss(prediction: Tensor, target: Tensor, band_group: dist.ProcessGroup | None = None) -> Tensor:
     """Mean over the batch of ||prediction - target|| / ||target||, norms over every other axis.
 
     prediction, target: (B, ...), tensors or ShardTensors. Returns a scalar, in float32 also where the inputs are half
@@ -19,7 +21,7 @@ def relative_l2_loss(prediction, target, band_group=None):
     return relative_l2(prediction, target, band_group).mean()
 
 
-def classification_loss(logits, target, image_group=None):
+def classification_loss(logits: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
     """Cross-entropy: (B, classes), (B,) -> a scalar, in float32.
 
     image_group: process group whose ranks each hold a part of the images and all have these logits. The gradient is
@@ -28,7 +30,7 @@ def classification_loss(logits, target, image_group=None):
     return alike_on_ranks(F.cross_entropy(logits.float(), target), as_group(image_group))
 
 
-def relative_l2(prediction, target, band_group=None):
+def relative_l2(prediction: Tensor, target: Tensor, band_group: dist.ProcessGroup | None = None) -> Tensor:
     """As relative_l2_loss, one value a sample: (B,)."""
     prediction, target = prediction.float(), target.float()
     if isinstance(prediction, ShardTensor):

@@ -8,11 +8,12 @@ time mean of the training years.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from utils import comm
 
 
-def latitude_weights(latitude):
+def latitude_weights(latitude: np.ndarray) -> np.ndarray:
     """Relative area of the cells of each row of a regular grid, mean 1: (H,) float64.
 
     latitude: rows' latitudes in degrees, (H,), from either pole. Cell bounds lie halfway between rows, the outer ones
@@ -32,26 +33,27 @@ class ForecastMetrics:
     climatology: (C, H, W), normalised, on the device of the forecasts.
     """
 
-    def __init__(self, latitude, stds, climatology):
+    def __init__(self, latitude: np.ndarray, stds: Tensor, climatology: Tensor):
         weights = torch.from_numpy(latitude_weights(latitude)).to(torch.float32)
         self.weights = (weights / (len(weights) * climatology.shape[-1]))[:, None].to(climatology.device)  # sums to 1
         self.stds, self.climatology = stds.flatten().cpu(), climatology
-        self.squared_errors, self.correlations = [], []
+        self.squared_errors: list[Tensor] = []  # of each batch, (B, C)
+        self.correlations: list[Tensor] = []
 
     @torch.no_grad()
-    def update(self, forecast, target):
-        """forecast, target: (B, C, H, W), normalised."""
+    def update(self, forecast: Tensor, target: Tensor) -> None:
+        """Add the errors of a batch. forecast, target: (B, C, H, W), normalised."""
         forecast, target = forecast.float(), target.float()
-        self.squared_errors.append(self._mean((forecast - target).square()))  # (B, C)
+        self.squared_errors.append(self._mean((forecast - target).square()))
         forecast, target = forecast - self.climatology, target - self.climatology
         norm = (self._mean(forecast.square()) * self._mean(target.square())).sqrt()
         # A forecast without anomaly (climatology itself) correlates with nothing: 0.
         self.correlations.append(self._mean(forecast * target) / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
-    def compute(self):
+    def compute(self) -> tuple[Tensor, Tensor]:
         """RMSE in physical units and ACC, each (C,), over all samples of all ranks."""
         rmse = comm.global_mean(torch.cat(self.squared_errors)).cpu().sqrt() * self.stds.double()
         return rmse, comm.global_mean(torch.cat(self.correlations)).cpu()
 
-    def _mean(self, values):
+    def _mean(self, values: Tensor) -> Tensor:
         return (values * self.weights).sum((-2, -1))

@@ -1,14 +1,19 @@
 """Optimizer and learning-rate schedule."""
 
 import math
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from distributed.data_parallel import build_zero1_optimizer
 from utils import comm
+from utils.schema import Config
 
 
-def build_optimizer(config, model, device):
+def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> Optimizer:
     """Adam or AdamW as the config says; fused: one kernel updates all parameters.
 
     For CUDA graphs the optimizer keeps everything on the device, the learning rate too.
@@ -23,15 +28,15 @@ def build_optimizer(config, model, device):
     return optimizer_class(parameter_groups(model), **options)
 
 
-def parameter_groups(model):
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Parameters of one kind together: a kernel that updates many does not take DTensors and plain tensors at once."""
-    kinds = {}
+    kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return [{"params": parameters} for parameters in kinds.values()]
 
 
-def peak_learning_rate(config):
+def peak_learning_rate(config: Config) -> float:
     """config.lr, scaled from base_batch_size to global_batch_size.
 
     linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD; sqrt: Krizhevsky 2014 (arXiv:1404.5997), Malladi et al. 2022
@@ -41,7 +46,7 @@ def peak_learning_rate(config):
     return config.lr * {"none": 1, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
 
-def learning_rate(config, iteration):
+def learning_rate(config: Config, iteration: int) -> float:
     """Learning rate of an iteration (from 0): linear warmup to the peak, then a cosine to zero or a constant.
 
     A function of the iteration alone, so that a resumed run needs no state for it. Cosine: Loshchilov and Hutter
@@ -56,7 +61,8 @@ def learning_rate(config, iteration):
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def set_learning_rate(optimizer, value):
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    """Give every group this learning rate; where it is a tensor, of a CUDA graph, in place."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(value)

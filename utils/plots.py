@@ -1,19 +1,30 @@
 """Pictures: fields on a map, skill by lead time."""
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
 from matplotlib.animation import PillowWriter
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import MultipleLocator
+
+if TYPE_CHECKING:
+    from utils.rollout import Skill
 
 matplotlib.use("Agg")
 FRAMES_PER_SECOND = 4
 FIELD, ERROR = "viridis", "RdBu_r"  # colour maps
+Style = dict[str, Any]  # options of imshow
 
 
-def forecast_figure(fields, latitude, longitude, name, units):
+def forecast_figure(
+    fields: Iterable[np.ndarray], latitude: np.ndarray, longitude: np.ndarray, name: str, units: str
+) -> Figure:
     """Input, target, prediction and error of one channel, four maps with coordinates and colour bars.
 
     fields: (input, target, prediction), each (H, W), in physical units. latitude, longitude: degrees, (H,), (W,).
@@ -38,7 +49,15 @@ def forecast_figure(fields, latitude, longitude, name, units):
     return figure
 
 
-def lead_time_figure(truth, forecast, leads, latitude, longitude, title, units):
+def lead_time_figure(
+    truth: np.ndarray,
+    forecast: np.ndarray,
+    leads: Sequence[int],
+    latitude: np.ndarray,
+    longitude: np.ndarray,
+    title: str,
+    units: str,
+) -> Figure:
     """Truth, forecast and error of one channel, a row of maps for each lead time.
 
     truth, forecast: (L, H, W), in physical units. leads: (L,), hours. One colour scale for all, one for all errors.
@@ -53,7 +72,16 @@ def lead_time_figure(truth, forecast, leads, latitude, longitude, title, units):
     return figure
 
 
-def animate(path, truth, forecast, leads, latitude, longitude, title, units):
+def animate(
+    path: Path,
+    truth: np.ndarray,
+    forecast: np.ndarray,
+    leads: Sequence[int],
+    latitude: np.ndarray,
+    longitude: np.ndarray,
+    title: Callable[[int], str],
+    units: str,
+) -> None:
     """Write the maps of lead_time_figure as a GIF, one frame a lead time. title: a function of the lead in hours."""
     scales = colour_scales(truth, forecast - truth)
     figure = Figure(figsize=(13, 3.1), layout="constrained", dpi=80)
@@ -70,7 +98,7 @@ def animate(path, truth, forecast, leads, latitude, longitude, title, units):
             figure.set_layout_engine("none")  # arranged in the first frame: the maps must not move
 
 
-def skill_figure(skill, channels, units, leads):
+def skill_figure(skill: "Skill", channels: Sequence[str], units: Mapping[str, str], leads: Sequence[int]) -> Figure:
     """RMSE and ACC by lead time, a column for each channel, a curve for each forecast.
 
     skill: {"rmse" or "acc": {forecast: {channel: values of all lead times}}}. units: {channel: units}. leads: hours.
@@ -92,15 +120,21 @@ def skill_figure(skill, channels, units, leads):
     return figure
 
 
-def colour_scales(truth, error):
+def colour_scales(truth: np.ndarray, error: np.ndarray) -> tuple[Style, Style]:
     """Options of imshow for fields, by the truth, and for errors, symmetric about zero."""
     low, high = np.percentile(truth, [0.5, 99.5])
     finite = error[np.isfinite(error)]
-    bound = max(float(np.abs(finite).max(initial=0)), np.finfo(np.float32).tiny)
+    bound = max(float(np.abs(finite).max(initial=0)), float(np.finfo(np.float32).tiny))
     return {"cmap": FIELD, "vmin": low, "vmax": high}, {"cmap": ERROR, "vmin": -bound, "vmax": bound}
 
 
-def draw_row(row, fields, latitude, longitude, scales):
+def draw_row(
+    row: Iterable[Axes],
+    fields: Sequence[np.ndarray],
+    latitude: np.ndarray,
+    longitude: np.ndarray,
+    scales: tuple[Style, Style],
+) -> list[AxesImage]:
     """Maps of truth, forecast and error on three axes; returns the images. fields: (truth, forecast), each (H, W)."""
     truth, forecast = fields
     styles = scales[0], scales[0], scales[1]
@@ -110,11 +144,11 @@ def draw_row(row, fields, latitude, longitude, scales):
     ]
 
 
-def draw_map(axes, field, latitude, longitude, style):
+def draw_map(axes: Axes, field: np.ndarray, latitude: np.ndarray, longitude: np.ndarray, style: Style) -> AxesImage:
     """A field (H, W) on axes in degrees; returns the image. style: of imshow."""
     step_lat, step_lon = abs(latitude[1] - latitude[0]) / 2, (longitude[1] - longitude[0]) / 2
     west, east = longitude[0] - step_lon, longitude[-1] + step_lon
-    south, north = min(latitude) - step_lat, max(latitude) + step_lat
+    south, north = latitude.min() - step_lat, latitude.max() + step_lat
     rows = northern_first(field, latitude)
     image = axes.imshow(rows, extent=(west, east, south, north), aspect="auto", interpolation="nearest", **style)
     axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
@@ -122,7 +156,7 @@ def draw_map(axes, field, latitude, longitude, style):
     return image
 
 
-def northern_first(field, latitude):
+def northern_first(field: np.ndarray, latitude: np.ndarray) -> np.ndarray:
     """The rows of a field in the order in which imshow draws them."""
     return field if latitude[0] > latitude[-1] else field[::-1]
 

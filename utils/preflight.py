@@ -12,8 +12,10 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 try:
     import torch
@@ -30,9 +32,10 @@ from utils.rollcall import Absent, RollCall, limited
 
 ROOT = Path(__file__).parents[1]
 OTHER_PATHS = ("valid_data", "inf_data", "global_means", "global_stds", "time_means")  # sites/launch.sh gives them
+Check = Callable[[argparse.Namespace, RollCall], Iterator[Finding]]
 
 
-def packages(*_):
+def packages(*_: Any) -> Iterator[Finding]:
     """Python and the packages against the pins of requirements.txt."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Finding("ok" if sys.version_info >= (3, 11) else "FAIL", "python", version, "3.11 or newer is needed")
@@ -53,10 +56,11 @@ def packages(*_):
     yield Finding("ok", "packages", f"{agree} of {len(pins)} as in requirements.txt; {build}")
 
 
-def devices(_options, ranks):
+def devices(_options: argparse.Namespace, ranks: RollCall) -> Iterator[Finding]:
     """What torch.accelerator finds, beside what the driver and Slurm say is there."""
     driver = network.nvidia_driver()
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             yield Finding("ok", "devices", "CUDA_VISIBLE_DEVICES is empty: training runs on the CPU")
         elif driver:
@@ -67,7 +71,7 @@ def devices(_options, ranks):
         else:
             yield Finding("ok", "devices", "no GPU: training runs on the CPU")
         return
-    kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
+    kind, count = accelerator.type, torch.accelerator.device_count()
     found = f"{count} x {kind}"
     if kind == "cuda":
         seen = range(count) if ranks.size == 1 else [ranks.launch.local_rank % count]  # others may be taken
@@ -81,19 +85,20 @@ def devices(_options, ranks):
     yield Finding("ok", "devices", found)
 
 
-def environment(_options, ranks):
+def environment(_options: argparse.Namespace, ranks: RollCall) -> Iterator[Finding]:
     """Variables that slow a run down or send it the wrong way."""
     launch, env = ranks.launch, os.environ
     yield Finding("ok", "launch", "one process" if ranks.size == 1 else f"{ranks.size} ranks on {launch.nodes} node(s)")
     if ranks.size == 1 and int(env.get("SLURM_NTASKS", "1").split("(")[0]) > 1 and "SLURM_STEP_ID" not in env:
         yield Finding("warn", "launch", f"one process in a job of {env['SLURM_NTASKS']} tasks", "start it with srun")
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpus = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
     threads, there = torch.get_num_threads(), min(launch.ranks_per_node, ranks.size)
     found = (
         f"OMP_NUM_THREADS {env.get('OMP_NUM_THREADS', 'unset')}: {threads} a rank, {mine} CPUs for it, {there} rank(s)"
     )
-    too_many = threads > mine or threads * there > os.cpu_count()
-    advice = f"OMP_NUM_THREADS={max(1, min(mine, os.cpu_count() // there))}" if threads > 1 else "fewer ranks on a node"
+    too_many = threads > mine or threads * there > cpus
+    advice = f"OMP_NUM_THREADS={max(1, min(mine, cpus // there))}" if threads > 1 else "fewer ranks on a node"
     yield Finding("warn" if too_many else "ok", "threads", f"{found} on the node", advice)
     for name, value in sorted(env.items()):
         if (name, value) in network.SLOW:
@@ -106,10 +111,11 @@ def environment(_options, ranks):
             yield Finding("ok", "variables", f"{name}={value}")
 
 
-CHECKS = (packages, devices, environment, *files.CHECKS, *network.CHECKS)
+CHECKS: tuple[Check, ...] = (packages, devices, environment, *files.CHECKS, *network.CHECKS)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line, on every rank; returns the exit status."""
     options = parse(argv)
     launch = read_launch()
     ranks, findings = RollCall(launch, options.timeout), []
@@ -146,9 +152,10 @@ def main(argv=None):
     return status
 
 
-def attempt(check, options, ranks):
+def attempt(check: Check, options: argparse.Namespace, ranks: RollCall) -> list[dict[str, Any]]:
     """The findings of a check as dicts, whatever happens in it."""
-    name, findings = check.__name__.replace("_", " "), []
+    name = check.__name__.replace("_", " ")
+    findings: list[Finding] = []
     try:
         limited(2 * options.timeout, lambda: findings.extend(check(options, ranks)))
     except Exception as error:
@@ -158,7 +165,8 @@ def attempt(check, options, ranks):
     return [finding.as_dict() for finding in findings]
 
 
-def parse(argv):
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options. Raises UsageError for those that cannot be used."""
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--expdir", default="logs", metavar="FOLDER", help="where runs are written (%(default)s)")

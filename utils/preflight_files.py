@@ -4,16 +4,19 @@ import os
 import shutil
 import time
 import uuid
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from utils.findings import Finding
+from utils.rollcall import RollCall
 
 LEAST_FREE_GB = 10  # sample data, checkpoints of two runs
 READ_BYTES, CHUNK = 256 << 20, 8 << 20
 CLOCK_SECONDS = 2
 
 
-def log_folder(options, ranks):
+def log_folder(options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     """Whether this rank can write there, durably."""
     folder, advice = Path(options.expdir), "another folder: --expdir, or LOG_DIR for sites/launch.sh"
     mark = folder / f".preflight-{uuid.uuid4().hex}"
@@ -38,7 +41,7 @@ def log_folder(options, ranks):
     yield Finding("ok" if free > LEAST_FREE_GB else "warn", "log folder", found, f"make room, or {advice}")
 
 
-def shared_folder(options, ranks):
+def shared_folder(options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     """A file of rank 0 must be seen by the others soon: a checkpoint is written by all into one folder."""
     if ranks.size == 1:
         return
@@ -66,7 +69,7 @@ def shared_folder(options, ranks):
         yield Finding("ok", "shared folder", f"{options.expdir}: a file of rank 0 is seen after {max(answers):.1f} s")
 
 
-def data_folder(options, ranks):
+def data_folder(options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     """Files to train with, and how fast they are read."""
     folder = Path(options.train_data_path or "data")
     files = sorted(folder.rglob("*.h5")) if folder.is_dir() else []
@@ -91,7 +94,7 @@ def data_folder(options, ranks):
         yield Finding("ok", "data reading", found, values={"gb_per_s": speeds})
 
 
-def _read(path):
+def _read(path: Path) -> float:
     """GB/s of the first part of a file, from the disk where the system lets go of its copy."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
@@ -102,7 +105,7 @@ def _read(path):
     return count / 1e9 / (time.perf_counter() - began)
 
 
-def clocks(_options, ranks):
+def clocks(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     """Clocks of the ranks at the same moment: dates of files and of logs are compared."""
     if ranks.size == 1:
         return

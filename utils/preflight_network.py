@@ -8,12 +8,15 @@ import socket
 import struct
 import subprocess
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from utils.device import select_device, synchronize
 from utils.findings import Finding
+from utils.rollcall import RollCall
 
 MESSAGE = {"cuda": 64 << 20, "cpu": 8 << 20}  # bytes
 REPEATS = 5
@@ -28,7 +31,7 @@ SLOW = {
 }
 
 
-def nvidia_driver():
+def nvidia_driver() -> str | None:
     """The version of the driver that nvidia-smi tells; None where there is none."""
     if not shutil.which("nvidia-smi"):
         return None
@@ -37,11 +40,12 @@ def nvidia_driver():
     return answer.stdout.split()[0] if answer.returncode == 0 and answer.stdout.strip() else None
 
 
-def interfaces():
+def interfaces() -> list[str]:
+    """Names of the network interfaces of this node."""
     return [name for _, name in socket.if_nameindex()]
 
 
-def unknown_interfaces(value):
+def unknown_interfaces(value: str) -> bool:
     """Whether 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them) means no interface of this node."""
     if value.startswith("^"):
         return False
@@ -49,7 +53,7 @@ def unknown_interfaces(value):
     return not any(there == name if exact else there.startswith(name) for there in interfaces() for name in names)
 
 
-def towards(host, port):
+def towards(host: str, port: int) -> str:
     """Interface and address of this node on the way to a host, 'eth0 10.0.0.3'."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -67,7 +71,7 @@ def towards(host, port):
     return mine
 
 
-def process_group(_options, ranks):
+def process_group(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     """Join all ranks, by NCCL where each has a GPU of its own, else by gloo."""
     if ranks.size == 1:
         return
@@ -76,7 +80,8 @@ def process_group(_options, ranks):
     if device.type != "cuda":
         device = torch.device("cpu")
     card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    cards = ranks.exchange("process group: devices", [ranks.node, card and f"{card.uuid} {card.pci_bus_id}"])
+    own = card and f"{card.uuid} {card.pci_bus_id}"  # type: ignore[attr-defined]  # not in torch's stubs
+    cards = ranks.exchange("process group: devices", [ranks.node, own])
     if None in [card for _, card in cards]:
         device = torch.device("cpu")
         if any(card for _, card in cards):
@@ -95,8 +100,9 @@ def process_group(_options, ranks):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as utils.comm does: a host name need not resolve
     backend, began = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
     patience = ranks.patience * (100 if backend == "nccl" else 1)  # NCCL would end the process before it is told why
+    store = ranks.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
     dist.init_process_group(
-        backend, store=dist.PrefixStore("group", ranks.store.clone()), rank=ranks.rank, world_size=ranks.size,
+        backend, store=dist.PrefixStore("group", store), rank=ranks.rank, world_size=ranks.size,
         timeout=datetime.timedelta(seconds=patience), device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     ranks.device = device
@@ -104,14 +110,14 @@ def process_group(_options, ranks):
     synchronize(device)
     seconds = max(ranks.exchange("process group: seconds", time.monotonic() - began))
     yield Finding("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {seconds:.1f} s")
-    ways = {}
+    ways: dict[str | None, tuple[str, list[int]]] = {}
     for rank, way in enumerate(ranks.exchange("process group: way", towards(launch.master_addr, launch.master_port))):
         ways.setdefault(ranks.nodes[rank], (way, []))[1].append(rank)
     for node, (way, members) in ways.items():
         yield Finding("ok", "node", f"{node}: {len(members)} rank(s), reaches rank 0 by {way}")
 
 
-def collectives(_options, ranks):
+def collectives(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     """All-reduce, all-gather and all-to-all with numbers that bfloat16 can hold, and known results."""
     rank, size, device = ranks.rank, ranks.size, group_device(ranks, "collectives")
     if device is None:
@@ -143,12 +149,12 @@ def collectives(_options, ranks):
     ranks.device = device
 
 
-def bandwidth(_options, ranks):
+def bandwidth(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     """What a rank sends per second, in all ranks together, inside each node and across nodes."""
     device = group_device(ranks, "bandwidth")
     if device is None:
         return
-    places = {}  # node -> its ranks
+    places: dict[str | None, list[int]] = {}  # node -> its ranks
     for rank, node in enumerate(ranks.nodes):
         places.setdefault(node, []).append(rank)
     parts = {"all ranks": [list(range(ranks.size))]}
@@ -156,13 +162,13 @@ def bandwidth(_options, ranks):
         parts["inside a node"] = list(places.values())
         parts["across nodes"] = [list(members) for members in zip(*places.values(), strict=False)]
     for label, groups in parts.items():
-        mine = None
+        mine: tuple[dist.ProcessGroup, int] | None = None
         for members in groups:  # every rank takes part in making every group
             made = dist.new_group(members) if len(members) > 1 else None
-            mine = (made, len(members)) if ranks.rank in members else mine
+            mine = (made, len(members)) if made and ranks.rank in members else mine
         speeds = {}
         for kind in ("all-reduce", "all-gather", "all-to-all"):
-            speed = measure(kind, *mine, device) if mine and mine[0] else None
+            speed = measure(kind, *mine, device) if mine else None
             told = [s for s in ranks.exchange(f"bandwidth: {label}, {kind}", speed) if s]
             if told:
                 speeds[kind] = min(told)
@@ -172,7 +178,7 @@ def bandwidth(_options, ranks):
             yield Finding("ok", "bandwidth", found, values=speeds)
 
 
-def measure(kind, group, size, device):
+def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> float:
     """GB/s that a rank of the group sends with a ring, median of some repeats after the first."""
     count = MESSAGE[device.type] // 4 // size
     part, whole = torch.zeros(count, device=device), torch.zeros(count * size, device=device)
@@ -192,13 +198,14 @@ def measure(kind, group, size, device):
     return sent * count * 4 / 1e9 / sorted(seconds[1:])[REPEATS // 2]
 
 
-def group_device(ranks, check):
+def group_device(ranks: RollCall, check: str) -> torch.device | None:
     """The device of the process group, None where a rank has none; checks run in threads, which know no current one."""
-    if ranks.size == 1 or not all(ranks.exchange(f"{check}: group", ranks.device is not None)):
+    device = ranks.device
+    if ranks.size == 1 or not all(ranks.exchange(f"{check}: group", device is not None)):
         return None
-    if ranks.device.type == "cuda":
-        torch.accelerator.set_device_index(ranks.device.index)
-    return ranks.device
+    if device is not None and device.type == "cuda":
+        torch.accelerator.set_device_index(device.index)
+    return device
 
 
 CHECKS = (process_group, collectives, bandwidth)

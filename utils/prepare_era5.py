@@ -9,7 +9,10 @@ columns from Greenwich eastward, and the statistics of the training years. It ca
 humidity that no source gives with its units is derived from specific humidity and temperature.
 """
 
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +38,7 @@ class Era5:
     Raises UsageError where the stores do not fit together.
     """
 
-    def __init__(self, addresses, block=1):
+    def __init__(self, addresses: Iterable[Path | str], block: int = 1):
         self.stores, self.block = [Store(str(address)) for address in addresses], block
         first = self.stores[0]
         self.points = len(first.latitude), len(first.longitude)
@@ -49,13 +52,13 @@ class Era5:
         humidity = [store.variable("r") for store in self.stores]
         self.derived = not any(variable is not None and units_of(variable) for variable in humidity)
         self.keys = [channel_key(channel.name) for channel in CHANNELS]
-        self.needed = {}  # quantity: its levels
+        needed: dict[str, list[int | None]] = {}  # quantity: its levels
         for name, level in self.keys:
             for quantity in ("q", "t") if name == "r" and self.derived else (name,):
-                self.needed.setdefault(quantity, []).append(level)
-        self.needed = {quantity: list(dict.fromkeys(levels)) for quantity, levels in self.needed.items()}
+                needed.setdefault(quantity, []).append(level)
+        self.needed = {quantity: list(dict.fromkeys(levels)) for quantity, levels in needed.items()}
 
-    def check(self, times):
+    def check(self, times: np.ndarray) -> None:
         """Raises UsageError where a variable, a level or one of `times` (datetime64[s]) is in no store."""
         for quantity, levels in self.needed.items():
             for level in levels:
@@ -68,23 +71,23 @@ class Era5:
                     why = f": no source has {lacking} UTC, every 6 hours from 00 UTC are needed" if lacking else ""
                     raise UsageError(f"{_describe(quantity, level)}: {_minute(missing[0])} is missing{why}")
 
-    def frames(self, times):
+    def frames(self, times: np.ndarray) -> np.ndarray:
         """Read frames (T, C, H, W) float32 at `times`, which were checked. Raises UsageError for unsound values."""
-        fields = {}
+        fields: dict[tuple[str, int | None], np.ndarray] = {}
         for quantity, levels in self.needed.items():
             values = self._read(quantity, levels, times)
             _check_values(quantity, levels, times, values)
             fields |= {(quantity, level): values[:, i] for i, level in enumerate(levels)}  # (T, h, w)
         out = np.empty((len(times), len(CHANNELS), len(self.latitude), len(self.longitude)), np.float32)
         for channel, (name, level) in enumerate(self.keys):
-            if name == "r" and self.derived:
+            if name == "r" and level and self.derived:
                 field = relative_humidity(fields["q", level], fields["t", level], 100 * level)
             else:
                 field = fields[name, level]
             out[:, channel] = block_means(block_means(field, self.block, -1), self.block, -2)
         return out
 
-    def _holders(self, quantity, level):
+    def _holders(self, quantity: str, level: int | None) -> list[Store]:
         """The stores that hold a quantity at a level, checked. Raises UsageError where there is none."""
         holders = [store for store in self.stores if store.variable(quantity, level) is not None]
         if not holders:
@@ -97,7 +100,7 @@ class Era5:
             store.check(quantity, level)
         return holders
 
-    def _read(self, quantity, levels, times):
+    def _read(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> np.ndarray:
         """(T, L, h, w) on the stores' points, each value from the first store that holds it."""
         out = np.empty((len(times), len(levels), *self.points), np.float32)
         todo = np.ones((len(times), len(levels)), bool)
@@ -114,7 +117,7 @@ class Era5:
         return out
 
 
-def block_means(values, block, axis):
+def block_means(values: np.ndarray, block: int, axis: int) -> np.ndarray:
     """Averages along an axis over blocks of so many points; points left over at its end are dropped."""
     if block == 1:
         return values
@@ -124,15 +127,15 @@ def block_means(values, block, axis):
 
 
 def prepare_era5(
-    sources,
-    out,
-    train_years=range(1979, 2016),
-    valid_years=(2016, 2017),
-    test_years=(2018,),
-    days=0,
-    coarsen=1,
-    overwrite=False,
-):
+    sources: Iterable[Path | str],
+    out: Path | str,
+    train_years: Iterable[int] = range(1979, 2016),
+    valid_years: Iterable[int] = (2016, 2017),
+    test_years: Iterable[int] = (2018,),
+    days: int = 0,
+    coarsen: int = 1,
+    overwrite: bool = False,
+) -> int:
     """Write ERA5 from `sources` to the folder `out`, keep what is there already with the same settings, print a line.
 
     sources: Zarr stores and NetCDF files. train_years, valid_years, test_years: iterables of int. days: of each year,
@@ -143,7 +146,7 @@ def prepare_era5(
     """
     era5 = Era5(sources, coarsen)
     grid = era5.latitude, era5.longitude
-    settings = {"version": VERSION, "days": days, "relative_humidity_derived": era5.derived}
+    settings: dict[str, Any] = {"version": VERSION, "days": days, "relative_humidity_derived": era5.derived}
     settings |= {"img_size": [len(x) for x in grid], "corners": [float(x[i]) for x in grid for i in (0, -1)]}
     attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
     splits = train_years, valid_years, test_years
@@ -156,12 +159,12 @@ def prepare_era5(
     return writer.make(lambda year, first, count: era5.frames(_times(year, first, count)))
 
 
-def _times(year, first, count):
+def _times(year: int, first: int, count: int) -> np.ndarray:
     """The times of frames of a year, datetime64[s]."""
     return np.datetime64(datetime(year, 1, 1), "s") + 6 * np.timedelta64(3600, "s") * np.arange(first, first + count)
 
 
-def _check_values(quantity, levels, times, values):
+def _check_values(quantity: str, levels: Sequence[int | None], times: np.ndarray, values: np.ndarray) -> None:
     """Raises UsageError for a value that is NaN or that no atmosphere has (a fill value, other units)."""
     _, units, lowest, highest = QUANTITIES[quantity]
     sound = (values >= lowest) & (values <= highest)  # false for NaN
@@ -172,19 +175,19 @@ def _check_values(quantity, levels, times, values):
         raise UsageError(f"{where}: row {index[2]} from the north, column {index[3]} is {what}")
 
 
-def _describe(quantity, level):
+def _describe(quantity: str, level: int | None) -> str:
     return " or ".join(QUANTITIES[quantity].names) + ("" if level is None else f" at {level} hPa")
 
 
-def _minute(time):
+def _minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))
 
 
-def _equal(a, b):
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and np.allclose(a, b, atol=1e-3)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError for arguments that make no data."""
     parser = ArgumentParser(prog="python -m utils.prepare_era5", description=__doc__.partition("\n")[0])
     option = parser.add_argument

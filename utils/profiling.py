@@ -4,11 +4,14 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from utils.errors import UsageError
+from utils.schema import Config
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +20,7 @@ UNDER_NSYS = "TRAINING_UNDER_NSYS"  # set for the process that nsys starts
 
 
 @contextmanager
-def span(name):
+def span(name: str) -> Iterator[None]:
     """A range around a part of the step, for torch.profiler and, on an NVIDIA GPU, for Nsight Systems (NVTX)."""
     nvtx = torch.cuda.is_available() and torch.version.cuda is not None
     with torch.profiler.record_function(name):
@@ -30,7 +33,7 @@ def span(name):
                 torch.cuda.nvtx.range_pop()
 
 
-def restart_under_nsys():
+def restart_under_nsys() -> None:
     """With ENABLE_PROFILING=1, start this command again inside Nsight Systems; does not return then.
 
     The report is PROFILE_OUTPUT (default `profile`), with the rank in its name where there are several processes. Only
@@ -56,7 +59,7 @@ def restart_under_nsys():
     os.execv(nsys, [*command, sys.executable, *sys.orig_argv[1:]])
 
 
-def build_profiler(config, device, folder):
+def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profiler | None":
     """The profiler of a run: Nsight Systems where nsys started the process, else what --profile says.
 
     folder: where --profile torch writes. Raises UsageError where the device cannot be profiled so.
@@ -74,13 +77,13 @@ def build_profiler(config, device, folder):
 class Profiler:
     """Starts and stops a recorder around the steps [profile_start, profile_start + profile_steps) of this process."""
 
-    def __init__(self, config, start, stop):
+    def __init__(self, config: Config, start: Callable[[], None], stop: Callable[[], None]):
         self.first, self.steps = config.profile_start, config.profile_steps
         self.start, self.stop = start, stop
         self.count = 0
         self.recording = False
 
-    def check(self, steps_left):
+    def check(self, steps_left: int) -> None:
         """Raises UsageError where the window ends after the steps that are left in this run."""
         if self.first + self.steps > steps_left:
             raise UsageError(
@@ -88,7 +91,7 @@ class Profiler:
                 f"{steps_left} are left to num_iters: lower --profile_start or --profile_steps"
             )
 
-    def step(self):
+    def step(self) -> None:
         """Call before every step."""
         if self.count == self.first:
             self.start()
@@ -97,7 +100,7 @@ class Profiler:
             self.close()
         self.count += 1
 
-    def close(self):
+    def close(self) -> None:
         """Call after the last step, also of a run that ends within the window."""
         if self.recording:
             self.stop()
@@ -105,13 +108,17 @@ class Profiler:
 
 
 class TorchRecorder:
-    """torch.profiler around a window: a trace for Perfetto or TensorBoard, a table of the top operations, and on a
-    GPU a snapshot of the memory allocator with the stack of every allocation."""
+    """torch.profiler around a window of steps.
 
-    def __init__(self, device, folder):
+    A trace for Perfetto or TensorBoard, a table of the top operations, and on a GPU a snapshot of the memory allocator
+    with the stack of every allocation.
+    """
+
+    def __init__(self, device: torch.device, folder: Path):
         self.device, self.folder = device, folder
 
-    def start(self):
+    def start(self) -> None:
+        """Begin to record."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -119,7 +126,8 @@ class TorchRecorder:
         self.profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         self.profile.start()
 
-    def stop(self):
+    def stop(self) -> None:
+        """Stop, and write what was recorded into the folder."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.profile.stop()

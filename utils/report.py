@@ -3,11 +3,17 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from utils import comm
 from utils.config import SPLITS
+from utils.schema import Config
+
+if TYPE_CHECKING:
+    from utils.class_images import ClassValidator
+    from utils.validation import Validator
 
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
@@ -20,12 +26,17 @@ class _NoWriter:
         return lambda *_args, **_kwargs: None
 
 
-def open_writer(folder, purge_step):
+Writer = SummaryWriter | _NoWriter
+
+
+def open_writer(folder: Path, purge_step: int) -> Writer:
     """TensorBoard writer of rank 0; the other ranks write nothing. Events from purge_step on are forgotten."""
     return SummaryWriter(folder, purge_step=purge_step) if comm.is_main() else _NoWriter()
 
 
-def write_validation(writer, scores, validator, iteration):
+def write_validation(
+    writer: Writer, scores: dict[str, Any], validator: "Validator | ClassValidator", iteration: int
+) -> None:
     """Write one validation to TensorBoard: loss, RMSE and ACC of each channel, pictures."""
     writer.add_scalar("loss/valid", scores["val_loss"], iteration)
     for kind in (*FORECASTS.values(), "acc"):
@@ -39,7 +50,7 @@ def write_validation(writer, scores, validator, iteration):
     writer.flush()
 
 
-def skill_table(summary):
+def skill_table(summary: dict[str, Any]) -> str:
     """RMSE of the headline channels beside persistence and climatology, as lines of text."""
     lines = [f"{'RMSE':<18}" + "".join(f"{name:>14}" for name in FORECASTS)]
     for name in [name for name in HEADLINE if name in summary["rmse"]] or list(summary["rmse"])[:4]:
@@ -49,7 +60,7 @@ def skill_table(summary):
     return "\n".join(lines)
 
 
-def print_result(summary, config):
+def print_result(summary: dict[str, Any], config: Config) -> None:
     """What a reader wants to see at the end of a run, and the command to try next; printed by rank 0."""
     if not comm.is_main():
         return

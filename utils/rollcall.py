@@ -12,23 +12,29 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from utils.launch import Launch
+
 POLL_SECONDS = 0.05
+T = TypeVar("T")
 
 
 class Absent(Exception):
     """Ranks that did not answer in time, or cannot meet at all. advice: what to do."""
 
-    def __init__(self, message, advice):
+    def __init__(self, message: str, advice: str):
         super().__init__(message)
         self.advice = advice
 
 
-def limited(seconds, function, *args):
+def limited(seconds: float, function: Callable[..., T], *args: Any) -> T:
     """function(*args) in a thread; raises TimeoutError where it takes longer, and leaves it behind."""
-    outcome = {}
+    outcome: dict[str, Any] = {}
 
     def call():
         try:
@@ -49,13 +55,14 @@ def limited(seconds, function, *args):
 class RollCall:
     """The ranks of a Launch. patience: seconds a rank waits for the others. nodes: where each rank is, when it came."""
 
-    def __init__(self, launch, patience):
+    def __init__(self, launch: Launch, patience: float):
         self.rank, self.size, self.launch, self.patience = launch.rank, launch.world_size, launch, patience
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self.nodes = [self.node] if self.size == 1 else [None] * self.size
-        self.store = self.device = None  # device: of the process group, once there is one
+        self.nodes: list[str | None] = [self.node] if self.size == 1 else [None] * self.size
+        self.store: dist.Store | None = None
+        self.device: torch.device | None = None  # of the process group, once there is one
 
-    def connect(self):
+    def connect(self) -> None:
         """Open the store of rank 0, or of torchrun, and meet the others there.
 
         Raises Absent, which names the ranks that did not come, or the address or the port that cannot be used.
@@ -84,7 +91,7 @@ class RollCall:
         self.store = dist.PrefixStore(f"preflight{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.nodes = self.exchange("arrival", self.node)
 
-    def _open(self, host, port):
+    def _open(self, host: str, port: int) -> bool:
         """Whether somebody listens there in time: rank 0 may have started later, and then has patience of its own."""
         deadline = time.monotonic() + 2 * self.patience
         while time.monotonic() < deadline:
@@ -95,7 +102,7 @@ class RollCall:
                 time.sleep(4 * POLL_SECONDS)
         return False
 
-    def exchange(self, key, value, patience=None):
+    def exchange(self, key: str, value: Any, patience: float | None = None) -> list[Any]:
         """Everyone's value under a key that is used once, in the order of ranks. Raises Absent."""
         if self.size == 1:
             return [value]
@@ -137,7 +144,7 @@ class RollCall:
             time.sleep(POLL_SECONDS)
         return True
 
-    def leave(self, seconds=5):
+    def leave(self, seconds: float = 5) -> None:
         """The store lives in rank 0, which goes last; whoever is gone is not waited for."""
         if self.store:
             with contextlib.suppress(RuntimeError, TimeoutError):
@@ -149,9 +156,9 @@ class RollCall:
             time.sleep(POLL_SECONDS)
             left = self.store.add("left", 0)
 
-    def names(self, ranks):
+    def names(self, ranks: Iterable[int]) -> str:
         """'rank 1,4-7 (node2)', one such for each node; for a rank that never came the node where it should be."""
-        places = {}
+        places: dict[str, list[int]] = {}
         for rank in ranks:
             places.setdefault(self.nodes[rank] or self._planned_node(rank), []).append(rank)
         return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in places.items())
@@ -166,9 +173,9 @@ class RollCall:
             return self.node if self.launch.nodes == 1 else f"node {number + 1} of {self.launch.nodes}"
 
 
-def shortened(numbers):
+def shortened(numbers: Iterable[int]) -> str:
     """[1, 4, 5, 6] as '1,4-6'."""
-    runs = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
             runs[-1] = [runs[-1][0], number]

@@ -1,20 +1,27 @@
 """Autoregressive forecasts: what a model says of one step is its input of the next."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from distributed.parallel_model import ParallelModel
 from utils import comm
 from utils.config import nearest
 from utils.data_loader import rank_indices, validation_indices
 from utils.errors import UsageError
 from utils.forecast_files import forecast_dataset, write_netcdf
-from utils.frames import HOUR
+from utils.frames import HOUR, Frames
 from utils.metrics import ForecastMetrics
 from utils.report import FORECASTS
+from utils.schema import Config
 from utils.training_step import autocast
+
+Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
 
 
 @dataclass
@@ -22,18 +29,27 @@ class Result:
     """What a forecast has shown."""
 
     starts: np.ndarray  # (N,) datetime64[s]
-    leads: list  # hours
-    names: list  # of the channels
-    units: list
+    leads: list[int]  # hours
+    names: list[str]  # of the channels
+    units: list[str]
     latitude: np.ndarray  # (H,) degrees
     longitude: np.ndarray  # (W,) degrees
-    skill: dict  # of LeadTimeSkill.compute
+    skill: Skill  # of LeadTimeSkill.compute
     channel: str  # the one that is shown
-    truth: np.ndarray | None  # (L, H, W) of it, after the first start, in physical units; on rank 0
-    forecast: np.ndarray | None  # as truth
+    truth: np.ndarray  # (L, H, W) of it, after the first start, in physical units; on rank 0, elsewhere maybe empty
+    forecast: np.ndarray  # as truth
 
 
-def roll_out(parallel, frames, starts, leads, config, channel, out, attributes=None):
+def roll_out(
+    parallel: ParallelModel,
+    frames: Frames,
+    starts: np.ndarray,
+    leads: list[int],
+    config: Config,
+    channel: str,
+    out: Path | str | None,
+    attributes: dict[str, str] | None = None,
+) -> Result:
     """Forecast from every start with a ParallelModel; returns the Result, on every rank.
 
     frames: the Frames to start from and to compare with. leads: of lead_times. channel: its name. out: a folder for the
@@ -53,7 +69,7 @@ def roll_out(parallel, frames, starts, leads, config, channel, out, attributes=N
 
     parallel.model.eval()
     with torch.no_grad(), autocast(config, frames.device):
-        for dates, count in own_batches(starts, config.local_batch_size):
+        for dates, count in own_batches(starts, config.local_batch_size or 1):
             start = frames.read(dates)
             persistence, kept, truths = whole(start[:, :n_out])[:count], [], []
             steps = rollout(parallel, start[:, :n_in], len(leads), n_in)
@@ -66,17 +82,18 @@ def roll_out(parallel, frames, starts, leads, config, channel, out, attributes=N
                     truths.append(physical(truth[:1], slice(shown, shown + 1))[:, 0])
             if example is None and writes and count:
                 example = np.concatenate(truths), np.stack([fields[0, shown] for fields in kept])
-            for i in range(count if out and writes else 0):
-                grid = names, units, data.latitude, data.longitude
-                fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
-                write_netcdf(out, forecast_dataset(dates[i], leads, fields, *grid, attributes or {}))
+            if out and writes:
+                for i in range(count):
+                    grid = names, units, data.latitude, data.longitude
+                    fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
+                    write_netcdf(out, forecast_dataset(dates[i], leads, fields, *grid, attributes or {}))
     scores = skill.compute(names)  # every rank has written its files when all have come here
     return Result(
-        starts, leads, names, units, data.latitude, data.longitude, scores, channel, *(example or (None,) * 2)
+        starts, leads, names, units, data.latitude, data.longitude, scores, channel, *(example or (np.empty(0),) * 2)
     )
 
 
-def shown_channel(names, wanted=None):
+def shown_channel(names: Sequence[str], wanted: str | None = None) -> str:
     """The channel to show: z500 where it is there and none is wanted. Raises UsageError with the nearest name."""
     if wanted is None:
         return "z500" if "z500" in names else names[0]
@@ -85,7 +102,7 @@ def shown_channel(names, wanted=None):
     return wanted
 
 
-def lead_times(config, interval, lead_hours):
+def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
     """The lead time after each step of a rollout, in hours: [6, 12, ..., lead_hours] where dt is 1 and interval 6.
 
     interval: hours between frames. Raises UsageError where lead_hours is not a whole number of steps, or the model
@@ -103,7 +120,7 @@ def lead_times(config, interval, lead_hours):
 
 
 @torch.no_grad()
-def rollout(parallel, x, steps, in_channels):
+def rollout(parallel: ParallelModel, x: Tensor, steps: int, in_channels: int) -> Iterator[Tensor]:
     """Yield the forecast after each of `steps` steps of a ParallelModel, of this rank's part of the images.
 
     x: where it starts, (B, in_channels, h, w), normalised; so are the forecasts, (B, out_channels, h, w), float32.
@@ -114,7 +131,7 @@ def rollout(parallel, x, steps, in_channels):
         x = y[:, :in_channels]
 
 
-def own_batches(starts, batch_size):
+def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
     """The start dates of this data-parallel rank in batches, as (dates, count): only the first `count` are new.
 
     Every rank gets as many batches of the same size: models that are sharded over ranks work in step.
@@ -131,25 +148,28 @@ class LeadTimeSkill:
     statistics: of the channels that are forecast. latitude: (H,) degrees.
     """
 
-    def __init__(self, steps, latitude, statistics, device):
+    def __init__(self, steps: int, latitude: np.ndarray, statistics: Sequence[np.ndarray], device: torch.device):
         means, stds, time_means = map(torch.from_numpy, statistics)
         self.climatology = ((time_means - means) / stds).to(device)
         self.metrics = {
             name: [ForecastMetrics(latitude, stds, self.climatology) for _ in range(steps)] for name in FORECASTS
         }
 
-    def update(self, step, start, forecast, truth):
-        """step: from 0. start: what the rollout began with. All (B, C, H, W), normalised, whole images."""
+    def update(self, step: int, start: Tensor, forecast: Tensor, truth: Tensor) -> None:
+        """Add the errors of a batch at a step of the rollout.
+
+        step: from 0. start: what the rollout began with. All (B, C, H, W), normalised, whole images.
+        """
         forecasts = {"model": forecast, "persistence": start, "climatology": self.climatology.expand_as(truth)}
         for name, field in forecasts.items():
             self.metrics[name][step].update(field, truth)
 
-    def compute(self, names):
+    def compute(self, names: Sequence[str]) -> Skill:
         """{"rmse": {forecast: {channel: value at each lead time}}, "acc": the same without climatology}.
 
         RMSE in physical units. names: of the channels. Called by all ranks together.
         """
-        scores = {"rmse": {}, "acc": {}}
+        scores: Skill = {"rmse": {}, "acc": {}}
         for forecast, metrics in self.metrics.items():
             by_lead = [m.compute() for m in metrics]
             for score, values in zip(scores, zip(*by_lead, strict=True), strict=True):

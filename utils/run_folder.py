@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -12,6 +13,7 @@ from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError
 from utils.files import whole_file
+from utils.schema import Config
 
 
 class RunFolder:
@@ -21,7 +23,7 @@ class RunFolder:
     holds a run.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: Config):
         self.config = config
         self.path = Path(config.expdir) / config.config / config.run_num
         self.checkpoints = self.path / "checkpoints"
@@ -31,7 +33,7 @@ class RunFolder:
         if not comm.is_main():
             logging.getLogger().setLevel(logging.WARNING)
 
-    def _open(self):
+    def _open(self) -> None:
         config = self.config
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -44,18 +46,18 @@ class RunFolder:
         except OSError as error:
             raise UsageError(f"log folder {self.path}: cannot be written: {error.strerror}") from None
 
-    def summary(self):
+    def summary(self) -> dict[str, Any] | None:
         """The summary of the finished run in this folder; None where there is none."""
         return comm.on_main(lambda: json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None)
 
-    def write_summary(self, summary):
+    def write_summary(self, summary: dict[str, Any]) -> None:
         """Written by rank 0."""
         if not comm.is_main():
             return
         with whole_file(self.summary_file) as part:
             part.write_text(json.dumps(summary, indent=2) + "\n")
 
-    def _compare_settings(self):
+    def _compare_settings(self) -> None:
         if self.config.resume == "never":
             raise UsageError(
                 f"{self.path} holds a run already: choose another --run_num, or continue it (--resume auto)"
@@ -66,7 +68,7 @@ class RunFolder:
             changes = ", ".join(f"{k} ({getattr(earlier, k)} there, {getattr(self.config, k)} now)" for k in keys)
             raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num")
 
-    def _start_logging(self):
+    def _start_logging(self) -> None:
         """Log lines go to out.log and to standard output, where they leave a progress bar intact."""
         formatter = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
         formatter.converter = time.localtime

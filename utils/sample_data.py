@@ -13,6 +13,9 @@ channels are those of FourCastNet (Pathak et al. 2022, arXiv:2202.11214), with t
 (Hersbach et al. 2020, Q. J. R. Meteorol. Soc. 146, 1999-2049).
 """
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
 from utils.atmosphere import Atmosphere, latitudes, longitudes
 from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, run_main
 from utils.year_files import YearFileWriter, parse_days, parse_years
@@ -27,15 +30,15 @@ SOURCE = (
 
 
 def make_sample_data(
-    out,
-    img_size=(32, 64),
-    train_years=range(1979, 1984),
-    valid_years=(1984,),
-    test_years=(1985,),
-    days=60,
-    seed=0,
-    overwrite=False,
-):
+    out: Path | str,
+    img_size: Sequence[int] = (32, 64),
+    train_years: Iterable[int] = range(1979, 1984),
+    valid_years: Iterable[int] = (1984,),
+    test_years: Iterable[int] = (1985,),
+    days: int = 60,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> int:
     """Write sample data to the folder `out`, keep what is there already with the same settings, print a line.
 
     img_size: (H, W). train_years, valid_years, test_years: iterables of int. days: of each year, 0 for all.
@@ -62,7 +65,7 @@ def make_sample_data(
     return writer.make(atmosphere.frames)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError for arguments that make no data."""
     summary = __doc__.partition("\n")[0]
     parser = ArgumentParser(prog="python -m utils.sample_data", description=summary)

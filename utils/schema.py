@@ -1,7 +1,7 @@
 """The schema of a run's settings: every key of a config file and option of the command line, its type and meaning."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -10,7 +10,8 @@ from utils.layout import ORDER, Layout, tile_counts
 Text = Annotated[str, Field(min_length=1)]
 
 
-def key(description, default=...):
+def key(description: str, default: Any = ...) -> Any:
+    """A field of the schema: what it means and its default, none where it must be given."""
     return Field(default, description=description)
 
 
@@ -114,7 +115,7 @@ class Config(BaseModel):
     profile_start: NonNegativeInt = key("steps of this process before the window", 20)
     profile_steps: PositiveInt = key("steps in the window", 10)
 
-    def layout(self, world_size, ranks_per_node=None):
+    def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
         """How these ranks are split. Raises UsageError where the numbers do not fit.
 
         ranks_per_node: hsdp shards the parameters inside a node, unless dp_shard says otherwise.

@@ -25,7 +25,7 @@ from utils.errors import UsageError
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def find_log_folder(folder=None):
+def find_log_folder(folder: Path | str | None = None) -> Path:
     """The folder to show: `folder`, else $LOGDIR, else $EXPDIR, else logs, else example_logs.
 
     Raises UsageError where it does not exist.
@@ -50,7 +50,7 @@ class PrivateTensorBoard:
     Raises UsageError where TensorBoard does not start.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path | str):
         self.folder = Path(folder)
         self.path = f"/{secrets.token_urlsafe()}/"
         process = subprocess.Popen(
@@ -59,16 +59,16 @@ class PrivateTensorBoard:
             start_new_session=True,  # interrupting a cell is not to end it
         )  # fmt: skip
         self.stop = weakref.finalize(self, _end, process)
-        process.stdin.write(json.dumps({"logdir": str(self.folder), "path_prefix": self.path.rstrip("/")}) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline().strip()
+        settings = {"logdir": str(self.folder), "path_prefix": self.path.rstrip("/")}
+        print(json.dumps(settings), file=process.stdin, flush=True)
+        answer = process.stdout.readline().strip()  # type: ignore[union-attr]  # it is a pipe
         if not answer.isdigit():
             self.stop()
             raise UsageError(f"TensorBoard did not start: {answer or 'see the messages of the Jupyter server'}")
         self.port = int(answer)
         self.url = f"http://127.0.0.1:{self.port}{self.path}"
 
-    def directions(self):
+    def directions(self) -> str:
         """How to open it from here and from another machine, as text."""
         return (
             f"TensorBoard shows {self.folder}\n\n"
@@ -77,13 +77,13 @@ class PrivateTensorBoard:
             "and leave it running; then open the same address in the browser there."
         )
 
-    def proxy_path(self):
+    def proxy_path(self) -> str | None:
         """Path of TensorBoard below the address of the Jupyter server; None where that server is not known."""
         base = jupyter_base_url()
         return base and f"{base.rstrip('/')}/proxy/{self.port}{self.path}"
 
 
-def tunnel_command(port):
+def tunnel_command(port: int) -> str:
     """The ssh command that brings `port` of this machine to the same port of the reader's machine."""
     user, host = getpass.getuser(), _host_name()
     login_node = os.environ.get("SLURM_SUBMIT_HOST", host)
@@ -91,12 +91,12 @@ def tunnel_command(port):
     return f"ssh -N -L {port}:127.0.0.1:{port} {jump}{user}@{host}"
 
 
-def jupyter_has_proxy():
+def jupyter_has_proxy() -> bool:
     """Whether jupyter-server-proxy is installed beside this kernel; the server's own environment cannot be seen."""
     return importlib.util.find_spec("jupyter_server_proxy") is not None
 
 
-def jupyter_base_url():
+def jupyter_base_url() -> str | None:
     """Base URL of the Jupyter server that started this kernel, such as /user/ann/; None where it is not known."""
     if prefix := os.environ.get("JUPYTERHUB_SERVICE_PREFIX"):
         return prefix
@@ -109,12 +109,12 @@ def jupyter_base_url():
         return None
 
 
-def _host_name():
+def _host_name() -> str:
     name = socket.getfqdn()
     return socket.gethostname() if name.startswith("localhost") else name
 
 
-def _python_with_tensorboard():
+def _python_with_tensorboard() -> str:
     if importlib.util.find_spec("tensorboard"):
         return sys.executable
     python = ROOT / ".venv/bin/python"
@@ -134,7 +134,7 @@ def _end(process):
     process.stdout.close()
 
 
-def _serve():
+def _serve() -> None:
     """The process of its own: settings come in, the port or what went wrong goes out, end of input ends it."""
     settings = json.loads(sys.stdin.readline())
     try:

@@ -1,6 +1,8 @@
 """A run as others use it: the config, a checkpoint and the weights from its folder, for a layout of their own."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from ruamel.yaml.error import MarkedYAMLError
@@ -8,7 +10,8 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from distributed.global_view import global_view, take_parts
-from utils.checkpoint import CheckpointError, CheckpointFolder, hush_single_process_warning, read_marker, verify
+from distributed.parallel_model import ParallelModel
+from utils.checkpoint import CheckpointError, CheckpointFolder, Marker, hush_single_process_warning, read_marker, verify
 from utils.checkpoint_tools import find
 from utils.config import check_config, differing_keys, load_config, read_named_config, yaml
 from utils.errors import UsageError
@@ -28,7 +31,7 @@ OF_MODEL = {
 }  # fmt: skip
 
 
-def run_config(folder, words, world_size, splits):
+def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits: Collection[str]) -> Config:
     """The Config of a run in its folder, overridden by the words of a command line.
 
     splits: the keys by which the program can split a model; how the run itself was split does not matter. The local
@@ -54,7 +57,7 @@ def run_config(folder, words, world_size, splits):
     return config.model_copy(update={"noddp": True})  # no gradients: nothing to average
 
 
-def find_checkpoint(run, which):
+def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
     """Folder and marker of a whole checkpoint of a run. For one rank.
 
     which: best (lowest validation loss; newest where none has one), newest, or a checkpoint's name. Raises UsageError
@@ -80,14 +83,15 @@ def find_checkpoint(run, which):
     return find(folder)
 
 
-def load_weights_into(parallel, folder):
+def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     """Fill the model of a ParallelModel from a checkpoint of any layout; each rank reads what it holds.
 
     Called by all ranks together. Raises UsageError where the checkpoint is of another model.
     """
     hush_single_process_warning()
     model = parallel.model
-    weights = {name: tensor.contiguous() for name, tensor in get_model_state_dict(model).items()}
+    state: dict[str, Any] = get_model_state_dict(model)
+    weights = {name: tensor.contiguous() for name, tensor in state.items()}
     tensors = {"model": weights, "optimizer": {name: {} for name in weights}}
     view = global_view(tensors, parallel.split)
     try:
@@ -99,14 +103,14 @@ def load_weights_into(parallel, folder):
     set_model_state_dict(model, weights)
 
 
-def _val_loss(folder):
+def _val_loss(folder: Path) -> float | None:
     try:
         return read_marker(folder)["val_loss"]
     except CheckpointError:
         return None
 
 
-def _first_line(error):
+def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0]

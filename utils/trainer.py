@@ -8,18 +8,24 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
+from distributed.parallel_model import ParallelModel
 from utils import comm
 from utils.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils.class_images import ClassValidator
 from utils.clock import Clock
+from utils.data_loader import Batch, BatchLoader
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
 from utils.model import build_model
@@ -27,6 +33,7 @@ from utils.optim import learning_rate
 from utils.profiling import build_profiler, span
 from utils.report import open_writer, print_result, write_validation
 from utils.run_folder import RunFolder
+from utils.schema import Config
 from utils.training_step import TrainingStep
 from utils.validation import Validator
 from utils.watchdog import Watchdog
@@ -34,7 +41,9 @@ from utils.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-def train(config, device, parallel, optimizer, loaders):
+def train(
+    config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, loaders: Sequence[BatchLoader]
+) -> int | None:
     """Train a ParallelModel to the end of the run in its folder and print the result; returns the exit status.
 
     loaders: of training and validation. A run that is finished already is only shown.
@@ -44,7 +53,8 @@ def train(config, device, parallel, optimizer, loaders):
     if summary and comm.is_main():
         print(f"{run.path} is a finished run; its result:")
     if not summary:
-        summary = Trainer(config, device, parallel, optimizer, *loaders, run).fit()
+        train_loader, valid_loader = loaders
+        summary = Trainer(config, device, parallel, optimizer, train_loader, valid_loader, run).fit()
         if summary is None:
             return STOPPED_STATUS
         run.write_summary(summary)
@@ -55,7 +65,16 @@ def train(config, device, parallel, optimizer, loaders):
 class Trainer:
     """Trains a ParallelModel as `config` says, in the folder `run`."""
 
-    def __init__(self, config, device, parallel, optimizer, train_loader, valid_loader, run):
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        train_loader: BatchLoader,
+        valid_loader: BatchLoader,
+        run: RunFolder,
+    ):
         self.config, self.device, self.model, self.optimizer = config, device, parallel.model, optimizer
         self.train_loader, self.run = train_loader, run
         self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints, config.model_dump())
@@ -68,13 +87,13 @@ class Trainer:
         self.best_val_loss = math.inf
         self.validation_due = False  # stopped by a signal before the validation was done
         self.resumed = False  # and no step made since
-        self.pending_losses = []  # on the device, not read yet
-        self.stop_signal = None  # this process was asked to stop
+        self.pending_losses: list[Tensor] = []  # on the device, not read yet
+        self.stop_signal: str | None = None  # this process was asked to stop
         self.stopping = False  # all ranks know and stop after the same step
         self.clock = Clock()
         self.watchdog = Watchdog(config.watchdog_timeout, run.path)
 
-    def fit(self):
+    def fit(self) -> dict[str, Any] | None:
         """Train until num_iters; returns the summary, or None where a signal stopped the run (after a checkpoint).
 
         Raises NonFiniteLossError, naming the iteration and the last checkpoint, where the loss is NaN or infinite.
@@ -104,7 +123,7 @@ class Trainer:
         self.writer.close()
         return None if result is None or self.iteration < config.num_iters else self._summary(result)
 
-    def _train_step(self, batches):
+    def _train_step(self, batches: Iterator[Batch]) -> None:
         with span("step"):
             with span("data"):
                 waited = time.perf_counter()
@@ -116,7 +135,7 @@ class Trainer:
             self.pending_losses.append(self.step(self.iteration, x, y))
         self.iteration += 1
 
-    def _after_step(self, bar):
+    def _after_step(self, bar: tqdm) -> dict[str, Any] | None:
         """What happens between two steps; returns the result of a validation, or None."""
         done, config = self.iteration, self.config
         finished = done == config.num_iters
@@ -135,17 +154,17 @@ class Trainer:
             self._log_epoch(epoch)
             if finished or epoch % config.validate_every == 0:
                 result = self._validate()
-                save_due = save_due or (result and result["val_loss"] == self.best_val_loss)
+                save_due = save_due or (result is not None and result["val_loss"] == self.best_val_loss)
         if save_due or self.stopping:
             self._save(result)
         self.clock.start()
         return result
 
-    def _epochs(self, iterations):
+    def _epochs(self, iterations: int) -> int:
         """Passes over the training samples completed in so many iterations."""
-        return iterations * self.config.global_batch_size // len(self.train_loader.dataset)
+        return iterations * self.config.global_batch_size // self.train_loader.num_samples
 
-    def _read_losses(self, bar):
+    def _read_losses(self, bar: tqdm) -> None:
         """Bring the losses of the last iterations to the host: the one place where it waits for the device.
 
         They are means over the batch of all ranks; the same reduction tells every rank whether one was asked to stop.
@@ -170,7 +189,7 @@ class Trainer:
         self.writer.add_scalar("speed/iterations_per_sec", speed / self.config.global_batch_size, self.iteration)
         bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
 
-    def _log_epoch(self, epoch):
+    def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
         self.epoch_loss, self.epoch_iterations = 0.0, 0
         seconds, samples = self.clock.lap()
@@ -179,7 +198,7 @@ class Trainer:
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.writer.add_scalar("loss/train_epoch", self.train_loss, self.iteration)
 
-    def _validate(self):
+    def _validate(self) -> dict[str, Any] | None:
         started = time.perf_counter()
         with span("validation"), self.step.autocast():
             result = self.validator.run(self.step.parallel, stop=self._validation_interrupted)
@@ -193,12 +212,12 @@ class Trainer:
         write_validation(self.writer, result, self.validator, self.iteration)
         return result
 
-    def _validation_interrupted(self):
+    def _validation_interrupted(self) -> bool:
         """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""
         self.watchdog.beat()
-        return self.stop_signal and comm.world_size() == 1
+        return bool(self.stop_signal) and comm.world_size() == 1
 
-    def _save(self, result):
+    def _save(self, result: dict[str, Any] | None) -> None:
         state = {
             "epoch_loss": self.epoch_loss,
             "epoch_iterations": self.epoch_iterations,
@@ -214,14 +233,14 @@ class Trainer:
                 self.iteration,
                 tensors,
                 state,
-                result and result["val_loss"],
+                result["val_loss"] if result else None,
                 wait=leaving or not self.config.async_save,
             )
         except OSError as error:
             raise UsageError(f"iteration {self.iteration}: a checkpoint could not be written: {error}") from None
         log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
 
-    def _resume(self):
+    def _resume(self) -> None:
         tensors = collect_state(self.model, self.optimizer)
         view = global_view(tensors, self.step.parallel.split)
         marker = self.checkpoints.load_newest(view)
@@ -239,7 +258,7 @@ class Trainer:
         self.step.scaler.load_state_dict(state["scaler"])
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 
-    def _log_memory(self):
+    def _log_memory(self) -> None:
         """What the scaffolding of a run takes before it computes anything, and what its first forward pass adds."""
         high = partial(peak_memory_bytes, self.device)
         log.info("Memory high watermark of model and optimizer (scaffolding): %.3f GiB", high() / 2**30)
@@ -248,10 +267,10 @@ class Trainer:
             hook.remove()
             log.info("Memory high watermark after the first forward pass: %.3f GiB", high() / 2**30)
 
-        called = (self.step.parallel.split.stages or [self.model])[0]
+        called: nn.Module = next(iter(self.step.parallel.split.stages), self.model)
         hook = called.register_forward_hook(once)
 
-    def _where(self):
+    def _where(self) -> str:
         """The devices and how the model is split over them."""
         layout = self.config.layout(comm.world_size())
         split = layout.describe("tp", "cp", "domain", "pp", "dp")
@@ -259,7 +278,7 @@ class Trainer:
             split += f" ({self.config.data_parallel})"
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 
-    def _summary(self, result):
+    def _summary(self, result: dict[str, Any]) -> dict[str, Any]:
         synchronize(self.device)
         return {
             "config": self.config.config,
@@ -277,14 +296,14 @@ class Trainer:
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }
 
-    def _progress_bar(self):
+    def _progress_bar(self) -> tqdm:
         """On a terminal; silent in a batch log."""
         total = self.config.num_iters
         hidden = None if comm.is_main() else True  # None: hidden unless this is a terminal
         return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
 
     @contextmanager
-    def _catch_signals(self):
+    def _catch_signals(self) -> Iterator[None]:
         """SIGTERM, SIGUSR1 and Ctrl-C end the run after the step under way; a second Ctrl-C ends it at once."""
 
         def request_stop(number, _frame):

@@ -1,23 +1,30 @@
 """One optimizer step, eager or as one CUDA graph."""
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
 
+from distributed.domain_parallel import transform_forward
+from distributed.parallel_model import ParallelModel
 from utils import comm
 from utils.loss import classification_loss, relative_l2_loss
 from utils.optim import learning_rate, set_learning_rate
 from utils.profiling import span
+from utils.schema import Config
 
 LOSSES = {"forecast": relative_l2_loss, "classifier": classification_loss}
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
 
 
-def autocast(config, device):
+def autocast(config: Config, device: torch.device) -> torch.autocast:
     """The context in which the model runs: mixed precision where the config asks for it."""
     dtype = AMP_DTYPES.get(config.amp_mode)
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
@@ -30,7 +37,7 @@ class TrainingStep:
     then skips a step that overflowed by itself).
     """
 
-    def __init__(self, config, device, parallel, optimizer):
+    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer):
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         # Ranks with different parameters must agree whether a step has overflowed.
@@ -41,22 +48,24 @@ class TrainingStep:
         )
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
-            stage.forward = self.autocast()(stage.forward)
+            transform_forward(stage, self.autocast())
         self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
 
-    def __call__(self, iteration, x, y):
+    def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
+        """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
         return self.run(x, y)
 
-    def autocast(self):
+    def autocast(self) -> Any:
+        """The context, also a decorator, in which this step's model runs."""
         return autocast(self.config, self.device)
 
     @contextmanager
-    def _forward(self):
+    def _forward(self) -> Iterator[None]:
         with span("forward"), self.autocast():
             yield
 
-    def settle(self, x):
+    def settle(self, x: Tensor) -> None:
         """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
 
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
@@ -67,7 +76,7 @@ class TrainingStep:
                     self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _run(self, x, y):
+    def _run(self, x: Tensor, y: Tensor) -> Tensor:
         micro_batches, losses = self.config.gradient_accumulation, []
         loss_of = LOSSES[self.config.model]
 
@@ -103,11 +112,12 @@ class CapturedStep:
     must be a tensor and the optimizer capturable. Method: the CUDA graphs section of PyTorch's documentation.
     """
 
-    def __init__(self, step):
-        self.step, self.graph, self.warmup_left = step, None, GRAPH_WARMUP_STEPS
-        self.inputs = None
+    def __init__(self, step: Callable[..., Tensor]):
+        self.step, self.warmup_left = step, GRAPH_WARMUP_STEPS
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: list[Tensor] | None = None
 
-    def __call__(self, *inputs):
+    def __call__(self, *inputs: Tensor) -> Tensor:
         """Run the step on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
         if self.inputs is None:
             self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]

@@ -1,10 +1,16 @@
 """One pass over the validation samples: loss, RMSE and ACC of the model and of the trivial forecasts."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
+from torch import Tensor
 
+from distributed.parallel_model import ParallelModel
 from utils import comm
+from utils.data_loader import BatchLoader
 from utils.loss import relative_l2
 from utils.metrics import ForecastMetrics
 from utils.plots import forecast_figure
@@ -15,7 +21,7 @@ PICTURED = ("u10", "z500")
 class Validator:
     """Scores forecasts on every sample of `loader` exactly once."""
 
-    def __init__(self, loader):
+    def __init__(self, loader: BatchLoader):
         self.loader = loader
         n = loader.n_out
         self.names = loader.dataset.channel_names[:n]
@@ -23,11 +29,11 @@ class Validator:
         self.means, self.stds, time_means = (torch.from_numpy(values[:n]) for values in loader.statistics)
         self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
         self.new_metrics = partial(ForecastMetrics, loader.dataset.latitude, self.stds, self.climatology)
-        self.baselines = {}  # the same in every pass: scored in the first
-        self.figures = {}  # pictured channel -> figure, of the last pass
+        self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
+        self.figures: dict[str, Figure] = {}  # pictured channel -> figure, of the last pass
 
     @torch.no_grad()
-    def run(self, parallel, stop=lambda: False):
+    def run(self, parallel: ParallelModel, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Scores of one pass of a ParallelModel, or None where `stop()` became true on the way."""
         parallel.model.eval()
         try:
@@ -35,7 +41,7 @@ class Validator:
         finally:
             parallel.model.train()
 
-    def _run(self, parallel, stop):
+    def _run(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
         metrics, persistence, climatology = self.new_metrics(), self.new_metrics(), self.new_metrics()
         losses, example = [], None
         for x, y, count in self.loader.valid():
@@ -64,10 +70,10 @@ class Validator:
             **self.baselines,
         }
 
-    def _by_channel(self, values):
+    def _by_channel(self, values: Tensor) -> dict[str, float]:
         return dict(zip(self.names, values.tolist(), strict=True))
 
-    def _draw(self, x, y, prediction):
+    def _draw(self, x: Tensor, y: Tensor, prediction: Tensor) -> None:
         latitude, longitude = self.loader.dataset.latitude, self.loader.dataset.longitude
         for c, name in enumerate(self.names[: len(x)]):
             if name in PICTURED:

@@ -4,6 +4,8 @@ import faulthandler
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import NoReturn
 
 from utils import comm
 from utils.errors import FAILED_STATUS
@@ -17,28 +19,28 @@ class Watchdog:
     is stuck and those that wait for it all leave their stacks.
     """
 
-    def __init__(self, timeout, folder):
+    def __init__(self, timeout: float, folder: Path):
         self.timeout, self.folder = timeout, folder
         self.ended = threading.Event()
 
-    def __enter__(self):
+    def __enter__(self) -> "Watchdog":
         self.beat()
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
-    def __exit__(self, *_error):
+    def __exit__(self, *_error: object) -> None:
         self.ended.set()
 
-    def beat(self):
+    def beat(self) -> None:
         """A step was finished."""
         self.last = time.monotonic()
 
-    def _watch(self):
+    def _watch(self) -> None:
         while not self.ended.wait(min(1.0, self.timeout / 4)):
             if time.monotonic() - self.last > self.timeout:
                 self._end()
 
-    def _end(self):
+    def _end(self) -> NoReturn:
         path = self.folder / f"stacks-rank{comm.rank()}.txt"
         with open(path, "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)

@@ -12,8 +12,10 @@ again makes what is missing. Where the frames come from is the caller's (utils/s
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -27,11 +29,12 @@ from utils.files import whole_file
 SPLITS = ("train", "valid", "test")
 STATS = ("global_means", "global_stds", "time_means")
 CHUNK_BYTES = 64e6  # of frames held in memory at a time
+FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 
 
-def parse_years(text):
+def parse_years(text: str) -> tuple[int, ...]:
     """The years of '1979', '1979-1982' or '1979,1981-1983' as a tuple of ints. Raises UsageError."""
-    years = []
+    years: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{4})(-(\d{4}))?", part.strip())
         if not match:
@@ -43,7 +46,7 @@ def parse_years(text):
     return tuple(years)
 
 
-def parse_days(text):
+def parse_days(text: str) -> int:
     """The number of days of '60', or 0 for 'all'. Raises UsageError."""
     if text != "all" and not text.isdigit():
         raise UsageError(f"days '{text}': give a number, or 'all' for whole calendar years")
@@ -61,7 +64,17 @@ class YearFileWriter:
     """
 
     def __init__(
-        self, out, train_years, valid_years, test_years, days, grid, settings, title, attributes, overwrite=False
+        self,
+        out: Path | str,
+        train_years: Iterable[int],
+        valid_years: Iterable[int],
+        test_years: Iterable[int],
+        days: int,
+        grid: tuple[np.ndarray, np.ndarray],
+        settings: dict[str, Any],
+        title: str,
+        attributes: dict[str, Any],
+        overwrite: bool = False,
     ):
         self.out, self.grid, self.settings = Path(out), grid, settings
         self.attributes = {"title": title, **attributes}
@@ -78,11 +91,11 @@ class YearFileWriter:
             raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
         self._check_space()
 
-    def missing_years(self):
+    def missing_years(self) -> dict[int, int]:
         """{year: number of frames} of the year files that `make` will write."""
         return {int(path.stem): self.frames[path] for path in self.missing}
 
-    def make(self, read_frames):
+    def make(self, read_frames: FrameReader) -> int:
         """Write what is missing, print a line; returns the number of year files written.
 
         read_frames(year, first, count) returns frames (count, C, H, W), `first` counted from 1 January.
@@ -93,7 +106,7 @@ class YearFileWriter:
         except OSError as error:
             raise UsageError(f"{self.out}: cannot be written: {error.strerror or error}") from error
 
-    def _make(self, read_frames):
+    def _make(self, read_frames: FrameReader) -> int:
         if any(path.parent.name == "train" for path in [*self.missing, *self.stale]):
             for path in self.stats:
                 path.unlink(missing_ok=True)  # from here on they would describe other training years
@@ -116,7 +129,7 @@ class YearFileWriter:
         print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
         return len(self.missing)
 
-    def _stale_files(self, overwrite):
+    def _stale_files(self, overwrite: bool) -> list[Path]:
         """Year files there that these settings would not make. Raises UsageError unless they may be replaced."""
         stale = []
         for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
@@ -131,7 +144,7 @@ class YearFileWriter:
             stale.append(path)
         return stale
 
-    def _check_space(self):
+    def _check_space(self) -> None:
         """Raises UsageError where the disk does not hold the missing frames."""
         folder = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
         points = len(self.grid[0]) * len(self.grid[1])
@@ -165,12 +178,12 @@ class YearFileWriter:
                 progress.update(count)
 
 
-def training_statistics(paths):
+def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     """Statistics of the year files `paths`, in one pass, added up in float64.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), and time_means (1, C, H, W).
     """
-    total = squares = count = 0
+    total, squares, count = np.zeros(1), np.zeros(1), 0
     for path in paths:
         with h5py.File(path) as file:
             for first, step in _chunks(file["fields"]):

@@ -2,8 +2,9 @@
 
 import threading
 import time
+from types import ModuleType
 
-from exercises.checks.common import expect
+from exercises.checks.common import Draw, expect
 
 WORLD_SIZES = (1,)
 LONG = 2.0  # seconds that a read which should have begun is waited for
@@ -13,11 +14,12 @@ SHORT = 0.05  # that one which should not is waited for
 class Reader:
     """Gives batches, and knows how many reads have begun."""
 
-    def __init__(self, broken=None):
+    def __init__(self, broken: int | None = None):
         self.caller, self.broken = threading.get_ident(), broken
         self.begun, self.in_caller, self.changed = 0, False, threading.Condition()
 
-    def __call__(self, i):
+    def __call__(self, i: int) -> tuple[str, int]:
+        """Read batch i. Raises OSError for the one that is broken."""
         with self.changed:
             self.begun += 1
             self.in_caller |= threading.get_ident() == self.caller
@@ -26,14 +28,16 @@ class Reader:
             raise OSError(f"no batch {i}")
         return "batch", i
 
-    def wait_for(self, count):
+    def wait_for(self, count: int) -> int:
+        """How many reads have begun: when `count` have, or after LONG, and SHORT later."""
         with self.changed:
             self.changed.wait_for(lambda: self.begun >= count, LONG)
         time.sleep(SHORT)
         return self.begun
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `prefetched`: order, depth, an early end, an error. Raises Wrong."""
     for depth in (1, draw.integer(2, 4)):
         count = draw.integer(8, 14)
         steps(exercise, count, depth)
@@ -49,7 +53,8 @@ def on_rank(exercise, rank, size, draw):
         expect(False, f"read({broken}) failed, and the caller was not told: take the result of every read")
 
 
-def steps(exercise, count, depth):
+def steps(exercise: ModuleType, count: int, depth: int) -> None:
+    """Ask for all batches, and count at each step how many reads have begun."""
     reader, got = Reader(), 0
     for i, batch in enumerate(exercise.prefetched(reader, count, depth)):
         expect(batch == ("batch", i), f"step {i} got {batch}, expected ('batch', {i}): batches must come in order")
@@ -67,7 +72,8 @@ def steps(exercise, count, depth):
     expect(got == count, f"{got} batches came, expected {count}")
 
 
-def leave_early(exercise, count, depth):
+def leave_early(exercise: ModuleType, count: int, depth: int) -> None:
+    """Ask for one batch only: no more than `depth` others may be read."""
     reader = Reader()
     batches = exercise.prefetched(reader, count, depth)
     next(batches)

@@ -1,13 +1,16 @@
 """The sum must be right on every rank, x unharmed, and the bytes those of a ring."""
 
+from types import ModuleType
+
 import torch
 
-from exercises.checks.common import Recorder, expect, expect_tensor, ratio, same
+from exercises.checks.common import Draw, Recorder, expect, expect_tensor, ratio, same
 
 WORLD_SIZES = (2, 3)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `ring_all_reduce`: result, input, messages, bytes. Raises Wrong."""
     for _ in range(3):
         n = size * draw.integer(1, 50)
         parts = [draw.tensor(n) for _ in range(size)]
@@ -24,7 +27,7 @@ def on_rank(exercise, rank, size, draw):
             hint = "is what arrives added to the chunk that is sent next?"
             if len(right) == 1:
                 hint = f"chunk {right[0]} is, so the reduce-scatter works: do the whole sums go round afterwards?"
-            elif ratio(out, total) and abs(ratio(out, total) * size - 1) < 1e-3:
+            elif (scale := ratio(out, total)) and abs(scale * size - 1) < 1e-3:
                 hint = "it is the mean: all-reduce makes the sum"
             expect(False, f"chunks {wrong} of {size} are not the sum of the ranks' chunks: {hint}")
         expect(torch.equal(x, parts[rank]), "the input was changed: work on a copy")

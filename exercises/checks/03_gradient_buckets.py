@@ -1,13 +1,17 @@
 """Means must be right, and the all-reduces those of greedy buckets from the last parameter to the first."""
 
-import torch
+from types import ModuleType
 
-from exercises.checks.common import Recorder, expect, expect_tensor, factor, same
+import torch
+from torch import Tensor
+
+from exercises.checks.common import Draw, Recorder, expect, expect_tensor, factor, same
 
 WORLD_SIZES = (2, 3)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `average_gradients`: means, buckets, a parameter without a gradient. Raises Wrong."""
     for _ in range(3):
         shapes = [tuple(draw.integer(1, 6) for _ in range(draw.integer(1, 3))) for _ in range(draw.integer(8, 14))]
         frozen = draw.integer(0, len(shapes) - 2)
@@ -28,7 +32,8 @@ def on_rank(exercise, rank, size, draw):
         compare_messages(record, [g for i, g in enumerate(grads[rank]) if i != frozen][::-1], limit, size)
 
 
-def compare(grad, i, parts, rank):
+def compare(grad: Tensor | None, i: int, parts: list[Tensor], rank: int) -> None:
+    """grad: of parameter i, to be the mean of `parts`, the gradients of all ranks."""
     what, mean = f"the gradient of parameter {i}", torch.stack(parts).mean(0)
     grad = expect_tensor(grad, mean.shape, what)
     if same(grad, mean):
@@ -42,11 +47,11 @@ def compare(grad, i, parts, rank):
     expect(False, f"{what} is not the mean over the ranks: {hint}")
 
 
-def compare_messages(record, grads, limit, size):
+def compare_messages(record: Recorder, grads: list[Tensor], limit: int, size: int) -> None:
     """grads: of this rank, from the last parameter to the first."""
     others = sorted(set(record.kinds()) - {"all_reduce"})
     expect(not others, f"{' and '.join(others)} called: one all-reduce per bucket is enough")
-    buckets = [[]]
+    buckets: list[list[Tensor]] = [[]]
     for grad in grads:
         if buckets[-1] and 4 * sum(g.numel() for g in [*buckets[-1], grad]) > limit:
             buckets.append([])
@@ -67,7 +72,8 @@ def compare_messages(record, grads, limit, size):
         )
 
 
-def buckets_of(grads, limit):
+def buckets_of(grads: list[Tensor], limit: int) -> list[int]:
+    """Bytes of each bucket, filled in the order of `grads`."""
     sizes = [0]
     for grad in grads:
         if sizes[-1] and sizes[-1] + 4 * grad.numel() > limit:

@@ -2,17 +2,19 @@
 
 from collections import Counter
 from itertools import chain
+from types import ModuleType
 
 import torch
 
-from exercises.checks.common import expect
+from exercises.checks.common import Draw, expect
 
 WORLD_SIZES = (1,)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `samples_of`, for all ranks of several sizes. Raises Wrong."""
     for size in (2, 3, draw.integer(4, 7)):
-        disturbed = []
+        disturbed: list[bool] = []
         length = size * draw.integer(8, 20) + draw.integer(1, size - 1)
         seed, epoch = draw.integer(0, 10**6), draw.integer(1, 50)
 
@@ -45,7 +47,8 @@ def on_rank(exercise, rank, size, draw):
             )
 
 
-def compare_ranks(parts, size, length):
+def compare_ranks(parts: list[list[int]], size: int, length: int) -> None:
+    """parts: samples of each rank; all of them once, shared out evenly."""
     counts = Counter(chain(*parts))
     outside = sorted(set(counts) - set(range(length)))
     expect(not outside, f"sample {outside and outside[0]} is asked for, there are 0 to {length - 1}")

@@ -1,16 +1,20 @@
 """Weights after some steps must be those of Adam on everything, and the moments shared out evenly."""
 
 import copy
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch._dynamo  # which an optimizer imports, for seconds
+from torch import nn
 
-from exercises.checks.common import Recorder, expect, same
+from exercises.checks.common import Draw, Recorder, expect, same
 
 WORLD_SIZES = (2, 3)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `Zero1` beside Adam on all parameters. Raises Wrong."""
     for _ in range(2):
         shapes = [(draw.integer(1, 9), draw.integer(1, 9)) for _ in range(draw.integer(7, 12))]
         mine = [torch.nn.Parameter(draw.tensor(*shape)) for shape in shapes]
@@ -44,7 +48,8 @@ def on_rank(exercise, rank, size, draw):
             before = [p.detach().clone() for p in mine]
 
 
-def compare_state(zero, parameters, rank, size):
+def compare_state(zero: Any, parameters: list[nn.Parameter], rank: int, size: int) -> None:
+    """zero: the learner's optimizer after a step, to own and keep what the rule says."""
     sizes = [p.numel() for p in parameters]
     total, kept = sum(sizes), sum(p.numel() for p in parameters if p in zero.optimizer.state)
     expect(

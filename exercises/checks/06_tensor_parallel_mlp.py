@@ -1,20 +1,25 @@
 """Output and all gradients must be those of the whole MLP, with one all-reduce each way."""
 
+from types import ModuleType
+
+import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from exercises.checks.common import Recorder, expect, expect_tensor, factor, same
+from exercises.checks.common import Draw, Recorder, Wrong, expect, expect_tensor, factor, same
 
 WORLD_SIZES = (2, 3)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `mlp`: output, gradients, one message each way. Raises Wrong."""
     for _ in range(2):
         n, d, hidden = draw.integer(2, 6), draw.integer(3, 7), size * draw.integer(2, 5)
         shapes = (n, d), (hidden, d), (hidden,), (d, hidden), (d,)
         whole = [draw.tensor(*shape).requires_grad_() for shape in shapes]
         x, w1, b1, w2, b2 = whole
         reference, weights = F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2), draw.tensor(n, d)
-        (reference * weights).sum().backward()
+        whole_grads = torch.autograd.grad((reference * weights).sum(), whole)
         cut = (None, 0, 0, 1, None)
         mine = [own(t.detach(), dim, rank, size).clone().requires_grad_() for t, dim in zip(whole, cut, strict=True)]
         x, w1, b1, w2, b2 = mine
@@ -23,7 +28,7 @@ def on_rank(exercise, rank, size, draw):
         compare_output(out.detach(), reference.detach(), F.linear(F.gelu(F.linear(x, w1, b1)), w2), b2, size)
         with Recorder() as backward:
             (out * weights).sum().backward()
-        grads = [own(t.grad, dim, rank, size) for t, dim in zip(whole, cut, strict=True)]
+        grads = [own(grad, dim, rank, size) for grad, dim in zip(whole_grads, cut, strict=True)]
         names = "x", "this rank's part of w1", "this rank's part of b1", "this rank's part of w2", "b2"
         for name, t, grad in zip(names, mine, grads, strict=True):
             compare_gradient(name, t.grad, grad, size)
@@ -33,11 +38,13 @@ def on_rank(exercise, rank, size, draw):
             )
 
 
-def own(t, dim, rank, size):
+def own(t: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
+    """This rank's part of a tensor that is split along `dim`; all of it for None."""
     return t if dim is None else t.chunk(size, dim)[rank]
 
 
-def compare_output(out, reference, part, b2, size):
+def compare_output(out: Tensor, reference: Tensor, part: Tensor, b2: Tensor, size: int) -> None:
+    """out: to be `reference`. part: what this rank's weights give, without b2."""
     if same(out, reference):
         return
     part, b2 = part.detach(), b2.detach()
@@ -51,10 +58,10 @@ def compare_output(out, reference, part, b2, size):
     expect(False, f"the output is not that of the whole MLP: {hint}")
 
 
-def compare_gradient(name, grad, wanted, size):
-    expect(
-        grad is not None, f"{name} has no gradient: autograd does not see through dist.all_reduce, g's backward does"
-    )
+def compare_gradient(name: str, grad: Tensor | None, wanted: Tensor, size: int) -> None:
+    """grad: of the tensor `name` on this rank, to be `wanted`."""
+    if grad is None:
+        raise Wrong(f"{name} has no gradient: autograd does not see through dist.all_reduce, g's backward does")
     if same(grad, wanted):
         return
     found = factor(grad, wanted, size)

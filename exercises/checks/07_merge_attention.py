@@ -1,13 +1,18 @@
 """Merged blocks must be attention to all keys: plain ones, large scores, queries without keys; then in the ring."""
 
-import torch
+from collections.abc import Sequence
+from types import ModuleType
 
-from exercises.checks.common import expect, expect_tensor, same
+import torch
+from torch import Tensor
+
+from exercises.checks.common import Draw, expect, expect_tensor, same
 
 WORLD_SIZES = (2, 3)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `merge` alone, and in `ring_attention`. Raises Wrong."""
     heads, n, d = draw.integer(1, 3), draw.integer(3, 6), draw.integer(2, 5)
     q, k, v = (draw.tensor(heads, n * (1 if i == 0 else size), d) for i in range(3))
     everything = torch.ones(n, n * size, dtype=torch.bool)
@@ -28,12 +33,14 @@ def on_rank(exercise, rank, size, draw):
     expect(same(out, whole[:, mine]), "in the ring the result is not that of attention to all tokens")
 
 
-def attend(q, k, v, mask):
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to all keys: its output, (heads, n, d), and the log of its sums of exponentials, (heads, n)."""
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1)
 
 
-def compare(exercise, q, k, v, mask, parts, where):
+def compare(exercise: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, parts: int, where: str) -> None:
+    """Merge keys in so many blocks, one after the other. where: the case in words, for the message."""
     blocks = [
         attend(q, *block) for block in zip(k.chunk(parts, 1), v.chunk(parts, 1), mask.chunk(parts, 1), strict=True)
     ]
@@ -54,7 +61,8 @@ def compare(exercise, q, k, v, mask, parts, where):
     expect(same(merged[0], whole) and same(merged[1], whole_lse), f"{where}merging block by block is not the whole")
 
 
-def explain(out, lse, right, right_lse, before, where):
+def explain(out: Tensor, lse: Tensor, right: Tensor, right_lse: Tensor, before: Sequence[Tensor], where: str) -> None:
+    """out, lse: to be `right` and `right_lse`. before: what was merged, (out, lse, block_out, block_lse)."""
     if same(out, right) and same(lse, right_lse):
         return
     empty = right_lse.isinf()
@@ -82,7 +90,8 @@ def explain(out, lse, right, right_lse, before, where):
     expect(False, f"{where}lse is not that of both blocks: {hint}")
 
 
-def swapped(first, first_lse, second, second_lse):
+def swapped(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
+    """Two blocks merged with each other's weights."""
     total = torch.logaddexp(first_lse, second_lse)
     total = total.masked_fill(total.isinf(), 0)
     return first * (second_lse - total).exp()[..., None] + second * (first_lse - total).exp()[..., None]

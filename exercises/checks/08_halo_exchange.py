@@ -1,21 +1,25 @@
 """A convolution over bands must equal that of the whole image; in the backward pass too."""
 
+from types import ModuleType
+
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from exercises.checks.common import expect, expect_tensor, same
+from exercises.checks.common import Draw, expect, expect_tensor, same
 
 WORLD_SIZES = (2, 3)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `Halo` by a convolution, forward and backward. Raises Wrong."""
     for _ in range(3):
         r, channels, width = draw.integer(1, 2), draw.integer(1, 3), draw.integer(4, 7)
         heights = [draw.integer(2 * r, 7) for _ in range(size)]
         image = draw.tensor(channels, sum(heights), width).requires_grad_()
         kernel, weights = draw.tensor(2, channels, 2 * r + 1, 3), draw.tensor(2, sum(heights), width)
         whole = F.conv2d(image, kernel, padding=(r, 1))
-        (whole * weights).sum().backward()
+        (image_grad,) = torch.autograd.grad((whole * weights).sum(), image)
         first = sum(heights[:rank])
         rows = slice(first, first + heights[rank])
         band = image.detach()[:, rows].clone().requires_grad_()
@@ -26,11 +30,11 @@ def on_rank(exercise, rank, size, draw):
         expect(same(out, whole[:, rows]), "the convolution of the extended band is not that of the image")
         (out * weights[:, rows]).sum().backward()
         local = torch.autograd.grad((F.conv2d(extended, kernel, padding=(0, 1)) * weights[:, rows]).sum(), extended)[0]
-        compare_gradient(band.grad, image.grad[:, rows], local, r)
+        compare_gradient(band.grad, image_grad[:, rows], local, r)
         expect(torch.equal(band.detach(), image.detach()[:, rows]), "the band itself was changed")
 
 
-def compare_rows(got, padded, first, r):
+def compare_rows(got: Tensor, padded: Tensor, first: int, r: int) -> None:
     """padded: the image with r rows of 0 at its top and bottom."""
     want = padded[:, first : first + got.shape[1]]
     if same(got, want):
@@ -51,9 +55,9 @@ def compare_rows(got, padded, first, r):
     expect(False, f"the {r} rows {side} the band are not those of the image: {hint}")
 
 
-def compare_gradient(grad, want, local, r):
+def compare_gradient(grad: Tensor | None, want: Tensor, local: Tensor, r: int) -> None:
     """local: the gradient of the extended band that this rank computes alone."""
-    expect_tensor(grad, want.shape, "the gradient of the band")
+    grad = expect_tensor(grad, want.shape, "the gradient of the band")
     if same(grad, want):
         return
     own, wrong = local[:, r:-r], [row for row in range(want.shape[1]) if not same(grad[:, row], want[:, row])]

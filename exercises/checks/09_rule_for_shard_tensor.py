@@ -1,16 +1,20 @@
 """Uneven and empty shards with gaps must give the mean of the whole, its gradient, in one message."""
 
+from types import ModuleType
+
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from distributed.shard_tensor import ShardTensor
-from exercises.checks.common import Recorder, expect, same
+from exercises.checks.common import Draw, Recorder, Wrong, expect, same
 
 WORLD_SIZES = (2, 3)
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check torch.nanmean of ShardTensors with gaps and empty parts. Raises Wrong."""
     mesh = init_device_mesh("cpu", (size,))
     for gaps, empty in ((False, False), (True, False), (True, True)):
         heights = [draw.integer(1, 4) + 3 * (r == 0) for r in range(size)]
@@ -23,27 +27,28 @@ def on_rank(exercise, rank, size, draw):
             whole[holes] = torch.nan
         whole.requires_grad_()
         wanted = whole.nanmean()
-        (wanted * 3).backward()
+        (grad,) = torch.autograd.grad(wanted * 3, whole)
         parts = whole.detach().split(heights)
         part = parts[rank].clone().requires_grad_()
         x = ShardTensor.from_local(part, mesh, [Shard(0)], {0: tuple(heights)})
         with Recorder() as record:
             mean = torch.nanmean(x)
-        expect(isinstance(mean, ShardTensor) and not mean.spec.partial, "the result is no whole number of all ranks")
+        if not isinstance(mean, ShardTensor) or mean.spec.partial:
+            raise Wrong("the result is no whole number of all ranks")
         mean = mean.to_local()
         compare(mean.detach(), wanted.detach(), parts, rank, gaps, empty)
         others = [kind for kind in record.kinds() if kind != "all_reduce"]
         expect(not others, f"{others} called: sums and counts are all that has to travel")
         expect(len(record.calls) <= 1, f"{len(record.calls)} messages: sum and count fit into one")
         (mean * 3).backward()
-        grad = whole.grad.split(heights)[rank]
         expect(
-            part.grad is not None and same(part.grad, grad),
+            part.grad is not None and same(part.grad, grad.split(heights)[rank]),
             "the gradient is not that of the whole: that of the mean, over the number of all elements that count",
         )
 
 
-def compare(mean, wanted, parts, rank, gaps, empty):
+def compare(mean: Tensor, wanted: Tensor, parts: tuple[Tensor, ...], rank: int, gaps: bool, empty: bool) -> None:
+    """mean: to be `wanted`, the mean of all `parts`, which have gaps or of which one is empty."""
     if mean.ndim == 0 and same(mean, wanted):
         return
     means = torch.stack([part.nanmean() for part in parts])

@@ -4,10 +4,13 @@ import json
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from exercises.checks.common import expect
+from exercises.checks.common import Draw, expect
 
 WORLD_SIZES = (1,)
+Kernel = tuple[str, int, int]  # name, start, end
 COLLECTIVES = ("AllReduce_Sum_f32_RING_LL", "AllGather_RING_LL", "ReduceScatter_Sum_f32_RING_LL")
 COMPUTE = (
     "sm90_xmma_gemm_f32f32",
@@ -18,7 +21,8 @@ COMPUTE = (
 )
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check all functions on traces drawn at random. Raises Wrong."""
     for _ in range(20):
         communication, compute = draw_kernels(draw)
         with tempfile.TemporaryDirectory() as folder:
@@ -28,7 +32,7 @@ def on_rank(exercise, rank, size, draw):
         busy = {t for _, start, end in compute for t in range(start, end)}
         for _, start, end in communication:
             compare_exposed(exercise, start, end, compute, busy)
-        alone, total = defaultdict(int), 0
+        total, alone = 0, defaultdict[str, int](int)
         for name, start, end in communication:
             alone[name] += sum(t not in busy for t in range(start, end))
             total += end - start
@@ -38,7 +42,7 @@ def on_rank(exercise, rank, size, draw):
         compare_share(exercise.hidden_share(*seen), 1 - sum(alone.values()) / total, communication, compute)
 
 
-def draw_kernels(draw):
+def draw_kernels(draw: Draw) -> tuple[list[Kernel], list[Kernel]]:
     """Collectives one after another, compute on two streams; no two answers alike."""
     while True:
         communication, compute, t = [], [], 1000
@@ -55,7 +59,7 @@ def draw_kernels(draw):
                 compute.append((COMPUTE[draw.integer(0, 4)], t, end))
                 t = end
         busy = {t for _, start, end in compute for t in range(start, end)}
-        alone = defaultdict(int)
+        alone: dict[str, int] = defaultdict(int)
         for name, start, end in communication:
             alone[name] += sum(t not in busy for t in range(start, end))
         first, second = (sorted(alone.values(), reverse=True) + [0])[:2]
@@ -64,7 +68,7 @@ def draw_kernels(draw):
             return communication, compute
 
 
-def trace_of(communication, compute):
+def trace_of(communication: list[Kernel], compute: list[Kernel]) -> dict[str, Any]:
     """With what else is in such a file: operators of the host, copies, ranges, metadata without a duration."""
     events = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}}]
     for stream, kernels in ((20, communication), (7, compute)):
@@ -78,7 +82,8 @@ def trace_of(communication, compute):
     return {"schemaVersion": 1, "traceEvents": events}
 
 
-def compare_exposed(exercise, start, end, compute, busy):
+def compare_exposed(exercise: ModuleType, start: int, end: int, compute: list[Kernel], busy: set[int]) -> None:
+    """busy: microseconds in which a compute kernel runs."""
     got, want = exercise.exposed(start, end, compute), sum(t not in busy for t in range(start, end))
     expect(isinstance(got, int | float), f"exposed returned {got}, expected a number of microseconds")
     if abs(got - want) < 1e-6:
@@ -97,13 +102,14 @@ def compare_exposed(exercise, start, end, compute, busy):
     expect(False, f"exposed({start}, {end}) beside compute at {near} is {got}, it is {want}: {hint}")
 
 
-def compare_longest(got, want, communication, compute):
-    total = defaultdict(int)
+def compare_longest(got: str, want: str, communication: list[Kernel], compute: list[Kernel]) -> None:
+    """got: the name that longest_kernel gave."""
+    total: dict[str, int] = defaultdict(int)
     for name, start, end in communication + compute:
         total[name] += end - start
     hint = (
         "it took longest in all its calls together, one of another was longer"
-        if got == max(total, key=total.get)
+        if got == max(total, key=lambda name: total[name])
         else ""
     )
     if got != want and not hint:
@@ -111,19 +117,22 @@ def compare_longest(got, want, communication, compute):
     expect(got == want, f"the longest kernel is {want}, not {got}: {hint}")
 
 
-def compare_most(got, alone, communication):
-    want, total = max(alone, key=alone.get), defaultdict(int)
+def compare_most(got: str, alone: dict[str, int], communication: list[Kernel]) -> None:
+    """got: the name that most_exposed gave. alone: {name: exposed microseconds}."""
+    want = max(alone, key=lambda name: alone[name])
+    total: dict[str, int] = defaultdict(int)
     for name, start, end in communication:
         total[name] += end - start
     if got == want:
         return
     hint = "add up the exposed time of all calls of a name"
-    if got == max(total, key=total.get):
+    if got == max(total, key=lambda name: total[name]):
         hint = "it takes most time, but part of it is hidden"
     expect(False, f"most_exposed is {got}: {hint}. Exposed are {dict(alone)}")
 
 
-def compare_share(got, want, communication, compute):
+def compare_share(got: float, want: float, communication: list[Kernel], compute: list[Kernel]) -> None:
+    """got: what hidden_share gave."""
     expect(isinstance(got, int | float), f"hidden_share returned {got}, expected a number")
     hint = (
         "that is the exposed share"

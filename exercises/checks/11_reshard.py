@@ -1,9 +1,11 @@
 """Pieces of any number of ranks must be those of the whole, and another library must compute the same with them."""
 
-import torch
-from torch import nn
+from types import ModuleType
 
-from exercises.checks.common import expect, expect_tensor, same
+import torch
+from torch import Tensor, nn
+
+from exercises.checks.common import Draw, expect, expect_tensor, same
 from networks.vit import Attention
 
 WORLD_SIZES = (1,)
@@ -13,7 +15,8 @@ DIMS = {
 }  # fmt: skip
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check `reshard` between several numbers of ranks, and `qkv_outermost`. Raises Wrong."""
     for before, after in ((4, 2), (4, 1), (2, 4), (draw.integer(1, 2), 3)):
         heads, d = 12, draw.integer(1, 3)
         width, hidden = heads * d, 12 * draw.integer(1, 4)
@@ -34,17 +37,19 @@ def on_rank(exercise, rank, size, draw):
     compare_order(exercise, draw)
 
 
-def cut(whole, size):
+def cut(whole: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """The pieces that so many ranks have of the weights."""
     return [
         {
-            name: t.clone() if DIMS[name] is None else t.chunk(size, DIMS[name])[rank].clone()
+            name: t.clone() if (dim := DIMS[name]) is None else t.chunk(size, dim)[rank].clone()
             for name, t in whole.items()
         }
         for rank in range(size)
     ]
 
 
-def compare(got, name, want, whole, rank, where, before):
+def compare(got: dict[str, Tensor], name: str, want: Tensor, whole: Tensor, rank: int, where: str, before: int) -> None:
+    """got: a rank's weights, of which `name` is to be `want`. where: the case in words, for the message."""
     expect(name in got, f"{where}: rank {rank} has no {name}")
     tensor, hint = got[name], ""
     if tensor.shape != want.shape:
@@ -59,7 +64,8 @@ def compare(got, name, want, whole, rank, where, before):
     expect(not hint, f"{where}: {name} of rank {rank}: {hint}")
 
 
-def compare_order(exercise, draw):
+def compare_order(exercise: ModuleType, draw: Draw) -> None:
+    """nn.MultiheadAttention must compute the same with the sorted weights."""
     heads, d = draw.integer(4, 6), draw.integer(2, 5)
     attention = Attention(heads * d, heads, 0.0)
     for parameter in attention.parameters():

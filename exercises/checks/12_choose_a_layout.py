@@ -1,8 +1,9 @@
 """A layout must fit and be nearly as fast as the best that the planner finds."""
 
 import shlex
+from types import ModuleType
 
-from exercises.checks.common import expect
+from exercises.checks.common import Draw, expect
 from utils.errors import UsageError
 from utils.planner.hardware import load_gpu
 from utils.planner.request import Request
@@ -21,7 +22,8 @@ ALLOWED = {"tensor_parallel", "sequence_parallel", "data_parallel", "activation_
 NEAR = 0.9
 
 
-def on_rank(exercise, rank, size, draw):
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check each of ANSWERS beside the best layout of the planner. Raises Wrong."""
     gpu = load_gpu("a100-40gb")
     for name, (gpus, words) in QUESTIONS.items():
         expect(name in exercise.ANSWERS, f"{name}: no answer")
@@ -34,7 +36,8 @@ def on_rank(exercise, rank, size, draw):
         except UsageError as error:
             expect(False, f"{name}: {error}")
         needed, there = (plan.peak + plan.overhead) / 2**30, gpu.memory / 2**30
-        largest = max(plan.memory, key=plan.memory.get)
+        memory = plan.memory
+        largest = max(memory, key=lambda name: memory[name])
         expect(
             plan.fits == "fits",
             f"{name}: it needs {needed:.1f} GiB and 85 % of {there:.1f} are to be had; most are {largest}: which "

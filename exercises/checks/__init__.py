@@ -1,0 +1,1 @@
+"""The check of each exercise: what is right is worked out anew, with random sizes and values."""

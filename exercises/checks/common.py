@@ -1,9 +1,11 @@
 """What the checks share: random values, comparisons that say what is wrong, collectives on record."""
 
 import random
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.counting import collective
@@ -13,7 +15,8 @@ class Wrong(Exception):
     """The learner's result is not right; the message says why."""
 
 
-def expect(condition, message):
+def expect(condition: Any, message: str) -> None:
+    """Raises Wrong with this message where the condition is false."""
     if not condition:
         raise Wrong(message)
 
@@ -21,27 +24,30 @@ def expect(condition, message):
 class Draw:
     """Random values of a run of the check, the same on all ranks; `of(rank)` for those of one rank."""
 
-    def __init__(self, *seed):
+    def __init__(self, *seed: int):
         self.seed = seed
         self.random = random.Random(repr(seed))
         self.generator = torch.Generator().manual_seed(self.random.randrange(2**31))
 
-    def of(self, rank):
+    def of(self, rank: int) -> "Draw":
+        """The values of one rank, which no other one has."""
         return Draw(*self.seed, rank)
 
-    def integer(self, first, last):
+    def integer(self, first: int, last: int) -> int:
+        """From first to last, both included."""
         return self.random.randint(first, last)
 
-    def tensor(self, *shape):
+    def tensor(self, *shape: int) -> Tensor:
+        """Normally distributed, of this shape."""
         return torch.randn(shape, generator=self.generator)
 
 
-def same(a, b, tolerance=1e-4):
+def same(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:
     """Equal up to rounding; nan is never equal."""
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def expect_tensor(value, shape, what):
+def expect_tensor(value: Any, shape: Sequence[int], what: str) -> Tensor:
     """A tensor of this shape, or Wrong."""
     expect(
         isinstance(value, torch.Tensor),
@@ -52,13 +58,13 @@ def expect_tensor(value, shape, what):
     return value
 
 
-def ratio(got, want):
-    """got / want where that is one number for the whole tensor, else None."""
+def ratio(got: Tensor, want: Tensor) -> float | None:
+    """The number got / want where it is one for the whole tensor, else None."""
     scale = (got * want).sum() / (want * want).sum()
     return scale.item() if same(got, want * scale) and scale.isfinite() else None
 
 
-def factor(got, want, size):
+def factor(got: Tensor, want: Tensor, size: int) -> str | None:
     """How a tensor differs from the right one by the number of ranks: "half of", "2 times", or None."""
     scale = ratio(got, want)
     if scale is None:
@@ -69,6 +75,8 @@ def factor(got, want, size):
 
 
 class Call(NamedTuple):
+    """A collective that was called."""
+
     kind: str
     sent: int  # bytes that this rank sends at least
     values: torch.Tensor  # that it put in, flat
@@ -77,12 +85,12 @@ class Call(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Context: the collectives that this rank calls, in `calls`, as in distributed/counting.py."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.calls = []
+        self.calls: list[Call] = []
 
     @classmethod
-    def _should_skip_dynamo(cls):
+    def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and importing the compiler takes each rank seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -93,11 +101,12 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def kinds(self):
+    def kinds(self) -> list[str]:
+        """The kind of each call, in order."""
         return [call.kind for call in self.calls]
 
 
-def _flat(values):
+def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

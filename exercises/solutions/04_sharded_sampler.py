@@ -13,7 +13,7 @@ Done for real in utils/data_loader.py (epoch_order, training_indices, rank_indic
 import torch
 
 
-def samples_of(rank, size, length, seed, epoch, done=0):
+def samples_of(rank: int, size: int, length: int, seed: int, epoch: int, done: int = 0) -> list[int]:
     """The samples of one rank in an epoch, in order: a list of numbers from 0 to length - 1.
 
     Over all ranks each sample comes exactly once; a rank has as many samples as any other, or one more. The order is

@@ -10,14 +10,17 @@ What adds up over ranks are sums and counts, never means; both can go in one mes
 Done for real in distributed/rules/reductions.py (mean, moments). Chapter: docs/domain_parallel.md, "How to add a rule".
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from distributed.collectives import reduce_from_region
-from distributed.shard_tensor import local, rule, wrap
+from distributed.shard_tensor import ShardTensor, local, rule, wrap
 
 
 @rule(torch.nanmean)
-def nanmean(func, input):
+def nanmean(func: Callable[..., Tensor], input: ShardTensor) -> ShardTensor:
     """The mean of all elements that are not nan, the same number on every rank.
 
     input: ShardTensor that is split over all ranks; func: torch.nanmean, of plain tensors. Differentiable:

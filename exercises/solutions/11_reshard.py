@@ -13,6 +13,7 @@ distributed/tensor_parallel.py names. Chapter: docs/model_parallel.md, "Checkpoi
 """
 
 import torch
+from torch import Tensor
 
 WEIGHTS = (
     "norm.weight", "qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "fc1.weight", "fc1.bias", "fc2.weight",
@@ -20,7 +21,7 @@ WEIGHTS = (
 )  # fmt: skip
 
 
-def reshard(pieces, size):
+def reshard(pieces: list[dict[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """State dicts of `size` ranks from those of any other number: [{name: tensor}, ...] -> the same.
 
     Names are WEIGHTS: qkv and fc1 are split by output features, proj and fc2 by input features.
@@ -28,18 +29,19 @@ def reshard(pieces, size):
     # TODO: which dim is a weight split along, if any?
     rows, columns = ("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias"), ("proj.weight", "fc2.weight")
     dims = dict.fromkeys(rows, 0) | dict.fromkeys(columns, 1)
-    ranks = [{} for _ in range(size)]
+    ranks: list[dict[str, Tensor]] = [{} for _ in range(size)]
     for name in WEIGHTS:
         parts = [pieces[0][name]] * size
         if name in dims:
-            parts = torch.cat([piece[name] for piece in pieces], dims[name]).chunk(size, dims[name])
+            whole = torch.cat([piece[name] for piece in pieces], dims[name])
+            parts = list(whole.chunk(size, dims[name]))
         for rank, part in zip(ranks, parts, strict=True):
             rank[name] = part.clone()
     return ranks
     # END
 
 
-def qkv_outermost(weight, heads):
+def qkv_outermost(weight: Tensor, heads: int) -> Tensor:
     """Rows in the order (q|k|v, head, d) from rows in the order (head, q|k|v, d): (3 D, ...) -> (3 D, ...)."""
     # TODO
     return weight.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)

@@ -1,5 +1,6 @@
-"""What a rank holds, computes and sends in a training step, by arithmetic alone: the trace of utils.planner.trace
-without running it, in less than a millisecond.
+"""What a rank holds, computes and sends in a training step, by arithmetic alone.
+
+The trace of utils.planner.trace without running it, in less than a millisecond.
 
 b, n: samples of a micro-batch and tokens of this rank, N tokens of all ranks that share an image, D features; t, c, p
 ranks of tp, of an image (cp or domain), of pp; r = mlp_ratio; m micro-batches. w bytes of what matrix products take and
@@ -55,14 +56,16 @@ floating-point operations are equal to rounding; the peak is within 1 %. Less ex
 With cpu_offload parameters, gradients and optimizer state lie in host memory: the peak is without them, as in a trace.
 """
 
+from utils.layout import Layout
 from utils.planner.closed_memory import memory_of
 from utils.planner.closed_messages import messages_of
 from utils.planner.closed_operations import operations_of
 from utils.planner.part import Part
 from utils.planner.trace import Trace
+from utils.schema import Config
 
 
-def closed_form(config, layout):
+def closed_form(config: Config, layout: Layout) -> list[Trace]:
     """Traces of the ranks of which utils.planner.trace.trace_step gives them: of a pipeline its first and last one.
 
     config: as for this layout; whether a model can be split so is not asked, see utils.planner.layouts.

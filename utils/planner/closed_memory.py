@@ -2,11 +2,14 @@
 
 import heapq
 import math
+from collections.abc import Iterable
+
+from utils.planner.part import Part, Shape, Stage
 
 FULL = 4  # bytes of a number that autocast leaves alone
 
 
-def memory_of(part):
+def memory_of(part: Part) -> tuple[dict[str, float], dict[str, float], float]:
     """(memory, held, inference) of a Part as a Trace has them: bytes."""
     parameters, gradients, optimizer = states(part)
     inputs, outputs = (FULL * n * part.micro_batches for n in (part.inputs, part.outputs))
@@ -37,11 +40,12 @@ def memory_of(part):
     return memory | {"peak": peak}, held, inference
 
 
-def numbers(shapes):
+def numbers(shapes: Iterable[Shape]) -> int:
+    """How many numbers tensors of these shapes hold together."""
     return sum(map(math.prod, shapes))
 
 
-def states(part):
+def states(part: Part) -> tuple[int, int, int]:
     """(parameters, gradients, optimizer state) between two steps."""
     of_blocks, rest = part.shapes
     if part.sharded:  # rows of each parameter, as many on every rank
@@ -55,7 +59,7 @@ def states(part):
     return parameters, parameters, 2 * updated
 
 
-def zero1_shares(part):
+def zero1_shares(part: Part) -> list[int]:
     """Numbers that each rank updates: ZeroRedundancyOptimizer gives the next largest to the rank that has least."""
     of_blocks, rest = part.shapes
     ranks = [(0, rank) for rank in range(part.replicas)]
@@ -68,7 +72,7 @@ def zero1_shares(part):
 # What the backward pass needs of the forward pass.
 
 
-def block(part):
+def block(part: Part) -> float:
     """Kept of a block."""
     w, t = part.width, part.t
     hidden = part.samples * part.tokens * part.hidden / t
@@ -77,12 +81,12 @@ def block(part):
     return norms + 2 * w * part.whole + attention(part) / t + 2 * w * hidden + masks + copies(part, part.block_shapes)
 
 
-def copies(part, shapes):
+def copies(part: Part, shapes: Iterable[Shape]) -> int:
     """Weights in low precision."""
     return part.width * numbers(shape for shape in shapes if len(shape) > 1) if part.copies else 0
 
 
-def attention(part):
+def attention(part: Part) -> float:
     """Kept of q, k, v, the result and the sums of exponentials, of all heads."""
     w, b, everything = part.width, part.samples, part.samples * part.all_tokens * part.d
     own = 4 * w * part.whole + FULL * b * part.tokens * part.heads
@@ -93,11 +97,12 @@ def attention(part):
     return (4 * w * everything + FULL * b * part.all_tokens * part.heads) / part.image + w * part.whole
 
 
-def repeated_block(part):
+def repeated_block(part: Part) -> float:
     """Kept of a block that is computed a second time."""
     if part.config.activation_checkpointing == "full":
         return FULL * part.stream
-    w, t, queries, calls = part.width, part.t, part.tokens, 1
+    w, t, calls = part.width, part.t, 1
+    queries: float = part.tokens
     if part.image > 1 and part.method == "all_to_all":
         queries = part.all_tokens / part.image
     if part.image > 1 and part.method == "ring":
@@ -106,7 +111,7 @@ def repeated_block(part):
     return FULL * part.stream + products + calls * part.samples * queries * (w * part.d + FULL * part.heads) / t
 
 
-def ends(part, stage):
+def ends(part: Part, stage: Stage) -> tuple[int, int, int]:
     """Kept (in front of the blocks, behind them, of the loss)."""
     begin = end = loss = 0
     if stage.first:
@@ -123,11 +128,12 @@ def ends(part, stage):
     return begin, end, loss
 
 
-def of_blocks(part, stage):
+def of_blocks(part: Part, stage: Stage) -> float:
+    """Kept of the blocks of a stage."""
     return (stage.blocks - stage.repeated) * block(part) + stage.repeated * repeated_block(part)
 
 
-def kept(part, stage):
+def kept(part: Part, stage: Stage) -> float:
     """Kept of a micro-batch, less the batch itself."""
     return of_blocks(part, stage) + sum(ends(part, stage))
 
@@ -135,7 +141,7 @@ def kept(part, stage):
 # The moments at which most is held.
 
 
-def at_most(part, stage, later):
+def at_most(part: Part, stage: Stage, later: bool) -> float:
     """The most while one micro-batch computes, gradients that are on their way and gathered parameters included.
 
     later: whether other micro-batches have left their gradients.
@@ -168,7 +174,7 @@ def at_most(part, stage, later):
     return there + max(moments)
 
 
-def exchanged(part):
+def exchanged(part: Part) -> float:
     """Held for a moment by the backward pass of attention over all ranks, of all heads."""
     w, whole, ranks = part.width, part.whole, part.image
     if ranks == 1:
@@ -185,7 +191,7 @@ def exchanged(part):
     return (4 * FULL + w + block * max(part.shares[1:]) / part.tokens) * whole
 
 
-def gathered(part, later=False):
+def gathered(part: Part, later: bool = False) -> int:
     """Whole parameters beside a rank's own: of the units under way, and of what no block holds.
 
     A pipeline keeps them from one backward pass to the next, if no forward pass comes between.
@@ -201,11 +207,11 @@ def gathered(part, later=False):
     return part.gathered_width * (numbers(rest) + ahead * numbers(part.block_shapes))
 
 
-def _rest(part, stage):
+def _rest(part: Part, stage: Stage) -> list[Shape]:
     return (part.first_shapes if stage.first else []) + (part.last_shapes if stage.last else [])
 
 
-def forward(part):
+def forward(part: Part) -> float:
     """The most of a forward pass without gradients, the input included."""
     w, t, low = part.width, part.t, part.low
     hidden = part.samples * part.tokens * part.hidden / t
@@ -214,7 +220,7 @@ def forward(part):
     x = FULL * (part.inputs if stage.first else part.stream)
     x += w * part.inputs if stage.first and low else 0
     mlp = 3 * FULL * part.stream + 2 * w * hidden
-    across = 0
+    across = 0.0
     if part.image > 1:
         everything = part.samples * part.all_tokens * part.d
         own = 3 * w * part.whole / t
@@ -233,7 +239,7 @@ def forward(part):
 # Pipelines.
 
 
-def _buffers_of_pipeline(part):
+def _buffers_of_pipeline(part: Part) -> int:
     """For what other stages send, one for each micro-batch, all the time."""
     if part.p == 1:
         return 0

@@ -2,20 +2,24 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from utils.planner.closed_memory import FULL, zero1_shares
+from utils.planner.part import Part, Shape, Stage
 from utils.planner.tracker import Message
 
 
-def messages_of(part):
+def messages_of(part: Part) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:
     """(Counter of Messages, {name of a group: its ranks}) of a Part."""
     found = _Messages(part)
     return found.counted, {found.part.group(name)[0]: part.ranks(name) for name in found.used}
 
 
 class _Messages:
-    def __init__(self, part):
-        self.part, self.counted, self.used = part, Counter(), {}
+    def __init__(self, part: Part):
+        self.part = part
+        self.counted: Counter[Message] = Counter()
+        self.used: dict[str, bool] = {}
         for stage in part.stages:
             self.tensor_parallel(stage)
             self.attention(stage)
@@ -26,8 +30,8 @@ class _Messages:
         if part.sharded:
             self.fully_sharded()
         elif part.replicated:
-            for stage in part.stages if part.p > 1 else [None]:
-                self.buckets(stage)
+            for one in part.stages if part.p > 1 else [None]:
+                self.buckets(one)
         if part.positions and part.layout.dp > 1:
             self.add("backward", "all_reduce", "dp", FULL * part.positions)
         splits = part.t > 1 or part.p > 1 or (part.own_positions and part.domain)
@@ -37,7 +41,7 @@ class _Messages:
             for share in filter(None, zero1_shares(part)):
                 self.add("update", "broadcast", "dp_image", FULL * share)
 
-    def add(self, phase, kind, dimension, size, calls=1):
+    def add(self, phase: str, kind: str, dimension: str, size: float, calls: int = 1) -> None:
         """size: bytes of the tensor that a collective is given."""
         name, ranks = self.part.group(dimension)
         if ranks == 1 or not calls:
@@ -50,7 +54,7 @@ class _Messages:
         self.counted[Message(phase, kind, name, round(sent))] += calls
         self.used[dimension] = True
 
-    def tensor_parallel(self, stage):
+    def tensor_parallel(self, stage: Stage) -> None:
         part, m = self.part, self.part.micro_batches
         if part.t == 1:
             return
@@ -73,14 +77,14 @@ class _Messages:
             self.add(phase, "all_reduce", "tp", w * part.whole, 2 * stage.blocks * m)
         self.add("backward", "all_reduce", "tp", w * part.whole, again * stage.repeated * m)
 
-    def attention(self, stage):
+    def attention(self, stage: Stage) -> None:
         """Of ranks that share images."""
         part, m = self.part, self.part.micro_batches
         if part.image == 1:
             return
         ranks, shares = part.image, part.shares
         row = part.samples * part.d / part.t  # numbers of a token
-        forward = Counter()
+        forward: Counter[tuple[str, float]] = Counter()
         if part.method == "gather":
             size = part.width * 2 * row * max(shares)
             forward["all_gather", size] = 1
@@ -106,13 +110,13 @@ class _Messages:
             for (kind, size), count in table.items():
                 self.add(phase, kind, "image", size, count * calls * m)
 
-    def loss(self):
+    def loss(self) -> None:
         """Two norms of each sample, or its classes."""
         part = self.part
-        size = part.width * part.config.num_classes if part.classifies else FULL * 2
+        size = part.width * part.classes if part.classifies else FULL * 2
         self.add("forward", "all_reduce", "image", size * part.samples, part.micro_batches)
 
-    def pipeline(self, stage):
+    def pipeline(self, stage: Stage) -> None:
         part = self.part
         size = FULL * part.stream
         if not stage.last:
@@ -120,13 +124,13 @@ class _Messages:
         if not stage.first:
             self.add("backward", "send", "pp", size, part.micro_batches)
 
-    def partial_gradients(self):
+    def partial_gradients(self) -> None:
         """Norms and shared biases, under sequence parallelism."""
         part = self.part
         if part.sequence:
             self.add("backward", "all_reduce", "tp", FULL * (6 * part.blocks + 2 * part.last) * part.d)
 
-    def fully_sharded(self):
+    def fully_sharded(self) -> None:
         part, config = self.part, self.part.config
         blocks, rest = part.shapes
         units = [(rest, 1), (part.block_shapes, len(blocks))]
@@ -144,7 +148,7 @@ class _Messages:
             if config.data_parallel == "hsdp":
                 self.add("backward", "all_reduce", "dp_replicate", FULL * own, count)
 
-    def buckets(self, stage):
+    def buckets(self, stage: Stage | None) -> None:
         """Of DistributedDataParallel, in the order in which gradients come; of a stage, in that of its parameters."""
         part = self.part
         blocks = [part.block_shapes] * (part.blocks if stage is None else stage.blocks)
@@ -165,14 +169,14 @@ class _Messages:
             self.add("backward", "all_reduce", "dp_image", 4 * len(shapes))
 
 
-def _as_gradients_come(first, blocks, last):
+def _as_gradients_come(first: Sequence[Shape], blocks: Sequence[Sequence[Shape]], last: Sequence[Shape]) -> list[Shape]:
     n1w, n1b, qkv, qkv_b, proj, proj_b, n2w, n2b, fc1, fc1_b, fc2, fc2_b = blocks[0]
     block = [fc2_b, fc2, fc1_b, fc1, n2w, n2b, proj_b, proj, qkv_b, qkv, n1w, n1b]
     norm_w, norm_b, head, head_b = last
     return [head_b, head, norm_w, norm_b, *(block * len(blocks)), *reversed(first)]
 
 
-def gathers(part):
+def gathers(part: Part) -> tuple[int, int]:
     """How often a unit is gathered (in forward passes, in backward passes) of a step.
 
     A pipeline keeps what it has gathered for a backward pass until the next forward pass is over.

@@ -5,18 +5,20 @@ from collections import Counter
 import torch
 
 from utils.planner.closed_memory import FULL, numbers
+from utils.planner.part import Part
 from utils.planner.tracker import ATTENTION, Operation
 from utils.training_step import AMP_DTYPES
 
 
-def operations_of(part):
+def operations_of(part: Part) -> Counter[Operation]:
     """Counter of Operations of a Part."""
     return _Operations(part).counted
 
 
 class _Operations:
-    def __init__(self, part):
-        self.part, self.counted, self.calls = part, Counter(), part.micro_batches
+    def __init__(self, part: Part):
+        self.part, self.calls = part, part.micro_batches
+        self.counted: Counter[Operation] = Counter()
         self.low = AMP_DTYPES.get(part.config.amp_mode, torch.float32)
         self.rows = part.samples * part.tokens
         for stage in part.stages:
@@ -190,8 +192,8 @@ class _Operations:
         if part.classifies:
             self.copy("forward", FULL * part.whole)
             self.pointwise("backward", FULL * part.whole)
-            self.matmul("forward", part.samples, part.d, part.config.num_classes)
-            self.matmul("backward", part.samples, part.d, part.config.num_classes, 2)
+            self.matmul("forward", part.samples, part.d, part.classes)
+            self.matmul("backward", part.samples, part.d, part.classes, 2)
             return
         columns = part.outputs // self.rows
         if part.low:

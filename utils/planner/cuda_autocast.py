@@ -4,8 +4,10 @@ The autocast of a CPU is another one (it leaves LayerNorm in low precision), and
 only. Lists: "CUDA Ops that can autocast" in the documentation of torch.amp.
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -31,12 +33,13 @@ class CudaAutocast(TorchFunctionMode):
     computed a second time in the backward pass, outside of the context: there it is entered anew.
     """
 
-    def __init__(self, dtype):
+    def __init__(self, dtype: torch.dtype | None):
         super().__init__()
-        self.dtype, self.copies, self.active = dtype, {}, False
+        self.dtype, self.active = dtype, False
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}
 
     @contextmanager
-    def ahead_of_collectives(self):
+    def ahead_of_collectives(self) -> Iterator[None]:
         """Inside, tensor parallelism, which asks for the autocast of a device, casts to `dtype` as well."""
         with ExitStack() as stack:
             for module in ("layers", "tensor_parallel"):
@@ -46,7 +49,9 @@ class CudaAutocast(TorchFunctionMode):
     def _lowered(self, x):
         return x.to(self.dtype) if self.dtype else x
 
-    def __call__(self, function):
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run inside this context."""
+
         @wraps(function)
         def within(*args, **kwargs):
             if self.active:

@@ -5,14 +5,16 @@ here. What the planner imports of PyTorch's private modules, and what it replace
 DistributedDataParallel, pipelines and process groups, is in this file alone; checked with torch 2.13.
 """
 
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
@@ -20,10 +22,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed import attention
 from utils import comm
+from utils.layout import Layout
+from utils.schema import Config
 
 
 @contextmanager
-def fake_rank(layout, rank=0, device_type="cuda"):
+def fake_rank(layout: Layout, rank: int = 0, device_type: str = "cuda") -> Iterator[FakeTensorMode]:
     """Inside, this process is a rank of a Layout, as far as utils.comm and torch.distributed can tell.
 
     Yields a context in which tensors made are fake ones. A model on the meta device is built outside of it.
@@ -54,7 +58,7 @@ def _gpu_kernel(choose, q, mask):
     return attention.CpuFlash if fused is not attention.Plain else fused
 
 
-_classes = {}
+_classes: dict[type, type] = {}
 
 
 def _as_subclass(self, cls):
@@ -73,7 +77,7 @@ def _shapes_are_known(schedule, stages, has_backward, p2p_done):
 
 
 @contextmanager
-def pipeline_shapes(image, tokens):
+def pipeline_shapes(image: Sequence[int], tokens: Sequence[int]) -> Iterator[None]:
     """Inside, stages of a pipeline take and give micro-batches: (B, C, H, W) at its ends, tokens (B, N, D) between."""
 
     def stage(module, number, count, device, group):
@@ -92,7 +96,7 @@ def pipeline_shapes(image, tokens):
         yield
 
 
-def receive_buffers(stages):
+def receive_buffers(stages: Iterable[PipelineStage]) -> list[Tensor]:
     """The tensors into which stages of a pipeline receive: one for each micro-batch, all the time."""
     infos = [
         info
@@ -110,7 +114,7 @@ class Replica(nn.Module):
     after the first step the buckets hold the parameters in the order in which their gradients came.
     """
 
-    def __init__(self, module, config, device, apart):
+    def __init__(self, module: nn.Module, config: Config, device: torch.device, apart: Collection[str]):
         super().__init__()
         self.module, self.wanted = module, True
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
@@ -118,7 +122,8 @@ class Replica(nn.Module):
         self.fixed = config.pipeline_parallel > 1  # unused parameters are looked for: the order stays the first one
         self.limit = int(config.bucket_cap_mb * 2**20)
         self.parameters_in_buckets = [p for name, p in module.named_parameters() if name not in apart]
-        self.order, self.came = [], 0
+        self.came = 0
+        self.order: list[nn.Parameter] = []
         self._fill(self.parameters_in_buckets)
         for parameter in self.parameters_in_buckets:
             parameter.register_post_accumulate_grad_hook(self._collect)
@@ -134,11 +139,13 @@ class Replica(nn.Module):
             self.bucket_of |= {p: (bucket, view) for p, view in zip(members, views, strict=True)}
             self.buckets.append(bucket)
 
-    def forward(self, *args):
+    def forward(self, *args: Any) -> Any:
+        """What the module gives."""
         return self.module(*args)
 
     @contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are added up without a reduction."""
         self.wanted = False
         try:
             yield
@@ -183,7 +190,7 @@ class Replica(nn.Module):
         self.order, self.came = [], 0
 
 
-def nothing_to_read(func, args):
+def nothing_to_read(func: Callable[..., Any], args: Sequence[Any]) -> float | None:
     """What `.item()` of a fake tensor gives, a zero, if the operator is that; else None."""
     fake = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
     return 0.0 if fake else None

@@ -45,22 +45,22 @@ class Gpu(BaseModel):
     network_efficiency: Share = key("share of the bandwidth of links and NICs that collectives reach")
 
     @property
-    def memory(self):
+    def memory(self) -> int:
         """Bytes that the device reports."""
         return int(self.memory_gib * 2**30)
 
     @property
-    def overhead(self):
+    def overhead(self) -> int:
         """Bytes outside of PyTorch's allocator."""
         return int(self.overhead_gib * 2**30)
 
     @property
-    def workspace(self):
+    def workspace(self) -> int:
         """Bytes that cuBLAS takes from the allocator."""
         return int(self.workspace_mib * 2**20)
 
 
-def load_gpu(name, path=HARDWARE):
+def load_gpu(name: str, path: Path = HARDWARE) -> Gpu:
     """The Gpu of this name in a YAML file.
 
     Raises UsageError, naming the nearest one, for a name or a key that is not known, and for values that do not fit.
@@ -75,7 +75,7 @@ def load_gpu(name, path=HARDWARE):
         raise UsageError(_explain(problems[0], f"{path}: {name}")) from None
 
 
-def gpu_names(path=HARDWARE):
+def gpu_names(path: Path = HARDWARE) -> list[str]:
     """Names of the GPUs in a YAML file."""
     return list(_read(path))
 

@@ -7,7 +7,9 @@ split_images. A split is tried with one block, then the pipeline alone with all 
 import math
 import shlex
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from distributed.collectives import Group
@@ -33,14 +35,17 @@ SCRIPTS = {  # and what starts it on several nodes, and its own file of configs
 WIDEST_TP = 8  # where no layout with all tensor-parallel ranks in a node works: so many times as wide
 
 
-def candidates(config, gpus, ranks_per_node, fixed=()):
+def candidates(
+    config: Config, gpus: int, ranks_per_node: int, fixed: Iterable[str] = ()
+) -> tuple[list[tuple[Config, Layout]], dict[str, int]]:
     """([(config, layout)], {reason: how many others}) for so many GPUs.
 
     fixed: names of keys that stay as config has them. Tensor-parallel ranks stay inside a node, unless there is nothing
     else. A choice without effect is not made: no method of attention over one rank, no strategy for one.
     """
     fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
-    found, refused = [], Counter()
+    found: list[tuple[Config, Layout]] = []
+    refused: Counter[str] = Counter()
     for tp in _steps(gpus, ranks_per_node, "tensor_parallel" in fixed and config.tensor_parallel):
         if tp > ranks_per_node and found:
             break
@@ -59,7 +64,7 @@ def _steps(gpus, inside, own):
     return [n for n in _divisors(gpus) if n <= inside * WIDEST_TP]
 
 
-def _divisors(number):
+def _divisors(number: int) -> list[int]:
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})
 
@@ -160,10 +165,11 @@ def _plain(config, strategy, fixed):
 class Trial:
     """Asks split_model and split_images whether they would split the model of a config, without a process group."""
 
-    def __init__(self, config):
-        self.config, self.known = config, {}
+    def __init__(self, config: Config):
+        self.config = config
+        self.known: dict[tuple, str | None] = {}
 
-    def refusal(self, settings):
+    def refusal(self, settings: dict[str, Any]) -> str | None:
         """Why a split is refused, in words; None where it is not. settings: keys and values that differ from config."""
         sizes = [settings[name] for name in SPLITS]
         tp, cp, pp, domain = sizes
@@ -179,7 +185,7 @@ class Trial:
         return self.known[key]
 
 
-def split_refusal(config, tp, cp, pp, domain):
+def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) -> str | None:
     """Why the model of a config cannot be split over so many ranks; None where it can. domain: 4, "2x2", ..."""
     rows, columns = tile_counts(domain)
     sizes = {"tp": tp, "cp": cp, "pp": pp, "domain_lat": rows, "domain_lon": columns}
@@ -187,9 +193,10 @@ def split_refusal(config, tp, cp, pp, domain):
         return "domain parallelism goes without context and pipeline parallelism: no script splits a model so"
     if rows * columns > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
+    split: Callable[..., Any] = split_images if rows * columns > 1 else split_model
     with _stand_in(sizes):
         try:
-            (split_images if rows * columns > 1 else split_model)(build_model(config), config)
+            split(build_model(config), config)
         except (ValueError, UsageError) as error:
             return str(error)
     return None
@@ -241,7 +248,7 @@ def _stand_in(sizes):
         comm.swap_meshes(before)
 
 
-def script_of(config):
+def script_of(config: Config) -> str:
     """The script that runs a layout."""
     if math.prod(tile_counts(config.domain_parallel)) > 1:
         return "train_shard.py"
@@ -249,7 +256,7 @@ def script_of(config):
     return "train_mp.py" if max(split) > 1 else "train.py"
 
 
-def command(config, layout, words, ranks_per_node=4):
+def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
     """The command line that runs a layout: plain python, torchrun on one node, sbatch on several.
 
     words: options that the config came from; those of them that the layout changes are left out. Raises UsageError for
@@ -282,7 +289,7 @@ def command(config, layout, words, ranks_per_node=4):
     return " ".join([*start, *own])
 
 
-def _word(key, value):
+def _word(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{key}" if value else f"--no-{key}"
     if isinstance(value, list):

@@ -8,9 +8,12 @@ from distributed.collectives import shard_sizes
 from distributed.data_parallel import DTYPES, SHARDED
 from utils.benchmarks.mp_theory import grid
 from utils.comm import COMBINED
-from utils.layout import PARTS
+from utils.layout import PARTS, Layout
 from utils.planner.trace import GROUPS
+from utils.schema import Config
 from utils.training_step import AMP_DTYPES
+
+Shape = tuple[int, ...]  # of a parameter
 
 
 class Stage(NamedTuple):
@@ -28,12 +31,12 @@ class Part:
     What is called bytes is in bytes, all else in numbers. Of a micro-batch, unless it says otherwise.
     """
 
-    def __init__(self, config, layout, stage=0):
+    def __init__(self, config: Config, layout: Layout, stage: int = 0):
         self.config, self.layout, self.stage = config, layout, stage
         self.dims = layout.mesh_dims
         self.t, self.p, self.d, self.heads = layout.tp, layout.pp, config.embed_dim, config.num_heads
         self.hidden, self.micro_batches = int(config.embed_dim * config.mlp_ratio), config.gradient_accumulation
-        self.classifies = config.model == "classifier"
+        self.classifies, self.classes = config.model == "classifier", config.num_classes or 0
 
         # The model: stages, blocks, parameters.
         self.first, self.last = stage == 0, stage == layout.pp - 1
@@ -74,12 +77,12 @@ class Part:
         self.copies = self.low and gathered != AMP_DTYPES[config.amp_mode]  # weights in low precision
 
     @cached_property
-    def stages(self):
+    def stages(self) -> list[Stage]:
         """Of this rank; without a pipeline the model is one."""
         each = [(i == 0 and self.first, i == self.chunks - 1 and self.last) for i in range(self.chunks)]
         return [Stage(self.blocks // self.chunks, self.repeated // self.chunks, *ends) for ends in each]
 
-    def schedule(self):
+    def schedule(self) -> list[tuple[bool, int]]:
         """[(backward, which stage)] of a rank of the pipeline in the order in which it computes micro-batches."""
         m, p, chunks = self.micro_batches, self.p, self.chunks
         if chunks == 1:
@@ -96,11 +99,11 @@ class Part:
             order += [(False, chunk) for chunk in forward[ahead + i : ahead + i + 1]]
         return order
 
-    def _cuts(self):
+    def _cuts(self) -> tuple[int, int]:
         return self.layout.cp * self.layout.domain[0], self.layout.domain[1]
 
     @cached_property
-    def block_shapes(self):
+    def block_shapes(self) -> list[Shape]:
         """Of the parameters of a block, in the order in which it holds them."""
         d, t, hidden = self.d, self.t, self.hidden
         return [
@@ -109,35 +112,35 @@ class Part:
         ]  # fmt: skip
 
     @cached_property
-    def first_shapes(self):
+    def first_shapes(self) -> list[Shape]:
         """Of the embeddings, without that of the position if it is split by tokens."""
         patch = (self.config.patch_size,) * len(self.patches)
         shapes = [(self.d, self.config.n_in_channels, *patch), (self.d,), *[(self.d,)] * (2 * self.classifies)]
         return shapes if self.own_positions else [*shapes, (self.all_tokens, self.d)]
 
     @cached_property
-    def last_shapes(self):
+    def last_shapes(self) -> list[Shape]:
         """Of the last norm and the head."""
         points = self.config.patch_size ** len(self.patches)
-        rows = self.config.num_classes if self.classifies else self.config.n_out_channels * points
+        rows = self.classes if self.classifies else self.config.n_out_channels * points
         return [(self.d,), (self.d,), (rows, self.d), (rows,)]
 
     @cached_property
-    def shapes(self):
+    def shapes(self) -> tuple[list[list[Shape]], list[Shape]]:
         """(of the blocks, of what is not in a block), as data parallelism gets to see them."""
         rest = (self.first_shapes if self.first else []) + (self.last_shapes if self.last else [])
         return [self.block_shapes] * self.blocks, rest
 
     @property
-    def positions(self):
+    def positions(self) -> int:
         """Numbers of the position embedding that data parallelism leaves alone."""
         return self.tokens * self.d if self.own_positions and self.first else 0
 
-    def group(self, name):
+    def group(self, name: str) -> tuple[str, int]:
         """(the name under which the planner knows a group of ranks, how many they are)."""
         return _group(self.layout, name)
 
-    def ranks(self, name):
+    def ranks(self, name: str) -> tuple[int, ...]:
         """The ranks of the group along a dimension, or combined ones, of which this rank is one."""
         if name == "world":
             return tuple(range(self.layout.world_size))

@@ -1,12 +1,14 @@
 """The plan of a layout: what it holds, sends and takes on a GPU, and whether it fits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from utils.layout import Layout
 from utils.planner.hardware import Gpu
 from utils.planner.step_time import StepTime, step_time
-from utils.planner.trace import HOST, trace_step
+from utils.planner.trace import HOST, Trace, trace_step
 from utils.schema import Config
 
 FRAGMENTATION = 0.15  # of what is allocated: torch's allocator holds up to so much more (5 to 15 % in published runs)
@@ -28,7 +30,7 @@ class Plan:
     config: Config
     layout: Layout
     gpu: Gpu
-    memory: dict
+    memory: dict[str, float]
     peak: float
     inference: float
     flops: float
@@ -36,41 +38,43 @@ class Plan:
     closed_peak: float | None = None  # by closed form, where both were asked
 
     @property
-    def overhead(self):
+    def overhead(self) -> float:
         """Outside of the allocator (context, NCCL, DALI), and what the allocator loses between its blocks."""
         dali = DALI_BYTES if self.config.data_loader_config == "dali" else 0
         return self.gpu.overhead + FRAGMENTATION * self.peak + dali
 
     @property
-    def needed(self):
+    def needed(self) -> float:
         """Of the device's memory."""
         return self.peak + self.overhead
 
     @property
-    def host(self):
+    def host(self) -> float:
         """In host memory, with cpu_offload."""
         return sum(self.memory[name] for name in HOST) if self.config.cpu_offload else 0
 
     @cached_property
-    def fits(self):
+    def fits(self) -> str:
         """fits, marginal or no: see docs/plan.md for the thresholds."""
         share = self.needed / self.gpu.memory
         return "fits" if share <= FITS else "marginal" if share <= MARGINAL else "no"
 
     @property
-    def samples_per_sec(self):
+    def samples_per_sec(self) -> float:
+        """Samples of all GPUs together."""
         return self.config.global_batch_size / self.time.seconds
 
     @property
-    def nodes(self):
+    def nodes(self) -> int:
+        """Nodes that the GPUs fill."""
         return -(-self.layout.world_size // self.gpu.gpus_per_node)
 
     @property
-    def node_hours(self):
+    def node_hours(self) -> float:
         """Of all iterations that the config asks for."""
         return self.config.num_iters * self.time.seconds / 3600 * self.nodes
 
-    def to_json(self):
+    def to_json(self) -> dict[str, Any]:
         """A dict of what JSON can hold."""
         c, layout = self.config, self.layout
         rows, columns = layout.domain
@@ -104,7 +108,9 @@ class Plan:
         }  # fmt: skip
 
 
-def plan_layout(config, layout, gpu, calibration=None, traces=None):
+def plan_layout(
+    config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None, traces: Sequence[Trace] | None = None
+) -> Plan:
     """The Plan of a layout. calibration: a factor from step_time.calibrate. traces: by default those of trace_step.
 
     Raises ValueError where the model cannot be split so.

@@ -1,6 +1,7 @@
 """Plans as text and as pictures."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -9,8 +10,11 @@ from matplotlib.figure import Figure
 from utils.benchmarks.report import format_table
 from utils.files import whole_file
 from utils.planner.layouts import command
-from utils.planner.plan import CATEGORIES
+from utils.planner.plan import CATEGORIES, Plan
+from utils.planner.request import Request
+from utils.planner.search import Point
 from utils.planner.trace import HOST
+from utils.schema import Config
 
 matplotlib.use("Agg")
 
@@ -22,13 +26,14 @@ COLORS = {
 VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}
 
 
-def plan_text(plans, request):
+def plan_text(plans: Sequence[Plan], request: Request) -> str:
     """All there is to say of one layout."""
     (plan,) = plans
     return "\n\n".join((head(plan), memory_text(plan), messages_text(plan), time_text(plan), run_text(plan, request)))
 
 
-def head(plan):
+def head(plan: Plan) -> str:
+    """The first line: config, GPUs, layout, batch, precision."""
     config, gpu = plan.config, plan.gpu
     nodes = f"{plan.nodes} node{'s' if plan.nodes > 1 else ''}"
     return (
@@ -38,8 +43,8 @@ def head(plan):
     )
 
 
-def layout_words(plan):
-    """tp 4 x dp 4, fsdp, recomputing full"""
+def layout_words(plan: Plan) -> str:
+    """The layout in words: tp 4 x dp 4, fsdp, recomputing full."""
     config, layout = plan.config, plan.layout
     words = [layout.describe("tp", "cp", "domain", "pp", "dp") or "one device"]
     words += [config.data_parallel] if layout.world_size > 1 and config.data_parallel != "ddp" else []
@@ -52,17 +57,19 @@ def layout_words(plan):
     return ", ".join(words)
 
 
-def rate(plan):
+def rate(plan: Plan) -> str:
     """Samples/s in three digits or more."""
     speed = plan.samples_per_sec
     return f"{speed:.{1 if speed >= 10 else 3}f}"
 
 
-def precision(config):
+def precision(config: Config) -> str:
+    """What matrix products are computed in: bf16, fp16, tf32 or fp32."""
     return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
 
 
-def memory_text(plan):
+def memory_text(plan: Plan) -> str:
+    """Memory by category as a table, and whether it fits."""
     host = HOST if plan.config.cpu_offload else ()
     rows = [(f"{name}, in host memory" if name in host else name, plan.memory[name] / GIB) for name in CATEGORIES]
     rows += [
@@ -77,7 +84,8 @@ def memory_text(plan):
     return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
 
 
-def messages_text(plan):
+def messages_text(plan: Plan) -> str:
+    """The messages of a step as a table."""
     if not plan.time.collectives:
         return "No messages: one device."
     rows = [
@@ -91,7 +99,8 @@ def messages_text(plan):
     return format_table(columns, rows)
 
 
-def time_text(plan):
+def time_text(plan: Plan) -> str:
+    """The time of a step by part as a table, its error and what bounds it."""
     time, config = plan.time, plan.config
     rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
     rest = "one measured run" if time.calibrated else "data sheets: --calibrate a run to narrow it"
@@ -104,11 +113,12 @@ def time_text(plan):
     )
 
 
-def run_text(plan, request, words="Run it:"):
+def run_text(plan: Plan, request: Request, words: str = "Run it:") -> str:
+    """The command that runs a plan, behind these words."""
     return f"{words}\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
 
 
-def search_text(plans, request):
+def search_text(plans: Sequence[Plan], request: Request) -> str:
     """The best layouts, why others fail, and how to run the winner; of those that fit nowhere, how much they lack."""
     if not plans:
         return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
@@ -135,19 +145,21 @@ def search_text(plans, request):
     )
 
 
-def refused_text(refused):
+def refused_text(refused: dict[str, int]) -> str:
+    """The most frequent reasons, {reason: number of layouts}, as lines."""
     lines = [f"    {count:5}  {reason}" for reason, count in sorted(refused.items(), key=lambda item: -item[1])[:12]]
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
-def differs(plan):
+def differs(plan: Plan) -> str:
+    """The peak by closed form beside the traced one, in GiB, where they are more than 3 % apart; else ""."""
     closed = plan.closed_peak
     return (
         "" if closed is None or abs(closed / plan.peak - 1) <= 0.03 else f"{closed / GIB:.2f} of {plan.peak / GIB:.2f}"
     )
 
 
-def scaling_text(points, request):
+def scaling_text(points: Sequence[Point], request: Request) -> str:
     """points: of utils.planner.search.scaling."""
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
@@ -165,11 +177,13 @@ def scaling_text(points, request):
     )
 
 
-def memory_picture(plans, path):
+def memory_picture(plans: Sequence[Plan], path: Path | str) -> None:
+    """Write the memory of each plan by category as a PNG."""
     _bars(plans, path, time=False)
 
 
-def search_picture(plans, path):
+def search_picture(plans: Sequence[Plan], path: Path | str) -> None:
+    """Write memory and time of each plan as a PNG."""
     _bars(plans, path, time=True)
 
 
@@ -202,7 +216,8 @@ def _bars(plans, path, time):
     _save(figure, path)
 
 
-def scaling_picture(points, path):
+def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
+    """Write samples/s by number of GPUs as a PNG, a curve for each kind of scaling."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for kind in ("strong", "weak"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 from utils.config import check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError, reported_as_usage_error
 from utils.planner.closed_form import closed_form
-from utils.planner.plan import plan_layout
+from utils.planner.hardware import Gpu
+from utils.planner.plan import Plan, plan_layout
 from utils.planner.step_time import calibrate
 from utils.planner.trace import trace_step
+from utils.schema import Config
 
 MOST_GPUS = 2**17
 DEFAULT_YAML = "config/ViT.yaml"
@@ -26,7 +29,7 @@ SCRIPTS = {  # by which keys each can split a model
 }
 
 
-def gpu_counts(text):
+def gpu_counts(text: str) -> list[int]:
     """Numbers of GPUs: "16" -> [16], "8..64" -> [8, 16, 32, 64]. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -41,24 +44,29 @@ def gpu_counts(text):
 class Request:
     """words: options of the config, as the training scripts take them. summary: path of the summary.json of a run."""
 
-    def __init__(self, words, gpu, summary=None):
+    compared: int  # layouts, by search.best_layouts
+    refused: dict[str, int]  # {reason: how many others}
+
+    def __init__(self, words: Sequence[str], gpu: Gpu, summary: Path | str | None = None):
         self.words, self.gpu, self.summary = words, gpu, summary
         self.named = {word[2:].split("=")[0] for word in words if word.startswith("--")}
 
     @property
-    def names_a_layout(self):
+    def names_a_layout(self) -> bool:
+        """Whether a single layout is meant."""
         return not self.named.isdisjoint(LAYOUT_OPTIONS)
 
     @property
-    def script(self):
+    def script(self) -> str:
         """The script that runs the layout that the options name."""
         shares_images = not self.named.isdisjoint(("domain_parallel", "domain_method"))
         return "train_shard.py" if shares_images else "train_mp.py"
 
-    def config(self, gpus):
+    def config(self, gpus: int) -> Config:
+        """The config on so many GPUs. Raises UsageError where it does not fit."""
         return load_config(self.words, world_size=gpus, splits=SCRIPTS[self.script])
 
-    def any_layout(self):
+    def any_layout(self) -> Config:
         """The config, whatever the layout. Raises UsageError for local_batch_size, which depends on it."""
         options = parse_command_line(self.words, None, DEFAULT_YAML)
         path, name = options.pop("yaml_config"), options.pop("config")
@@ -68,7 +76,7 @@ class Request:
         return check_config(settings, name, f"{path}: {name}", options)
 
     @cached_property
-    def calibration(self):
+    def calibration(self) -> float | None:
         """The factor on computation, from the run whose summary was given; None without."""
         if self.summary is None:
             return None
@@ -83,7 +91,7 @@ class Request:
         layout = config.layout(ranks, self.gpu.gpus_per_node)
         return calibrate(trace_step(config, layout), config, layout, self.gpu, summary)
 
-    def plan(self, gpus):
+    def plan(self, gpus: int) -> Plan:
         """The Plan of the layout that the options name, on so many GPUs. Raises UsageError where it cannot be."""
         config = self.config(gpus)
         layout = config.layout(gpus, self.gpu.gpus_per_node)

@@ -1,15 +1,18 @@
 """Many layouts: the best ones for a number of GPUs, and how far the best one scales."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from utils.planner.closed_form import closed_form
 from utils.planner.layouts import candidates
 from utils.planner.plan import Plan, plan_layout
+from utils.planner.request import Request
 
 VERDICTS = ("fits", "marginal", "no")
 
 
-def best_layouts(request, gpus, top):
+def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     """Plans of the best layouts, by tracing; those that fit first, by samples/s, then by memory.
 
     All candidates are compared by closed form; of those that split the model alike only the best one is kept.
@@ -17,7 +20,7 @@ def best_layouts(request, gpus, top):
     """
     found, request.refused = closed_plans(request, gpus)
     request.compared = len(found)
-    kept = {}
+    kept: dict[tuple, Plan] = {}
     for plan in sorted(found, key=_order):
         layout = plan.layout
         kept.setdefault((layout.tp, layout.cp, layout.pp, layout.domain), plan)
@@ -29,7 +32,7 @@ def best_layouts(request, gpus, top):
     return sorted(traced, key=_order)
 
 
-def closed_plans(request, gpus, times=1):
+def closed_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
     """Plans by closed form of all layouts that the scripts can run, and {reason: number of others}.
 
     times: of the batch that was asked for.
@@ -40,7 +43,7 @@ def closed_plans(request, gpus, times=1):
     return [plan_layout(c, layout, gpu, request.calibration, closed_form(c, layout)) for c, layout in valid], refused
 
 
-def _order(plan):
+def _order(plan: Plan) -> tuple[int, float]:
     cost = plan.needed if plan.fits == "no" else plan.time.seconds / plan.config.global_batch_size
     return VERDICTS.index(plan.fits), cost
 
@@ -53,11 +56,12 @@ class Point:
     scaling: str
     efficiency: float
 
-    def to_json(self):
+    def to_json(self) -> dict[str, Any]:
+        """A dict of what JSON can hold."""
         return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
 
 
-def scaling(request, counts):
+def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
     """Points of the best layouts by closed form: strong, the same batch on all; weak, the batch grows with the GPUs."""
     points = []
     for kind in ("strong", "weak"):

@@ -7,15 +7,21 @@ bubble: Narayanan et al. 2021 (arXiv:2104.04473).
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from distributed.data_parallel import SHARDED
 from utils.errors import UsageError
+from utils.layout import Layout
+from utils.planner.hardware import Gpu
+from utils.planner.trace import Trace
 from utils.planner.tracker import ATTENTION
+from utils.schema import Config
 
 # Half-widths of the band, see StepTime.
 UNCALIBRATED, CALIBRATED = 0.35, 0.20
@@ -54,12 +60,14 @@ class StepTime:
     seconds: float
     error: float
     calibrated: bool
-    parts: dict
+    parts: dict[str, float]
     bound: str
-    collectives: list
+    collectives: list[dict[str, Any]]
 
 
-def step_time(traces, config, layout, gpu, calibration=None):
+def step_time(
+    traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None
+) -> StepTime:
     """StepTime of a training step.
 
     traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node. calibration: factor on the times of
@@ -72,10 +80,10 @@ def step_time(traces, config, layout, gpu, calibration=None):
     steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
     slowest = max(steps, key=lambda step: sum(step.parts.values()))
     parts = slowest.parts
-    most = Counter()
+    most: dict[str, float] = defaultdict(float)
     for name, seconds in parts.items():
         most[BOUNDS.get(name, name)] += seconds
-    bound = max(most, key=most.get)
+    bound = max(most, key=lambda name: most[name])
     kind, _, group = bound.partition(" ")
     return StepTime(
         seconds=sum(parts.values()),
@@ -87,7 +95,7 @@ def step_time(traces, config, layout, gpu, calibration=None):
     )
 
 
-def calibrate(traces, config, layout, gpu, summary):
+def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, summary: Mapping[str, Any]) -> float:
     """The factor on the times of computation with which step_time gives the speed of a run that was made.
 
     summary: a mapping, as in summary.json of a run's folder; read are samples_per_sec and, where they are there,
@@ -122,7 +130,7 @@ def calibrate(traces, config, layout, gpu, summary):
 class _Step:
     """The step of one traced rank."""
 
-    def __init__(self, trace, config, layout, gpu, calibration):
+    def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu, calibration: float):
         self.trace, self.config, self.layout, self.gpu, self.calibration = trace, config, layout, gpu, calibration
 
     @cached_property
@@ -143,7 +151,7 @@ class _Step:
             return traffic
         return max(traffic, operation.flops / self._rate(operation.kind, operation.dtype))
 
-    def _rate(self, kind, dtype):
+    def _rate(self, kind: str, dtype: torch.dtype) -> float:
         """FLOP/s that are reached."""
         gpu = self.gpu
         low = {torch.float16: gpu.fp16, torch.bfloat16: gpu.bf16}
@@ -159,12 +167,12 @@ class _Step:
         return sum(seconds for (when, _), seconds in self.compute.items() if when == phase)
 
     @cached_property
-    def collectives(self):
-        sums = defaultdict(lambda: [0, 0])
-        for message, calls in self.trace.messages.items():  # an extrapolated trace may count below zero
+    def collectives(self) -> list[dict[str, Any]]:
+        sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0])
+        for message, times in self.trace.messages.items():  # an extrapolated trace may count below zero
             total = sums[message.phase, message.kind, message.group]
-            total[0] += calls
-            total[1] += calls * message.sent
+            total[0] += times
+            total[1] += times * message.sent
         found = []
         for (phase, kind, group), (calls, sent) in sums.items():
             count = max(1, round(calls))
@@ -226,7 +234,7 @@ class _Step:
         return exposed
 
     @cached_property
-    def parts(self):
+    def parts(self) -> dict[str, float]:
         parts = Counter({"matmul": 0.0, ATTENTION: 0.0, "memory": 0.0, "launch": 0.0, "bubble": 0.0})
         for (_, kind), seconds in self.compute.items():
             parts[kind] += seconds
@@ -252,7 +260,7 @@ class _Step:
 
 
 @cache
-def node_shapes(ranks, world_size, gpus_per_node):
+def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> set[tuple[int, int]]:
     """{(nodes, the fewest ranks of a node)} of all groups of a world that are laid out like this one.
 
     All of them are this group moved along: ranks are numbered in row-major order of the mesh.
@@ -267,7 +275,9 @@ def node_shapes(ranks, world_size, gpus_per_node):
     return set(shapes.values())
 
 
-def collective_time(kind, sent, count, size, nodes, fewest, gpu, ring=True):
+def collective_time(
+    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool = True
+) -> float:
     """Seconds of `count` collectives in which a rank sends `sent` bytes altogether.
 
     size: ranks of the group, on so many nodes, at least `fewest` on each. ring: each message passes all ranks (rings
@@ -293,9 +303,9 @@ def collective_time(kind, sent, count, size, nodes, fewest, gpu, ring=True):
     return count * PASSES.get(kind, 1) * hops + seconds
 
 
-def _kind_of(group):
+def _kind_of(group: str) -> str:
     return next((kind for kind in GROUP_KINDS if group.startswith(kind)), group)
 
 
-def _part(collective):
+def _part(collective: dict[str, Any]) -> str:
     return f"communication {_kind_of(collective['group'])}"

@@ -6,12 +6,15 @@ in the number of blocks of a stage.
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from distributed.collectives import shard_sizes
@@ -23,11 +26,13 @@ from utils import comm
 from utils.benchmarks.memory import memory_of_a_pipeline_step, memory_of_a_step, optimizer_states
 from utils.benchmarks.phases import around, phases_of
 from utils.compute import apply_compute_options
+from utils.layout import Layout
 from utils.model import build_model
 from utils.optim import build_optimizer
 from utils.planner.cuda_autocast import CudaAutocast
 from utils.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes, receive_buffers
-from utils.planner.tracker import Tracker
+from utils.planner.tracker import Message, Operation, Tracker
+from utils.schema import Config
 from utils.training_step import AMP_DTYPES, TrainingStep
 
 SHORT = 2, 3  # blocks of a stage that are traced instead of many
@@ -52,15 +57,15 @@ class Trace:
     in this rank's group}.
     """
 
-    memory: dict
-    held: dict
+    memory: dict[str, float]
+    held: Mapping[str, float]
     inference: float
-    operations: Counter
-    messages: Counter
-    groups: dict
+    operations: Counter[Operation]
+    messages: Counter[Message]
+    groups: dict[str, tuple[int, ...]]
 
 
-def trace_step(config, layout, device_type="cuda"):
+def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
     """Traces of the ranks that may hold or do most: of a pipeline its first and last one, else rank 0.
 
     config: as for this layout. device_type: whose kernels and whose mixed precision are meant.
@@ -87,7 +92,7 @@ def _deep(config, layout, rank, device_type):
     return extrapolated(few, more, (blocks - SHORT[0]) / (SHORT[1] - SHORT[0]))
 
 
-def extrapolated(few, more, times):
+def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
     """The trace of a deeper model: `few` and `times` the difference to `more`."""
 
     def linear(a, b):
@@ -159,15 +164,16 @@ def _batch(config, layout):
 class GpuStep(TrainingStep):
     """A training step with the mixed precision of a GPU."""
 
-    def __init__(self, mixed_precision, *args):
+    def __init__(self, mixed_precision: CudaAutocast, *args: Any):
         self.mixed_precision = mixed_precision
         super().__init__(*args)
 
-    def autocast(self):
+    def autocast(self) -> CudaAutocast:
+        """The one context of all stages: copies of parameters in low precision are made once."""
         return self.mixed_precision
 
 
-def measured(step, x, y):
+def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     """The Trace of step(1, x, y), of a TrainingStep that has made a step before; of a real one too, less inference."""
     parallel, states = step.parallel, optimizer_states(step.optimizer)
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
@@ -197,7 +203,8 @@ def measured(step, x, y):
         held = measure(step, x, y, lambda tensor: tracker.label("activations", [tensor]))
     for hook in hooks:
         hook.remove()
-    memory, messages, dimensions = tracker.memory(step.config.cpu_offload * HOST), Counter(), _dimensions()
+    memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
+    messages: Counter[Message] = Counter()
     names = {group: dimensions[ranks] for group, ranks in tracker.groups.items()}
     for message, calls in tracker.messages.items():
         messages[message._replace(group=names[message.group])] += calls

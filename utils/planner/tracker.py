@@ -2,11 +2,13 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -27,8 +29,8 @@ class Operation(NamedTuple):
 
     phase: str
     kind: str
-    flops: int
-    moved: int
+    flops: float
+    moved: float
     dtype: torch.dtype
 
 
@@ -61,19 +63,27 @@ class Tracker(TorchDispatchMode):
     phase, sent_forward: kept up to date by utils.benchmarks.phases. groups: {name of a process group: ranks in it}.
     """
 
-    def __init__(self, tensors=()):
+    def __init__(self, tensors: Iterable[Tensor] = ()):
         super().__init__()
-        self.phase, self.sent_forward = "forward", set()
-        self.operations, self.messages, self.groups = Counter(), Counter(), {}
-        self.storages, self.sizes, self.labels, self.events = {}, {}, {}, []
+        self.phase = "forward"
+        self.sent_forward: set[int] = set()
+        self.operations: Counter[Operation] = Counter()
+        self.messages: Counter[Message] = Counter()
+        self.groups: dict[str, tuple[int, ...]] = {}
+        # A storage has a number, in the order in which they came. By address: its number, and a reference to it.
+        self.storages: dict[int, tuple[int, weakref.ref]] = {}
+        self.sizes: dict[int, int] = {}
+        self.labels: dict[int, str] = {}
+        self.events: list[tuple[int, int]] = []  # number, change of its size
         self.born = 0
         self._note(tensors)
 
     @classmethod
-    def is_infra_mode(cls):
+    def is_infra_mode(cls) -> bool:
+        """Below torch's own modes: they take part in what is counted."""
         return True
 
-    def label(self, name, tensors):
+    def label(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Say what the memory under these tensors is for, also that which is long gone by then."""
         for tensor in plain_tensors(tensors):
             number = self._number(tensor.untyped_storage())
@@ -154,9 +164,10 @@ class Tracker(TorchDispatchMode):
         self.resizing.stop()
         return super().__exit__(*error)
 
-    def memory(self, apart=()):
+    def memory(self, apart: Collection[str] = ()) -> dict[str, float]:
         """{label: bytes at most}, each at its own moment; under "peak" the most of all labels that are not apart."""
-        now, most = Counter(), Counter()
+        now: Counter[str] = Counter()
+        most: Counter[str] = Counter()
         for number, change in self.events:
             label = self.labels.get(number, "temporaries")
             now[label] += change

@@ -1,7 +1,9 @@
 """The planner against the real thing: small layouts run on this machine, over gloo, and are planned as well."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +14,7 @@ from utils.benchmarks.team import Team
 from utils.config import load_config
 from utils.layout import Layout
 from utils.planner.request import SCRIPTS
-from utils.planner.trace import measured, trace_step
+from utils.planner.trace import Trace, measured, trace_step
 from utils.schema import Config
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order
@@ -41,12 +43,15 @@ CASES = {  # config file and config: layouts of two ranks, each a list of option
 
 @dataclass(frozen=True)
 class Case:
+    """A layout of two ranks: its name in the table, config, layout."""
+
     name: str
     config: Config
     layout: Layout
 
 
-def build_cases():
+def build_cases() -> list[Case]:
+    """The cases of CASES, with a small model."""
     cases = []
     for (path, name), layouts in CASES.items():
         for text in layouts:
@@ -58,7 +63,7 @@ def build_cases():
     return cases
 
 
-def verify(cases=None):
+def verify(cases: Sequence[Case] | None = None) -> int:
     """Run every case for real and plan it; print both and return the number of cases in which they differ.
 
     They agree where all messages of a step are equal, in number and in bytes, parameters, gradients and optimizer
@@ -87,16 +92,16 @@ def verify(cases=None):
     return wrong
 
 
-def summary(trace):
+def summary(trace: Trace) -> dict[str, Any]:
     """What of a Trace must be the same in a real run and a planned one."""
-    messages = Counter()
+    messages: Counter[tuple[str, str, int]] = Counter()
     for message, calls in trace.messages.items():
         messages[message.phase, message.kind, message.sent] += calls
     flops = sum(operation.flops * calls for operation, calls in trace.operations.items())
     return {"memory": {name: trace.held[name] for name in MEMORY}, "messages": messages, "flops": flops}
 
 
-def differ(real, plan):
+def differ(real: dict[str, Any], plan: dict[str, Any]) -> Iterator[str]:
     """What differs, in words."""
     for name in MEMORY:
         a, b = real["memory"][name], plan["memory"][name]
