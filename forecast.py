@@ -30,7 +30,8 @@ SPLITS = ("tensor_parallel", "domain_parallel")
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
+    """Forecast as the words of a command line say (sys.argv's, if none are given)."""
     options, words = parse(sys.argv[1:] if argv is None else argv)
     launch = read_launch()
     config = run_config(options.run_folder, words, launch.world_size, SPLITS)
@@ -62,7 +63,7 @@ def main(argv=None):
             report(result, out, about, files=not options.skill_only, zarr=options.zarr)
 
 
-def parse(argv):
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This program's own options, and the words that are left."""
     parser = ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -11,18 +11,22 @@ is not: above all reading the data.
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from utils.errors import ArgumentParser, UsageError, run_main
 from utils.files import whole_file
 from utils.planner import report
 from utils.planner.hardware import load_gpu
+from utils.planner.plan import Plan
 from utils.planner.request import Request, gpu_counts
-from utils.planner.search import best_layouts, scaling
+from utils.planner.search import Point, best_layouts, scaling
 from utils.planner.verify import verify
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
+    """Plan as the words of a command line say (sys.argv's, if none are given); returns the exit status."""
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     parser.add_argument("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
@@ -40,6 +44,9 @@ def main(argv=None):
     request = Request(words, gpu, options.calibrate)
     if options.top is not None and options.top < 1:
         raise UsageError("--top is 1 or more")
+    plans: Any  # Plans, or the Points of a curve
+    text: Callable[..., str]
+    picture: Callable[..., None]
     if len(counts) > 1:
         plans = scaling(request, counts)
         text, picture = report.scaling_text, report.scaling_picture
@@ -58,7 +65,8 @@ def main(argv=None):
     return 0
 
 
-def write_json(path, plans):
+def write_json(path: str, plans: Sequence[Plan | Point]) -> None:
+    """The plans as a JSON list, to a file, or to standard output for "-"."""
     text = json.dumps([plan.to_json() for plan in plans], indent=1)
     if path == "-":
         print(text)

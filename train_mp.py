@@ -25,7 +25,8 @@ from utils.trainer import train
 SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int | None:
+    """Train as the words of a command line say (sys.argv's, if none are given); returns the exit status."""
     launch = read_launch()
     config = load_config(argv, __doc__, launch.world_size, "config/mp.yaml", SPLITS)
     layout = config.layout(launch.world_size, launch.ranks_per_node)

@@ -17,13 +17,19 @@ another group. mask: bool (True: attend) or added to the scores, broadcast to (B
 ranks; for all_to_all, all rows of it, (B, heads, N, N), in that order too.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import all_gather, all_to_all, start_shift
+from distributed.collectives import Group, Sizes, all_gather, all_to_all, start_shift
 
 
-def gather_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
+) -> Tensor:
     """Own queries attend to the gathered keys and values of all ranks."""
     kv = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), 1)  # (n, 2, B, heads, d): one collective, no copy
     k, v = all_gather(kv, 0, sizes, group).permute(1, 2, 3, 0, 4).unbind()  # (B, heads, N, d)
@@ -32,7 +38,9 @@ def gather_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
 
 
-def all_to_all_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
+def all_to_all_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
+) -> Tensor:
     """Own tokens of all heads are exchanged for all tokens of own heads, and back.
 
     Raises ValueError where the group's size does not divide the heads.
@@ -52,13 +60,15 @@ def all_to_all_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
     return x.unflatten(0, (parts, n)).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def ring_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
+) -> Tensor:
     """Keys and values go round the ring of ranks; each block that comes by is attended to and merged.
 
     While a rank computes with one block, the next is under way. Accumulators are float32 at least. Raises ValueError
     for dropout of the attention, whose masks of blocks cannot be replayed in the backward pass, and for a mask that
-    wants a gradient. Under torch.compile the
-    blocks of the forward pass are kept for the backward pass: size - 1 exchanges less there, for the memory of gather.
+    wants a gradient. Under torch.compile the blocks of the forward pass are kept for the backward pass: size - 1
+    exchanges less there, for the memory of gather.
     """
     if dropout_p:
         raise ValueError("context parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
@@ -69,7 +79,7 @@ def ring_attention(q, k, v, dropout_p=0.0, *, sizes, group, mask=None):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sizes, group, mask):
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, group: Group, mask: Tensor | None) -> Tensor:
         q = _dense(q)
         attend = kernel(q, mask)
         ctx.sizes, ctx.group, ctx.mask = sizes, group, mask
@@ -87,13 +97,14 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The blocks go round again; a block's gradient follows it, gathers every rank's part and ends at its owner."""
         (q, k, v, out, lse), sizes, group, mask = ctx.saved_tensors, ctx.sizes, ctx.group, ctx.mask
         attend, grad = kernel(q, mask), _dense(grad)
         wide = torch.promote_types(q.dtype, torch.float32)
         kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
-        own = arrive_grad = None
+        own: Tensor  # gradient of this rank's keys and values
+        arrive_grad: Callable[[], Tensor] | None = None
         for step in range(group.size):
             if step < group.size - 1:
                 arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
@@ -106,7 +117,7 @@ class _Ring(torch.autograd.Function):
             if step == 0:
                 own = dkv
             else:
-                dkv = dkv + arrive_grad() if step > 1 else dkv
+                dkv = dkv if arrive_grad is None else dkv + arrive_grad()
                 arrive_grad = start_shift(dkv, _block_shape(dkv, sizes, group, step + 1), group)
             if step < group.size - 1:
                 kv = arrive()
@@ -153,8 +164,8 @@ def _finite(lse):
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
-def kernel(q, mask, device_type=None):
-    """The fused kernel that also returns the log-sum-exp, or plain tensor operations where there is none."""
+def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> type[Any]:
+    """The fused kernel that also returns the log-sum-exp, or Plain where there is none."""
     device_type, d = device_type or q.device.type, q.shape[-1]
     if mask is not None:
         return Plain
@@ -168,24 +179,34 @@ def kernel(q, mask, device_type=None):
 # In each kernel: forward gives the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n); backward,
 # given these two over *all* keys, gives this block's part of the gradients of q, k, v.
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+
 
 class CpuFlash:
+    """The flash attention of a CPU."""
+
     @staticmethod
-    def forward(q, k, v):
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp over these keys."""
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse):
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """This block's part of the gradients of q, k, v."""
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
 
 
 class CudaFlash:
+    """The flash attention of CUDA devices, in float16 and bfloat16 (arXiv:2205.14135)."""
+
     @staticmethod
-    def forward(q, k, v):
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp over these keys."""
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse):
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """This block's part of the gradients of q, k, v."""
         unused = torch.empty(2, dtype=torch.int64, device=q.device)  # random state of the dropout
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused
@@ -196,12 +217,14 @@ class CudaEfficient:
     """The memory-efficient kernel, which takes float32 too. It pads the log-sum-exp to a multiple of 32 queries."""
 
     @staticmethod
-    def forward(q, k, v):
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp over these keys."""
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
         return out, lse[..., : q.shape[2]]
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse):
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """This block's part of the gradients of q, k, v."""
         lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of the dropout
         return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -210,14 +233,20 @@ class CudaEfficient:
 
 
 class Plain:
+    """Plain tensor operations, computed and returned in float32 at least; mask: of these keys."""
+
     @staticmethod
-    def forward(q, k, v, mask=None):
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp over these keys."""
         scores = _scores(q, k, mask)
         lse = scores.logsumexp(-1)
         return (scores - _finite(lse).unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
 
     @staticmethod
-    def backward(grad, q, k, v, out, lse, mask=None):
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
+    ) -> Gradients:
+        """This block's part of the gradients of q, k, v."""
         weights = (_scores(q, k, mask) - _finite(lse).unsqueeze(-1)).exp()  # (B, heads, n, n_block)
         grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
         dscores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5

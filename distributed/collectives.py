@@ -17,10 +17,12 @@ and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). The dtype is kept.
 nothing. All is built on torch's functional collectives, which torch.compile traces without a graph break.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -35,7 +37,11 @@ class Group(NamedTuple):
     size: int
 
 
-def as_group(group):
+AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
+Sizes = tuple[int, ...]  # of the pieces of a dimension, by rank
+
+
+def as_group(group: AnyGroup) -> Group:
     """The Group of a ProcessGroup, of a DeviceMesh with one dimension, or of None (this process alone)."""
     if isinstance(group, Group):
         return group
@@ -44,53 +50,53 @@ def as_group(group):
     return Group(group.group_name, dist.get_rank(group), group.size()) if group is not None else Group("", 0, 1)
 
 
-def shard_sizes(length, size):
+def shard_sizes(length: int, size: int) -> Sizes:
     """Cut `length` into `size` contiguous pieces as even as can be, the longer first: (45, 4) -> (12, 11, 11, 11)."""
     return tuple(length // size + (rank < length % size) for rank in range(size))
 
 
-def shard(full, dim, rank, size):
+def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """The piece of a tensor that belongs to a rank of a group, a view: (..., n, ...) -> (..., n_rank, ...)."""
     sizes = shard_sizes(full.shape[dim], size)
     return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
-def copy_to_region(x, group):
+def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """The same tensor; backward adds up the gradients that the ranks hold."""
     return _apply(_identity, _all_reduce, x, group)
 
 
-def reduce_from_region(x, group):
+def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' tensors; the gradient, the same on every rank, passes as it is."""
     return _apply(_all_reduce, _identity, x, group)
 
 
-def scatter_to_region(x, dim, sizes, group):
+def scatter_to_region(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
     """This rank's slice of a replicated tensor: (..., N, ...) -> (..., sizes[rank], ...)."""
     return _apply(_own_slice, _all_gather, x, group, dim, sizes)
 
 
-def gather_from_region(x, dim, sizes, group):
+def gather_from_region(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
     """All ranks' slices, joined, (..., sizes[rank], ...) -> (..., N, ...), where all ranks go on in the same way."""
     return _apply(_all_gather, _own_slice, x, group, dim, sizes)
 
 
-def all_gather(x, dim, sizes, group):
+def all_gather(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
     """All ranks' slices, joined, (..., sizes[rank], ...) -> (..., N, ...), where every rank goes on in its own way."""
     return _apply(_all_gather, _reduce_scatter, x, group, dim, sizes)
 
 
-def reduce_scatter(x, dim, sizes, group):
+def reduce_scatter(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
     """This rank's slice of the sum of the ranks' tensors: (..., N, ...) -> (..., sizes[rank], ...)."""
     return _apply(_reduce_scatter, _all_gather, x, group, dim, sizes)
 
 
-def all_to_all(x, sent, received, group):
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """Send sent[i] rows to rank i, receive received[i] rows from it: (sum(sent), ...) -> (sum(received), ...)."""
     return _apply(_all_to_all, _all_to_all_back, x, group, sent, received)
 
 
-def sum_over_ranks(x, group):
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' tensors, where every rank makes the same loss of it and their *mean* is minimized.
 
     Backward multiplies the gradient by the number of ranks: the transpose of the sum adds up one equal gradient from
@@ -99,7 +105,7 @@ def sum_over_ranks(x, group):
     return _apply(_all_reduce, _times_size, x, group)
 
 
-def alike_on_ranks(x, group):
+def alike_on_ranks(x: Tensor, group: Group) -> Tensor:
     """The same number, a loss that every rank of the group computes alike, where the ranks' *mean* is minimized.
 
     Backward multiplies the gradient by the number of ranks: each rank goes on to a part of the weights' gradients, and
@@ -110,12 +116,12 @@ def alike_on_ranks(x, group):
 
 class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, forward, backward, *args):
+    def forward(ctx: Any, x: Tensor, forward: Callable, backward: Callable, *args: Any) -> Tensor:
         ctx.transpose, ctx.args = backward, args
         return forward(x, *args)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.transpose(grad, *ctx.args), None, None, *(None for _ in ctx.args)
 
 
@@ -179,7 +185,7 @@ def _all_to_all_back(grad, group, sent, received):
     return _all_to_all(grad, group, received, sent)
 
 
-def start_shift(x, shape, group):
+def start_shift(x: Tensor, shape: Sequence[int], group: Group) -> Callable[[], Tensor]:
     """Send x to the next rank of the ring; call the result to get what the previous rank sent, a tensor of `shape`.
 
     Computation between the two overlaps with the exchange. Not differentiable: for use inside an autograd function.

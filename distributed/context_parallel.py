@@ -14,13 +14,14 @@ serial one, for the same reason.) Seed dropout differently on all ranks of the g
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from distributed.attention import METHODS
-from distributed.collectives import as_group, shard_sizes, sum_over_ranks
-from networks.vit import Attention
+from distributed.collectives import AnyGroup, as_group, shard_sizes, sum_over_ranks
+from networks.vit import Attention, Transformer
 
 
-def context_parallel(model, group, method="gather"):
+def context_parallel(model: Transformer, group: AnyGroup, method: str = "gather") -> None:
     """Let a ViT, in place, work on this rank's band: (B, C_in, h, W) -> (B, C_out, h, W), h as of tiles.own_window.
 
     group: a ProcessGroup or a DeviceMesh of one dimension. method: gather, ring or all_to_all, see attention.py.
@@ -47,7 +48,7 @@ def context_parallel(model, group, method="gather"):
     model.head.grid = (sizes[group.rank], *others)
 
 
-def check_attention(attention: Attention, method, ranks, kind):
+def check_attention(attention: Attention, method: str, ranks: int, kind: str) -> None:
     """Raises ValueError where `ranks` cannot share the tokens of an attention layer by a method.
 
     The layer may be split over tensor-parallel ranks already. kind: of parallelism, for the message.
@@ -59,7 +60,7 @@ def check_attention(attention: Attention, method, ranks, kind):
         raise ValueError(f"{kind}: ring attention cannot drop out attention weights; use gather or all_to_all")
 
 
-def l2_norms(*tensors, group):
+def l2_norms(*tensors: Tensor, group: AnyGroup) -> tuple[Tensor, ...]:
     """L2 norms of tensors whose second axis is split over a context-parallel group: each (B, M_local) -> (B,).
 
     One all-reduce of (len(tensors), B) numbers forward, none backward. Gradients are those of a serial loss once data

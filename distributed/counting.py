@@ -10,7 +10,7 @@ Seen are functional collectives, eager or compiled, torch.distributed's own, and
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,15 +42,17 @@ class CollectiveCounter(TorchDispatchMode):
     that is sent. A broadcast, reduce, gather or scatter counts its tensor once on every rank.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.calls, self.bytes = Counter(), Counter()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
 
     @classmethod
-    def is_infra_mode(cls):
-        return True  # torch.compile does not run under other modes; what compiled code sends comes by here as well
+    def is_infra_mode(cls) -> bool:
+        """True: torch.compile does not run under other modes; what compiled code sends comes by here as well."""
+        return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if found := collective(func, args, kwargs):
             self.calls[found.kind] += 1
@@ -65,11 +67,11 @@ class Collective(NamedTuple):
     kind: str
     sent: int
     group: dist.ProcessGroup
-    tensors: list
+    tensors: list[Any]
 
 
-def collective(func, args, kwargs):
-    """The Collective that an operator with these arguments is, or None."""
+def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | None:
+    """The Collective that an operator (torch._ops.OpOverload) with these arguments is, or None."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._opname.replace("_", "")

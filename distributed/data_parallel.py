@@ -12,8 +12,12 @@ Li et al. 2020 (DDP, arXiv:2006.15704), Rajbhandari et al. 2020 (ZeRO, arXiv:191
 arXiv:2304.11277). Whatever the strategy, the update is that of one device with the whole batch.
 """
 
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,11 +28,14 @@ from distributed.pipeline import Pipeline
 from distributed.tiles import image_cuts
 from utils import comm
 
+if TYPE_CHECKING:
+    from utils.schema import Config
+
 SHARDED = ("zero2", "fsdp", "hsdp")
 DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def fully_shard_model(model, config, device, apart):
+def fully_shard_model(model: nn.Module, config: "Config", device: torch.device, apart: Collection[str]) -> None:
     """Split the parameters over the data-parallel ranks, with zero2, fsdp or hsdp; the others keep them whole.
 
     apart: names of parameters to be left alone. The model may lie on the meta device: nothing is allocated here.
@@ -37,7 +44,7 @@ def fully_shard_model(model, config, device, apart):
         return
     hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
     dtype = DTYPES[config.gather_dtype]
-    options = {
+    options: dict[str, Any] = {
         "mesh": comm.get_mesh(*hsdp) if config.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
         "reshard_after_forward": config.data_parallel != "zero2",
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
@@ -54,7 +61,7 @@ def fully_shard_model(model, config, device, apart):
                 getattr(unit, f"set_modules_to_{direction}_prefetch")(ahead[i + 1 : i + 1 + config.prefetch])
 
 
-def sharded_units(model, policy, min_params):
+def sharded_units(model: nn.Module, policy: str, min_params: int) -> list[nn.Module]:
     """Modules whose parameters are gathered together, in the order in which they compute.
 
     block: each transformer block. size: the smallest modules that hold min_params parameters. none: the whole model
@@ -63,10 +70,10 @@ def sharded_units(model, policy, min_params):
     if policy == "none":
         return []
     if policy == "block":
-        return list(model.blocks)
-    units = []
+        return list(model.get_submodule("blocks").children())
+    units: list[nn.Module] = []
 
-    def visit(module):
+    def visit(module: nn.Module) -> int:
         """Parameters of the module that no unit holds."""
         left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
         if left < min_params or isinstance(module, nn.ModuleList | nn.ModuleDict) or module is model:
@@ -78,14 +85,20 @@ def sharded_units(model, policy, min_params):
     return units
 
 
-def data_parallel(model, config, device, weights, split=None):
+def data_parallel(
+    model: nn.Module,
+    config: "Config",
+    device: torch.device,
+    weights: Iterable[tuple[str, Tensor]],
+    split: Split | None = None,
+) -> ParallelModel:
     """Distribute a model that lies on the meta device; returns it as a ParallelModel, in memory and initialised.
 
     weights: (name, full tensor) of every parameter of the whole model, the same on every rank. split: what model
     parallelism has made of the model before.
     """
     split = split or Split()
-    modules = split.stages or [model]
+    modules: Sequence[nn.Module] = split.stages or [model]
     for module in modules:
         fully_shard_model(module, config, device, split.specs)
         module.to_empty(device="cpu" if config.cpu_offload else device)
@@ -100,7 +113,9 @@ def data_parallel(model, config, device, weights, split=None):
     return ParallelModel(model, modules[0], split, replicated, cuts, pipeline)
 
 
-def replicate(module, config, device, apart):
+def replicate(
+    module: nn.Module, config: "Config", device: torch.device, apart: Iterable[str]
+) -> DistributedDataParallel:
     """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(apart))
     ddp = DistributedDataParallel(
@@ -118,12 +133,14 @@ def replicate(module, config, device, apart):
     return ddp
 
 
-def reduce_in_bf16(group, bucket):
-    """torch's hook, which DDP itself accepts with NCCL only; gloo reduces bfloat16 too."""
+def reduce_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook of torch, which DDP itself accepts with NCCL only; gloo reduces bfloat16 too."""
     return bf16_compress_hook(group, bucket)
 
 
-def build_zero1_optimizer(optimizer_class, parameters, **options):
+def build_zero1_optimizer(
+    optimizer_class: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
     """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 

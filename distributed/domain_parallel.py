@@ -11,32 +11,38 @@ A parameter of one row a token, the position embedding, can be split as the toke
 updates and saves the rows of its own tokens, and no other domain rank has a gradient for them.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.context_parallel import check_attention
 from distributed.parallel_model import Split
 from distributed.rules.attention import set_attention_method
-from distributed.shard_tensor import local, part_of, reduced, replicated, wrap
-from distributed.sharding import Axis, Spec, as_mesh, merged, whole
+from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, wrap
+from distributed.sharding import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
 from distributed.tensor_parallel import tensor_parallel
 from distributed.tiles import image_cuts, per_axis
-from networks.vit import Attention
+from networks.vit import Attention, PerAxis, Transformer
 from utils import comm
 
+if TYPE_CHECKING:
+    from utils.schema import Config
 
-def domain_mesh():
+
+def domain_mesh() -> DeviceMesh | None:
     """The DeviceMesh of the domain ranks, of the dimensions along which there are several; None where there is one."""
     names = [name for name in ("domain_lat", "domain_lon") if comm.get_size(name) > 1]
     return comm.get_mesh(*names) if names else None
 
 
 class Domain:
-    """How images of a size are split over the domain ranks."""
+    """How images of a size are split over the domain ranks. mesh: as of domain_mesh."""
 
-    def __init__(self, img_size, patch_size):
-        self.mesh, patch = as_mesh(domain_mesh()), per_axis(patch_size, len(img_size))
+    def __init__(self, mesh: DeviceMesh, img_size: Sequence[int], patch_size: PerAxis):
+        self.mesh, patch = as_mesh(mesh), per_axis(patch_size, len(img_size))
         axes = [whole(n) for n in img_size]
         self.grid = [whole(n // p) for n, p in zip(img_size, patch, strict=True)]  # of patches
         cuts = [cut for cut in image_cuts(img_size, patch) if cut.mesh_dim != "cp"]
@@ -45,17 +51,19 @@ class Domain:
             self.grid[axis] = (Axis(img_size[axis] // patch[axis], mesh_dim, tuple(n // patch[axis] for n in sizes)),)
         self.image = Spec(self.mesh, tuple(axes))
 
-    def spec(self, samples, channels):
+    def spec(self, samples: int, channels: int) -> Spec:
         """Of images (samples, channels, *img_size)."""
         dims = whole(samples), whole(channels), *self.image.dims
         return self.image.derived((samples, channels), lambda: Spec(self.mesh, dims))
 
-    def token_axes(self):
+    def token_axes(self) -> Axes:
         """The axes of the dimension of tokens: the patches of an image, row by row."""
         return merged([axis for axes in self.grid for axis in axes])
 
 
-def domain_parallel(model, img_size, patch_size, method="gather"):
+def domain_parallel(
+    model: nn.Module, img_size: Sequence[int], patch_size: PerAxis, method: str = "gather"
+) -> Domain | None:
     """Let a model, in place, work on this rank's part of an image: (B, C, h, w) -> its part of the output.
 
     An output that is no image, classes for example, is whole on every rank. Parallel over the domain ranks of the
@@ -65,13 +73,13 @@ def domain_parallel(model, img_size, patch_size, method="gather"):
     that all_to_all cannot split, and dropout of attention with ring. Tensor parallelism comes before.
     """
     set_attention_method(method)
-    ranks = comm.get_size("domain")
-    if ranks == 1:
+    mesh, ranks = domain_mesh(), comm.get_size("domain")
+    if mesh is None:
         return None
     for module in model.modules():
         if isinstance(module, Attention):
             check_attention(module, method, ranks, "domain parallel")
-    domain, forward = Domain(img_size, patch_size), model.forward
+    domain, forward = Domain(mesh, img_size, patch_size), model.forward
 
     def forward_part(x):
         y = forward(wrap(x, domain.spec(x.shape[0], x.shape[1])))
@@ -88,10 +96,13 @@ class OnParts:
     function of the part, one after the other. Raises ValueError where the output is not split as the input is.
     """
 
-    def __init__(self, forward):
-        self.forward, self.transforms, self.regions = forward, [], []  # regions: (spec of the input, function)
+    def __init__(self, forward: Callable):
+        self.forward = forward
+        self.transforms: list[Callable[[Callable], Callable]] = []
+        self.regions: list[tuple[Spec, Callable]] = []  # (spec of the input, function)
 
-    def __call__(self, x):
+    def __call__(self, x: ShardTensor) -> ShardTensor:
+        """x: the block's input; the output is split as it is."""
         region = next((region for spec, region in self.regions if spec == x.spec), None)
         if region is None:
             region = partial(self._on_part, x.spec)
@@ -109,7 +120,7 @@ class OnParts:
         return local(y)
 
 
-def transform_forward(module, transform):
+def transform_forward(module: nn.Module, transform: Callable[[Callable], Callable]) -> None:
     """module.forward = transform(module.forward), for a module that may be called with ShardTensors."""
     if comm.get_size("domain") == 1:
         module.forward = transform(module.forward)
@@ -119,7 +130,9 @@ def transform_forward(module, transform):
     module.forward.transforms.append(transform)
 
 
-def shard_parameters(model, mesh, partition):
+def shard_parameters(
+    model: nn.Module, mesh: DeviceMesh | Mesh, partition: Mapping[str, Sequence[Axes]]
+) -> dict[str, Spec]:
     """Split parameters over the domain ranks, in place, also on the meta device.
 
     partition: {name: the axes of each dimension}, for example (domain.token_axes(), whole(embed_dim)). Inside the model
@@ -130,7 +143,7 @@ def shard_parameters(model, mesh, partition):
     for name, dims in partition.items():
         owner, _, attribute = name.rpartition(".")
         module, spec = model.get_submodule(owner), Spec(as_mesh(mesh), tuple(dims))
-        part = part_of(module._parameters[attribute].detach(), spec).clone()
+        part = part_of(module.get_parameter(attribute).detach(), spec).clone()
         module._parameters[attribute] = nn.Parameter(part)
         _show_as_sharded(module, attribute, spec)
         specs[name] = spec
@@ -147,7 +160,7 @@ def _show_as_sharded(module, attribute, spec):
     module.__class__ = type(f"Sharded{cls.__name__}", (cls,), {attribute: property(get)})
 
 
-def split_images(model, config):
+def split_images(model: Transformer, config: "Config") -> Split:
     """Split a model over the tensor-parallel, and its images over the domain-parallel ranks; it may be on meta.
 
     The position embedding is split with the tokens, except under zero1, whose ranks send each other whole parameters,

@@ -1,22 +1,26 @@
 """Parts of tensors as what they are parts of, so that a checkpoint can be read by any other layout."""
 
 import math
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from distributed.parallel_model import Split
 from distributed.shard_tensor import wrap
 from distributed.sharding import part_of
 from utils import comm
 
+Tensors = dict[str, Any]  # {"model": {name: weight}, "optimizer": {name: {moment: tensor}}, ...}
 
-def global_view(tensors, split):
+
+def global_view(tensors: Tensors, split: Split) -> Tensors:
     """The same tensors as parts of whole ones, or whole.
 
     One that is split over the tensor-parallel ranks becomes a DTensor that says so, of the same memory; one that is
     split over the domain ranks, in pieces that no DTensor can describe, is put together: call take_parts after loading.
-    tensors: as of checkpoint.collect_state, weights and moments by the parameter's name. split: the model's Split.
+    tensors: as of checkpoint.collect_state, weights and moments by the parameter's name.
     """
     if not split.dims and not split.specs:
         return tensors
@@ -29,7 +33,7 @@ def global_view(tensors, split):
 
 
 @torch.no_grad()
-def take_parts(tensors, view, split):
+def take_parts(tensors: Tensors, view: Tensors, split: Split) -> None:
     """Put what was loaded into a global view back into `tensors`, where the view does not share their memory."""
     for name, spec in split.specs.items():
         tensors["model"][name].copy_(part_of(view["model"][name], spec))

@@ -1,14 +1,21 @@
 """Gradients when each rank holds only a part of the model."""
 
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from utils import comm
 
+if TYPE_CHECKING:
+    from distributed.parallel_model import Split
+
 
 @torch.no_grad()
-def average_over_dp(model, names):
+def average_over_dp(model: nn.Module, names: Collection[str]) -> None:
     """Finish, once a step, the gradients of parameters that are split over the domain ranks: their mean over dp.
 
     names: of these parameters, which data parallelism leaves alone. The loss was multiplied by the number of domain
@@ -23,11 +30,11 @@ def average_over_dp(model, names):
 
 
 @torch.no_grad()
-def clip_gradients(model, split, max_norm):
+def clip_gradients(model: nn.Module, split: "Split", max_norm: float) -> None:
     """Scale all gradients so that their global L2 norm is at most max_norm.
 
-    split: what model parallelism has made of the model, a Split. Every rank adds up the squares that it
-    holds, each divided by the number of ranks that hold the same: one all-reduce of one number over all ranks.
+    split: what model parallelism has made of the model. Every rank adds up the squares that it holds, each divided by
+    the number of ranks that hold the same: one all-reduce of one number over all ranks.
     """
     local, squares = [], []
     for name, parameter in model.named_parameters():

@@ -15,22 +15,36 @@ what torch.compile can trace. The rows sent are the same. The default is p2p, an
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from distributed.collectives import all_to_all
+from distributed.collectives import Group, all_to_all
 
+Interval = tuple[int, int]  # rows [first, last)
+Counts = list[int]  # of numbers, by rank
 METHODS = ("p2p", "all_to_all")
 
 
-def halo_exchange(x, dim, sizes, group, before, after, periodic=False, fill=0, method=None):
+def halo_exchange(
+    x: Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    group: Group,
+    before: int,
+    after: int,
+    periodic: bool = False,
+    fill: float | None = 0,
+    method: str | None = None,
+) -> Tensor:
     """Extend a local shard by its neighbours' rows.
 
     x: local shard, (..., n_local, ...), cut along `dim` over `group` (distributed.collectives.Group), `sizes` rows on
@@ -48,7 +62,7 @@ def halo_exchange(x, dim, sizes, group, before, after, periodic=False, fill=0, m
     return Fetch(x, dim, sizes, intervals, group, periodic, fill, method).rows()
 
 
-def bounds(sizes):
+def bounds(sizes: Sequence[int]) -> list[Interval]:
     """First row of each shard and the one behind its last: (4, 3) -> [(0, 4), (4, 7)]."""
     return [(last - n, last) for n, last in zip(sizes, accumulate(sizes), strict=True)]
 
@@ -64,7 +78,17 @@ class Fetch:
     Raises ValueError where sizes, intervals and x do not fit together, or for an unknown method.
     """
 
-    def __init__(self, x, dim, sizes, intervals, group, periodic=False, fill=0, method=None):
+    def __init__(
+        self,
+        x: Tensor,
+        dim: int,
+        sizes: Sequence[int],
+        intervals: Sequence[Interval],
+        group: Group,
+        periodic: bool = False,
+        fill: float | None = 0,
+        method: str | None = None,
+    ):
         compiling = torch.compiler.is_compiling()
         method = method or ("all_to_all" if compiling else "p2p")
         if method not in METHODS:
@@ -77,7 +101,8 @@ class Fetch:
         plan = (_plan.__wrapped__ if compiling else _plan)(
             tuple(sizes), tuple(intervals), group.rank, periodic, fill is None
         )
-        self.own, self.dim, self.plan, self.fill, self.arrived = x, dim % x.ndim, plan, fill, None
+        self.own, self.dim, self.plan, self.fill = x, dim % x.ndim, plan, 0 if fill is None else fill
+        self.arrived: dict[int | None, Tensor] | None = None
         self.traffic, self.joined = plan.traffic, plan.traffic or [p[0] for p in plan.pieces] != [group.rank]
         self.format = _memory_format(x)
         if self.traffic:
@@ -92,7 +117,7 @@ class Fetch:
             self.own, token = _Start.apply(x, dim, sent, *counts, group, travelling := [])
             self.finish = lambda: _Finish.apply(token, *counts, group, travelling)
 
-    def rows(self, first=None, last=None):
+    def rows(self, first: int | None = None, last: int | None = None) -> Tensor:
         """The interval, or its rows [first, last), (..., last - first, ...); waits for what travels."""
         first, last = self.plan.first if first is None else first, self.plan.last if last is None else last
         if self.arrived is None:
@@ -169,14 +194,16 @@ class _Start(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, dim, pieces, sent, received, group, travelling):
+    def forward(
+        ctx: Any, x: Tensor, dim: int, pieces: tuple, sent: Counts, received: Counts, group: Group, travelling: list
+    ) -> tuple[Tensor, Tensor]:
         ctx.dim, ctx.pieces, ctx.travelling = dim, pieces, travelling
         travelling.append(_post(_packed(x, dim, pieces), sent, received, group))
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient, token):
+    def backward(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         gradient, pieces = gradient.clone(), [piece for pieces in ctx.pieces for piece in pieces]
         blocks = _unpacked(_wait(ctx.travelling.pop()), gradient, ctx.dim, pieces)
         for (_, start, n), block in zip(pieces, blocks, strict=True):
@@ -188,13 +215,13 @@ class _Finish(torch.autograd.Function):
     """Forward ends with the rows that come, backward begins to send their gradients."""
 
     @staticmethod
-    def forward(ctx, token, sent, received, group, travelling):
+    def forward(ctx: Any, token: Tensor, sent: Counts, received: Counts, group: Group, travelling: list) -> Tensor:
         ctx.args, ctx.travelling = (received, sent, group), travelling
         return _wait(travelling.pop())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.travelling.append(_post(gradient.contiguous(), *ctx.args))
         return gradient.new_empty(0), None, None, None, None
 
@@ -217,7 +244,7 @@ def _wait(posted):
     return buffer
 
 
-_ready = WeakSet()
+_ready: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def _connected(process_group, like):

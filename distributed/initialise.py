@@ -1,21 +1,25 @@
 """The same initial weights for every layout, without ever holding the whole model."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
+from distributed.parallel_model import Split
 from distributed.sharding import part_of
 from utils import comm
 
 
 @torch.no_grad()
-def initialise(model, weights, split):
+def initialise(model: nn.Module, weights: Iterable[tuple[str, Tensor]], split: Split) -> None:
     """Fill the parameters of a model, whole or parts of whole ones, with their initial values.
 
     weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split: what model
-    parallelism has made of the model, a Split. Nothing is communicated.
+    parallelism has made of the model. Nothing is communicated.
     """
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     for name, value in weights:
         if name not in parameters:  # of another stage
             continue
@@ -29,10 +33,10 @@ def initialise(model, weights, split):
         parameter.copy_(value)
 
 
-def local_part(full, parameter):
+def local_part(full: Tensor, parameter: DTensor) -> Tensor:
     """This rank's part of the full value of a DTensor: split over tp first, then over the data-parallel ranks."""
     mesh = parameter.device_mesh
-    dims = zip(mesh.mesh_dim_names, parameter.placements, mesh.shape, mesh.get_coordinate(), strict=True)
+    dims = zip(mesh.mesh_dim_names or (), parameter.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)
     for _, placement, size, rank in sorted(dims, key=lambda item: item[0] != "tp"):
         if hasattr(placement, "dim"):  # sharded
             chunks = full.chunk(size, placement.dim)

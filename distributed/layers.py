@@ -8,15 +8,17 @@ Shapes in comments: B batch, N tokens, n this rank's slice of the tokens, D feat
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distributed.collectives import all_gather, copy_to_region, reduce_from_region, reduce_scatter, shard
+from distributed.collectives import Group, Sizes, all_gather, copy_to_region, reduce_from_region, reduce_scatter, shard
 
 
-def shard_parameter(parameter, dim, group):
+def shard_parameter(parameter: Tensor, dim: int, group: Group) -> nn.Parameter:
     """A parameter of its own memory: this rank's piece of a whole one, also on the meta device."""
     piece = shard(parameter.detach(), dim, group.rank, group.size).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(piece, requires_grad=parameter.requires_grad)
@@ -28,14 +30,15 @@ class ColumnParallelLinear(nn.Linear):
     tokens: with sequence parallelism every rank's number of tokens; the input is then this rank's slice, (B, n, D_in).
     """
 
-    def __init__(self, linear, group, tokens=None):
+    def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features // group.size
         self.weight = shard_parameter(linear.weight, 0, group)
         self.bias = shard_parameter(linear.bias, 0, group)
         self.group, self.tokens = group, tokens
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D_in), or (B, n, D_in) of this rank's tokens -> (B, N, D_out / size)."""
         x = to_compute_dtype(x)
         x = copy_to_region(x, self.group) if self.tokens is None else all_gather(x, 1, self.tokens, self.group)
         return F.linear(x, self.weight, self.bias)
@@ -48,7 +51,7 @@ class RowParallelLinear(nn.Linear):
     (B, n, D_out), and the bias's gradient that of n tokens only.
     """
 
-    def __init__(self, linear, group, tokens=None):
+    def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features // group.size, linear.out_features
         self.weight = shard_parameter(linear.weight, 1, group)
@@ -56,13 +59,14 @@ class RowParallelLinear(nn.Linear):
         self.group, self.tokens = group, tokens
         self.partial_gradients = ("bias",) if tokens else ()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D_in / size) -> (B, N, D_out), or (B, n, D_out) of this rank's tokens."""
         x = F.linear(x, self.weight)
         x = reduce_from_region(x, self.group) if self.tokens is None else reduce_scatter(x, 1, self.tokens, self.group)
         return x + self.bias.to(x.dtype)
 
 
-def to_compute_dtype(x):
+def to_compute_dtype(x: Tensor) -> Tensor:
     """What autocast would do inside the next linear layer, done before the collective, which then carries half."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -77,11 +81,12 @@ class RankRandom(nn.Module):
     here, in training only, and CUDA graphs cannot capture it.
     """
 
-    def __init__(self, inner, group):
+    def __init__(self, inner: Callable[..., Tensor], group: Group):
         super().__init__()
         self.inner, self.group = inner, group
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What `inner` gives; in training, with random numbers of this rank's own."""
         return self._forked(*args, **kwargs) if self.training else self.inner(*args, **kwargs)
 
     @torch.compiler.disable(reason="dropout under tensor parallelism sets generators; sequence parallelism does not")
@@ -91,7 +96,7 @@ class RankRandom(nn.Module):
 
 
 @contextlib.contextmanager
-def rank_random(device, group):
+def rank_random(device: torch.device, group: Group) -> Iterator[None]:
     """Inside, default generators that are alike on all ranks of a group give every rank numbers of its own."""
     seed = int(torch.randint(2**62, ()))
     on_cpu = device.type == "cpu"

@@ -1,15 +1,22 @@
 """Rung 3: one model over several ranks. Heads and hidden features (tp), tokens (cp) and blocks (pp) are split."""
 
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed.context_parallel import context_parallel
 from distributed.parallel_model import Split
 from distributed.pipeline import split_into_stages
 from distributed.tensor_parallel import tensor_parallel
+from networks.vit import Transformer
 from utils import comm
 
+if TYPE_CHECKING:
+    from utils.schema import Config
 
-def split_model(model, config):
+
+def split_model(model: Transformer, config: "Config") -> Split:
     """Split a ViT, in place, over the model-parallel ranks of the mesh. It may lie on the meta device.
 
     Raises ValueError where heads, hidden features, rows of patches or blocks cannot be split so.
@@ -30,11 +37,11 @@ def split_model(model, config):
     return split
 
 
-def tensor_parallel_by_torch(model, mesh):
+def tensor_parallel_by_torch(model: Transformer, mesh: DeviceMesh | None) -> None:
     """The same by PyTorch's own tensor parallelism, on DTensor: the library's route to the same numbers."""
     heads = model.blocks[0].attn.proj.in_features // model.blocks[0].attn.head_dim
-    if heads % mesh.size():
-        raise ValueError(f"tensor parallel: {heads} heads cannot be split over {mesh.size()} ranks")
+    if heads % comm.get_size("tp"):
+        raise ValueError(f"tensor parallel: {heads} heads cannot be split over {comm.get_size('tp')} ranks")
     for block in model.blocks:
         parallelize_module(
             block,

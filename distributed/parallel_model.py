@@ -1,14 +1,18 @@
 """The model as the training step calls it, whatever it is split over."""
 
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from distributed.gradients import average_over_dp, clip_gradients
+from distributed.pipeline import Pipeline, Stage
+from distributed.sharding import Spec
 from distributed.tensor_parallel import reduce_partial_gradients
-from distributed.tiles import joined
+from distributed.tiles import Cut, joined
 from utils import comm
 
 
@@ -16,9 +20,9 @@ from utils import comm
 class Split:
     """What model parallelism has made of a model."""
 
-    dims: dict = field(default_factory=dict)  # {parameter: dim} of those split over tp in pieces
-    stages: list = field(default_factory=list)  # of this rank in the pipeline
-    specs: dict = field(default_factory=dict)  # {parameter: Spec} of those split over the domain ranks
+    dims: dict[str, int] = field(default_factory=dict)  # by parameter, of those split over tp in pieces
+    stages: list[Stage] = field(default_factory=list)  # of this rank in the pipeline
+    specs: dict[str, Spec] = field(default_factory=dict)  # by parameter, of those split over the domain ranks
 
 
 class ParallelModel:
@@ -28,11 +32,27 @@ class ParallelModel:
     pipeline: runs the stages of the model instead, or None. cuts: how images are split, see distributed/tiles.py.
     """
 
-    def __init__(self, model, module, split, replicated, cuts, pipeline=None):
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        split: Split,
+        replicated: bool,
+        cuts: Sequence[Cut],
+        pipeline: Pipeline | None = None,
+    ):
         self.model, self.module, self.split, self.pipeline = model, module, split, pipeline
         self.replicated, self.cuts = replicated, cuts  # replicated: by DDP
 
-    def forward_backward(self, x, y, loss, micro_batches, forward_span, backward_span):
+    def forward_backward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        micro_batches: int,
+        forward_span: Callable[[], AbstractContextManager],
+        backward_span: Callable[[], AbstractContextManager],
+    ) -> None:
         """Gradients of the mean over micro-batches, reduced over the ranks once.
 
         loss: loss(prediction, target) of a micro-batch, what is differentiated.
@@ -57,14 +77,15 @@ class ParallelModel:
             return self.module.no_sync()
         return nullcontext()
 
-    def clip_gradients(self, max_norm):
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scale all gradients so that their L2 norm, over all ranks, is at most max_norm."""
         if comm.get_size("tp_pp") > 1 or self.split.specs:
             clip_gradients(self.model, self.split, max_norm)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     @torch.no_grad()
-    def forecast(self, x, out_channels):
+    def forecast(self, x: Tensor, out_channels: int) -> Tensor:
         """Forecast of whole images of a batch, (B, C, H, W) each, on every rank that shares these samples.
 
         x: this rank's part of the input, (B, C_in, h, w).
@@ -73,6 +94,6 @@ class ParallelModel:
             return self.whole_images(self.model(x))
         return self.whole_images(self.pipeline.forecast(x, (len(x), out_channels, *x.shape[2:])))
 
-    def whole_images(self, band):
+    def whole_images(self, band: Tensor) -> Tensor:
         """The parts of the images on all ranks that share them, joined: (B, C, h, w) -> (B, C, H, W)."""
         return joined(band, self.cuts)

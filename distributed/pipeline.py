@@ -9,12 +9,16 @@ GPipe: Huang et al. 2019 (arXiv:1811.06965); 1F1B: Narayanan et al. 2019 (arXiv:
 al. 2021 (arXiv:2104.04473).
 """
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+from networks.vit import Transformer
+
+SCHEDULES: dict[str, Callable] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
 class Blocks(nn.ModuleDict):
@@ -27,7 +31,7 @@ class Blocks(nn.ModuleDict):
 class Stage(nn.Module):
     """Consecutive blocks of a ViT; the first stage also embeds the image, the last one makes it from tokens."""
 
-    def __init__(self, model, numbers, first, last):
+    def __init__(self, model: Transformer, numbers: Iterable[int], first: bool, last: bool):
         super().__init__()
         self.first, self.last = first, last
         if first:
@@ -36,7 +40,8 @@ class Stage(nn.Module):
         if last:
             self.norm, self.head = model.norm, model.head
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: the image, or tokens (B, N, D) of the stage before -> tokens (B, N, D), or what the head makes of them."""
         if self.first:
             x = self.pos_drop(self.pos_embed(self.patch_embed(x)))
         for block in self.blocks:
@@ -44,12 +49,12 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if self.last else x.contiguous()  # to be sent
 
 
-def split_into_stages(model, group, schedule):
+def split_into_stages(model: Transformer, group: dist.ProcessGroup | None, schedule: str) -> list[Stage]:
     """Keep of a ViT, in place, what the stages of this rank hold, and return these stages, in order.
 
     Parameters keep their names in the model. Raises ValueError where the blocks cannot be shared equally.
     """
-    rank, size = dist.get_rank(group), group.size()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     per_rank = 2 if schedule == "interleaved" else 1
     stages, depth = size * per_rank, len(model.blocks)
     if depth % stages:
@@ -72,8 +77,15 @@ class Pipeline:
     stages: this rank's, each maybe wrapped by DDP or fully_shard. micro_batches: parts that a batch is cut into.
     """
 
-    def __init__(self, stages, group, schedule, micro_batches, device):
-        self.group, self.rank, self.size = group, dist.get_rank(group), group.size()
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        group: dist.ProcessGroup | None,
+        schedule: str,
+        micro_batches: int,
+        device: torch.device,
+    ):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.first, self.last = self.rank == 0, self.rank == self.size - 1
         self.device, count = device, self.size * len(stages)
         self.stages = [
@@ -87,16 +99,16 @@ class Pipeline:
     def _loss(self, prediction, target):
         return self.loss(prediction, target) if self.loss else prediction.new_zeros(())
 
-    def step(self, x, y, loss):
+    def step(self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Forward and backward of all micro-batches. x: (B, ...), used by the first stage; y: by the last one.
 
         loss: called as loss(prediction, target) on the last rank with every micro-batch, gives what is differentiated.
         """
-        self.loss = loss
+        self.loss: Callable[[Tensor, Tensor], Tensor] | None = loss
         self.schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
 
     @torch.no_grad()
-    def forecast(self, x, shape):
+    def forecast(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """Forecast of a batch, the same on every rank of the pipeline. shape: of the forecast, (B, C, H, W)."""
         self.loss, unused = None, torch.zeros(len(x))  # the schedule asks for a loss, and for a target of it
         prediction = self.schedule.eval(*([x] if self.first else []), target=unused if self.last else None)

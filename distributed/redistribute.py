@@ -5,11 +5,15 @@ of a sum (Partial).
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distributed.collectives import (
+    Sizes,
     all_to_all,
     gather_from_region,
     reduce_from_region,
@@ -17,10 +21,12 @@ from distributed.collectives import (
     scatter_to_region,
     shard_sizes,
 )
-from distributed.sharding import Axis, merged, spec_of, whole
+from distributed.sharding import Axis, Pieces, Spec, merged, spec_of, whole
 
 
-def redistribute(local, spec, placements, sizes=None):
+def redistribute(
+    local: Tensor, spec: Spec, placements: Sequence[Placement], sizes: Pieces | None = None
+) -> tuple[Tensor, Spec]:
     """The local part and the Spec of the same tensor, split as `placements` say; differentiable.
 
     sizes: {mesh dimension: sizes of its ranks}; for a piece of a dimension that is split already by the same mesh
@@ -29,9 +35,11 @@ def redistribute(local, spec, placements, sizes=None):
     sizes = sizes or {}
     if len(placements) != len(spec.mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
-    placements = [Shard(p.dim % len(spec.dims)) if p.is_shard() else p for p in placements]
-    pending = range(len(placements))  # what is gathered comes first
-    pending = sorted(pending, key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard())
+    placements = [Shard(p.dim % len(spec.dims)) if isinstance(p, Shard) else p for p in placements]
+    # What is gathered comes first.
+    pending = sorted(
+        range(len(placements)), key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard()
+    )
     while pending:
         m = next((m for m in pending if _is_free(spec, placements[m], m)), pending[0])
         if not _is_free(spec, placements[m], m) and spec.placements[m].is_shard():  # two change places
@@ -66,7 +74,7 @@ def _change(local, spec, m, target, sizes):
     return split(local, target.dim, sizes, group), without.with_axes(target.dim, axes)
 
 
-def sizes_over(spec, m):
+def sizes_over(spec: Spec, m: int) -> Sizes | None:
     """The sizes of the pieces into which mesh dimension m splits a tensor; None where it does not."""
     return next((axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m), None)
 
@@ -140,20 +148,20 @@ def _to_partial(local, spec, m):
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, parts):
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
         return x / parts
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def to_dtensor(local, spec):
+def to_dtensor(local: Tensor, spec: Spec) -> DTensor:
     """The DTensor of a local part, rearranged where the pieces are not those of torch.chunk."""
     even = {
         m: chunk_sizes_of(spec.shape[p.dim], group.size)
         for m, (p, group) in enumerate(zip(spec.placements, spec.mesh.groups, strict=True))
-        if p.is_shard()
+        if isinstance(p, Shard)
     }
     local, spec = redistribute(local, spec, spec.placements, even)
     strides = [math.prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
@@ -162,17 +170,17 @@ def to_dtensor(local, spec):
     )
 
 
-def chunk_sizes_of(size, parts):
+def chunk_sizes_of(size: int, parts: int) -> Sizes:
     """The pieces that torch.chunk makes, and DTensor: (10, 4) -> (3, 3, 3, 1)."""
     piece = -(-size // parts)
     return tuple(max(0, min(piece, size - i * piece)) for i in range(parts))
 
 
-def spec_of_dtensor(tensor):
+def spec_of_dtensor(tensor: DTensor) -> Spec:
     """The Spec of a DTensor, on its own mesh."""
     sizes = {
         m: chunk_sizes_of(tensor.shape[p.dim], n)
         for m, (p, n) in enumerate(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
-        if p.is_shard()
+        if isinstance(p, Shard)
     }
     return spec_of(tensor.device_mesh, tensor.shape, tensor.placements, sizes)

@@ -12,18 +12,24 @@ the mesh is the serial gradient. No rule reduces weights' gradients: data parall
 torch.Tensor.as_subclass and __torch_function__: PyTorch's notes on extending torch.
 """
 
+from collections.abc import Callable, Sequence
 from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distributed.collectives import all_to_all, reduce_from_region
 from distributed.redistribute import redistribute, spec_of_dtensor, to_dtensor
-from distributed.sharding import Spec, as_mesh, part_of, spec_of
+from distributed.sharding import Axis, Mesh, Pieces, Spec, as_mesh, part_of, spec_of
 
-RULES = {}
+RULES: dict[Callable, Callable] = {}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # context: ShardTensors count as their local parts
+Rule = TypeVar("Rule", bound=Callable)
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)  # None stays None
 
 
 class ShardTensor(torch.Tensor):
@@ -32,7 +38,7 @@ class ShardTensor(torch.Tensor):
     spec: Spec
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         rule = RULES.get(func)
         if rule is None:
             raise no_rule(func, args, kwargs or {})
@@ -40,7 +46,9 @@ class ShardTensor(torch.Tensor):
             return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
 
     @classmethod
-    def from_local(cls, local, mesh, placements, sizes=None):
+    def from_local(
+        cls, local: Tensor, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
+    ) -> "ShardTensor":
         """Put the ranks' local tensors together; differentiable.
 
         mesh: DeviceMesh of one or two dimensions. placements: Shard(dim), Replicate() or Partial() for each of them.
@@ -48,12 +56,13 @@ class ShardTensor(torch.Tensor):
         Raises ValueError where sizes do not fit the local tensor.
         """
         mesh = as_mesh(mesh)
-        shape, found = list(local.shape), dict(sizes or {})
+        shape = list(local.shape)
+        found: dict[int, Any] = dict(sizes or {})
         for m, (placement, group) in enumerate(zip(placements, mesh.groups, strict=True)):
-            if placement.is_shard():
+            if isinstance(placement, Shard):
                 dim = placement.dim % local.ndim
                 if m not in found:
-                    every = [None] * group.size
+                    every: list[Any] = [None] * group.size
                     dist.all_gather_object(every, local.shape[dim], group=mesh.device_mesh.get_group(m))
                     found[m] = tuple(every)
                 shape[dim] = sum(found[m])
@@ -63,31 +72,33 @@ class ShardTensor(torch.Tensor):
         return wrap(local, spec)
 
     @classmethod
-    def from_dtensor(cls, tensor):
+    def from_dtensor(cls, tensor: DTensor) -> "ShardTensor":
         """The ShardTensor of a DTensor, on the same mesh."""
         return wrap(tensor.to_local(), spec_of_dtensor(tensor))
 
-    def to_dtensor(self):
+    def to_dtensor(self) -> DTensor:
         """The DTensor of this tensor; it is rearranged first where the pieces are not those of torch.chunk."""
         return to_dtensor(local(self), self.spec)
 
     @property
-    def mesh(self):
+    def mesh(self) -> DeviceMesh:
+        """The DeviceMesh over which the tensor is split."""
         return self.spec.mesh.device_mesh
 
     @property
-    def placements(self):
+    def placements(self) -> tuple[Placement, ...]:
+        """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
         return self.spec.placements
 
-    def to_local(self):
+    def to_local(self) -> Tensor:
         """This rank's part, a plain tensor; differentiable."""
         return local(self)
 
-    def on_parts(self, function, *args):
-        """function(part, *args), for one that keeps the shape, as a ShardTensor: collectives over other ranks."""
+    def on_parts(self, function: Callable[..., Tensor], *args: Any) -> "ShardTensor":
+        """Let a function that keeps the shape work on the local part: a collective over other ranks."""
         return wrap(function(local(self), *args), self.spec)
 
-    def redistribute(self, placements, sizes=None):
+    def redistribute(self, placements: Sequence[Placement], sizes: Pieces | None = None) -> "ShardTensor":
         """The same tensor, split as `placements` say (and `sizes`, see from_local); differentiable.
 
         Split to split is one all-to-all, split to whole an all-gather, partial to whole an all-reduce, partial to split
@@ -95,7 +106,7 @@ class ShardTensor(torch.Tensor):
         """
         return redistributed(self, placements, sizes)
 
-    def full_tensor(self):
+    def full_tensor(self) -> Tensor:
         """The whole tensor on every rank, a plain one. Every rank's gradient of it must be that of the whole."""
         return local(replicated(self))
 
@@ -103,14 +114,15 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor({self.spec}, local={local(self.detach())})"
 
 
-def rule(*functions):
-    """Decorator: what it decorates computes these torch functions, called as rule(function, *args, **kwargs).
+def rule(*functions: Callable) -> Callable[[Rule], Rule]:
+    """Decorator: what it decorates computes these torch functions.
 
-    In a rule ShardTensors count as their local parts, eager as under torch.compile, which knows no other way: x.spec
-    has the global shape, and dispatch(function, *args) goes by another rule.
+    Called as rule(function, *args, **kwargs). In a rule ShardTensors count as their local parts, eager as under
+    torch.compile, which knows no other way: x.spec has the global shape, and dispatch(function, *args) goes by another
+    rule.
     """
 
-    def register(implementation):
+    def register(implementation: Rule) -> Rule:
         for function in functions:
             RULES[function] = implementation
             if isinstance(function, FunctionType) and vars(torch.Tensor).get(function.__name__) is function:
@@ -130,30 +142,30 @@ def _method(implementation, function):
     return method
 
 
-def dispatch(func, *args, **kwargs):
+def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """A torch function by its rule, for use in rules."""
     return ShardTensor.__torch_function__(func, (), args, kwargs)
 
 
-def global_shape(x):
+def global_shape(x: Tensor) -> torch.Size:
     """The shape of a ShardTensor or of a plain tensor, for use in rules."""
     return x.spec.shape if isinstance(x, ShardTensor) else x.shape
 
 
-def named(*names):
+def named(*names: str) -> list[Callable]:
     """All torch functions of these names: of torch, torch.Tensor, torch.nn.functional and torch.linalg."""
     homes = (torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch._C._nn, torch.linalg, torch.special)
     return [f for name in names for home in homes if (f := getattr(home, name, None)) is not None]
 
 
-def wrap(tensor, spec):
+def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     """A local tensor as the part of a ShardTensor; nothing is checked or communicated."""
     tensor = tensor.as_subclass(ShardTensor)
     tensor.spec = spec
     return tensor
 
 
-def local(x):
+def local(x: MaybeTensor) -> MaybeTensor:
     """The local part of a ShardTensor, anything else as it is."""
     if isinstance(x, ShardTensor):
         with LocalTensors():
@@ -161,16 +173,17 @@ def local(x):
     return x
 
 
-def redistributed(x, placements, sizes=None):
+def redistributed(x: ShardTensor, placements: Sequence[Placement], sizes: Pieces | None = None) -> ShardTensor:
+    """x, split as `placements` say; sizes: {mesh dimension: sizes of its ranks}, see redistribute."""
     return wrap(*redistribute(local(x), x.spec, placements, sizes))
 
 
-def replicated(x):
+def replicated(x: ShardTensor) -> ShardTensor:
     """The ShardTensor as a whole copy on every rank."""
     return redistributed(x, [Replicate()] * len(x.spec.mesh.groups))
 
 
-def reduced(x):
+def reduced(x: ShardTensor) -> ShardTensor:
     """A partial ShardTensor summed up, so that operations that are not linear may follow; others as they are."""
     if not x.spec.partial:
         return x
@@ -179,7 +192,7 @@ def reduced(x):
     return redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
 
 
-def shared(x, spec):
+def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     """A plain tensor on its way into an operation whose result has this spec.
 
     Where the result is the same on several ranks, each of them has the whole gradient of a weight, not a part of it:
@@ -192,16 +205,16 @@ def shared(x, spec):
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, copies):
+    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:
         ctx.copies = copies
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.copies, None
 
 
-def no_rule(func, args, kwargs, why=""):
+def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> NotImplementedError:
     """The error for what no rule computes."""
     name = getattr(func, "__name__", str(func))
     found = [a.spec for a in _flat(args, kwargs) if isinstance(a, ShardTensor)]
@@ -212,7 +225,7 @@ def no_rule(func, args, kwargs, why=""):
     )
 
 
-def one_axis(func, x, dim):
+def one_axis(func: Callable, x: ShardTensor, dim: int) -> Axis:
     """The axis of a split dimension that is one piece on every rank; no_rule for a product of several."""
     if len(x.spec.dims[dim]) > 1:
         raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
@@ -227,7 +240,9 @@ def _flat(args, kwargs):
             yield a
 
 
-def scatter_tensor(x, src, mesh, placements, sizes=None):
+def scatter_tensor(
+    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
+) -> ShardTensor:
     """A ShardTensor from one rank's data: every other rank receives its own part of it and nothing else.
 
     x: the whole tensor on rank `src` of the mesh (counted in row-major order), anything elsewhere. placements, sizes:
@@ -236,9 +251,9 @@ def scatter_tensor(x, src, mesh, placements, sizes=None):
     """
     mesh = as_mesh(mesh)
     group = mesh.joint
-    process_group = dist.distributed_c10d._resolve_process_group(group.name)
+    process_group = dist.distributed_c10d._resolve_process_group(dist.GroupName(group.name))
     here = group.rank == src
-    facts = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
+    facts: list[Any] = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
     dist.broadcast_object_list(facts, src=dist.get_global_rank(process_group, src), group=process_group)
     shape, dtype, device, differentiable = facts[0]
     spec = spec_of(mesh, shape, placements, sizes)

@@ -6,33 +6,41 @@ one dimension of the mesh into contiguous pieces of any sizes, 0 included. An im
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from distributed.collectives import Group, as_group, shard_sizes
-
-_meshes = {}
+from distributed.collectives import Group, Sizes, as_group, shard_sizes
 
 
 class Axis(NamedTuple):
     """So many elements in a row; where mesh_dim is not None, rank i of that dimension of the mesh holds sizes[i]."""
 
     size: int
-    mesh_dim: int | None = None
-    sizes: tuple | None = None
+    mesh_dim: Any = None  # an int where sizes are given
+    sizes: Sizes | None = None
+
+
+Axes = tuple[Axis, ...]  # of one dimension
+Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as can be}
 
 
 class Mesh(NamedTuple):
     """What a Spec needs of a DeviceMesh, as plain values that can be traced."""
 
-    device_mesh: object
-    groups: tuple  # a Group for each dimension
+    device_mesh: DeviceMesh
+    groups: tuple[Group, ...]  # a Group for each dimension
     joint: Group  # of all ranks, in row-major order
 
 
-def as_mesh(device_mesh):
+_meshes: dict[int, Mesh] = {}  # by id of the DeviceMesh
+
+
+def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     """The Mesh of a DeviceMesh. For one of two dimensions, the first call on it is collective."""
     if isinstance(device_mesh, Mesh):
         return device_mesh
@@ -51,9 +59,9 @@ class Spec:
     nor partial holds copies of it. Specs are immutable.
     """
 
-    def __init__(self, mesh, dims, partial=()):
+    def __init__(self, mesh: Mesh, dims: tuple[Axes, ...], partial: tuple[int, ...] = ()):
         self.mesh, self.dims, self.partial = mesh, dims, partial
-        self._derived = {}
+        self._derived: dict[tuple, Spec] = {}
         groups, shape, local, split, used = mesh.groups, [], [], [], []
         for dim, axes in enumerate(dims):
             size = own = 1
@@ -75,61 +83,61 @@ class Spec:
             if mesh_dim not in used and mesh_dim not in partial:
                 self.copies *= group.size
 
-    def __eq__(self, other):
+    def __eq__(self, other: Any) -> bool:
         return self is other or (
             self.dims == other.dims and self.partial == other.partial and self.mesh.groups == other.mesh.groups
         )
 
-    __hash__ = None
-
     @property
-    def placements(self):
+    def placements(self) -> tuple[Placement, ...]:
         """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
-        found = [Partial() if m in self.partial else Replicate() for m in range(len(self.mesh.groups))]
+        found: list[Placement] = [Partial() if m in self.partial else Replicate() for m in range(len(self.mesh.groups))]
         for dim, axes in enumerate(self.dims):
             for axis in axes:
                 if axis.mesh_dim is not None:
                     found[axis.mesh_dim] = Shard(dim)
         return tuple(found)
 
-    def is_split(self, dim):
+    def is_split(self, dim: int) -> bool:
+        """Whether ranks hold different parts of a dimension, by any of its axes."""
         return dim % len(self.dims) in self.split_dims
 
-    def local_axes(self, axes):
+    def local_axes(self, axes: Axes) -> list[int]:
         """The sizes of axes on this rank."""
         return [a.size if a.sizes is None else a.sizes[self.mesh.groups[a.mesh_dim].rank] for a in axes]
 
-    def coordinate(self, mesh_dim, rank=None):
+    def coordinate(self, mesh_dim: int, rank: int | None = None) -> int:
         """The place along a mesh dimension of this rank, or of a rank counted in row-major order."""
         if rank is None:
             return self.mesh.groups[mesh_dim].rank
         inner = math.prod([group.size for group in self.mesh.groups[mesh_dim + 1 :]])
         return rank // inner % self.mesh.groups[mesh_dim].size
 
-    def offset(self, axis):
+    def offset(self, axis: Axis) -> int:
         """Where this rank's piece of an axis begins."""
         return 0 if axis.sizes is None else sum(axis.sizes[: self.mesh.groups[axis.mesh_dim].rank])
 
-    def split(self, dim):
+    def split(self, dim: int) -> tuple[Sizes, Group] | None:
         """(sizes of all ranks, Group) of a dimension that is split along one axis; None where it is whole.
 
         Raises ValueError for a dimension of several axes of which one is split: it is not contiguous on a rank.
         """
         axes = self.dims[dim]
-        if all(axis.sizes is None for axis in axes):
-            return None
-        if len(axes) > 1:
+        if len(axes) == 1 and axes[0].sizes is not None:
+            return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
+        if any(axis.sizes is not None for axis in axes):
             raise ValueError(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
-        return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
+        return None
 
-    def with_dims(self, dims, partial=None):
+    def with_dims(self, dims: Iterable[Axes], partial: tuple[int, ...] | None = None) -> "Spec":
+        """The spec of a tensor of these axes on the same mesh, partial as this one unless given."""
         return Spec(self.mesh, tuple(dims), self.partial if partial is None else partial)
 
-    def with_axes(self, dim, axes):
+    def with_axes(self, dim: int, axes: Axes) -> "Spec":
         """The spec where one dimension, none counted from the end, has other axes."""
         return self.with_dims((*self.dims[:dim], axes, *self.dims[dim + 1 :]))
 
-    def derived(self, key, make):
+    def derived(self, key: tuple, make: Callable[[], "Spec"]) -> "Spec":
         """make(), a Spec, remembered under a key: the same operations come every step."""
         if torch.compiler.is_compiling():
             return make()
@@ -137,35 +145,34 @@ class Spec:
             self._derived[key] = make()
         return self._derived[key]
 
-    def resized(self, sizes):
+    def resized(self, sizes: Mapping[int, int | Sizes]) -> "Spec":
         """The spec where some dimensions have other sizes: {dim: one size, or the sizes of all ranks}."""
         dims = list(self.dims)
         for dim, size in sizes.items():
             dims[dim] = whole(size) if isinstance(size, int) else (dims[dim][0]._replace(size=sum(size), sizes=size),)
         return self.with_dims(dims)
 
-    def shares(self, dim):
+    def shares(self, dim: int) -> tuple[Sizes, Group]:
         """(elements that each rank holds, Group) of the ranks among which a dimension is split, by any of its axes."""
-        counts, over = [1], [a.mesh_dim for a in self.dims[dim] if a.sizes is not None]
+        counts, over = [1], {a.mesh_dim: a.sizes for a in self.dims[dim] if a.sizes is not None}
         for mesh_dim in sorted(over):
-            sizes = next(a.sizes for a in self.dims[dim] if a.mesh_dim == mesh_dim)
-            counts = [n * size for n in counts for size in sizes]
+            counts = [n * size for n in counts for size in over[mesh_dim]]
         others = math.prod([a.size for a in self.dims[dim] if a.sizes is None])
         joint = len(over) == len(self.mesh.groups)
-        return tuple(n * others for n in counts), self.mesh.joint if joint else self.mesh.groups[over[0]]
+        return tuple(n * others for n in counts), self.mesh.joint if joint else self.mesh.groups[next(iter(over))]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
 
 
-def whole(size):
+def whole(size: int) -> Axes:
     """The axes of a dimension that is not split."""
     return (Axis(size),) if size != 1 else ()
 
 
-def merged(axes):
+def merged(axes: Iterable[Axis]) -> Axes:
     """The same dimension in as few axes as can be: neighbours join where the outer is whole or the inner is."""
-    found = []
+    found: list[Axis] = []
     for axis in axes:
         if axis.size == 1 and axis.sizes is None:
             continue
@@ -178,7 +185,9 @@ def merged(axes):
     return tuple(found)
 
 
-def spec_of(mesh, shape, placements, sizes=None):
+def spec_of(
+    mesh: DeviceMesh | Mesh, shape: Sequence[int], placements: Sequence[Placement], sizes: Pieces | None = None
+) -> Spec:
     """The Spec of a tensor of a global shape.
 
     placements: Shard(dim), Replicate() or Partial() for each dimension of the mesh. sizes: {mesh dimension: sizes of
@@ -191,7 +200,7 @@ def spec_of(mesh, shape, placements, sizes=None):
     for m, (placement, group) in enumerate(zip(placements, mesh.groups, strict=True)):
         if placement.is_partial():
             partial.append(m)
-        if not placement.is_shard():
+        if not isinstance(placement, Shard):
             continue
         dim = placement.dim % len(shape)
         if any(axis.sizes for axis in dims[dim]):
@@ -203,7 +212,7 @@ def spec_of(mesh, shape, placements, sizes=None):
     return Spec(mesh, tuple(dims), tuple(partial))
 
 
-def part_of(full, spec, rank=None):
+def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
     """The part of a whole tensor that a rank of the mesh (this one) holds; differentiable.
 
     Dimensions of size 1 where the spec has more stay as they are: they broadcast.

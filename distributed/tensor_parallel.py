@@ -17,14 +17,22 @@ reduce_partial_gradients adds up all of them in one all-reduce, once per optimiz
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distributed.collectives import as_group, gather_from_region, reduce_from_region, scatter_to_region, shard_sizes
+from distributed.collectives import (
+    AnyGroup,
+    as_group,
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+    shard_sizes,
+)
 from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear, to_compute_dtype
-from networks.vit import MLP, Attention
+from networks.vit import MLP, Attention, Transformer
 
 
-def tensor_parallel(model, group, sequence_parallel=False):
+def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
     """Split a ViT, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
 
     Returns {parameter name: dim} of the parameters that are split, each in pieces as of collectives.shard; the others
@@ -41,7 +49,7 @@ def tensor_parallel(model, group, sequence_parallel=False):
     here = model.pos_embed.tokens
     tokens = shard_sizes(here.stop - here.start, group.size) if sequence_parallel else None
     _check(model, group.size, tokens)
-    dims = {}
+    dims: dict[str, int] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, Attention):
             _split_pair(module, "qkv", "proj", group, tokens)
@@ -90,7 +98,7 @@ def _gather_tokens(module, inputs, output, tokens, group):
 
 
 @torch.no_grad()
-def reduce_partial_gradients(model, group):
+def reduce_partial_gradients(model: nn.Module, group: AnyGroup) -> None:
     """Add up, over the tensor-parallel group and in one all-reduce, the gradients of which each rank holds a part.
 
     After the last backward pass of a step, before gradients are clipped. Without sequence parallelism there are none.

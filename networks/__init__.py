@@ -1,0 +1,1 @@
+"""The plain models: no process group, mesh or rank is named here."""

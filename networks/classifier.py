@@ -6,31 +6,35 @@ and the mean over all tokens instead of a class token. The rest is the forecasti
 Shapes in comments: B batch, C channels, N tokens, D embedding size.
 """
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.vit import LAYER_NORM_EPS, PatchEmbed, Transformer, patch_grid
+from networks.vit import LAYER_NORM_EPS, PatchEmbed, PerAxis, Transformer, patch_grid
 
 
 class NormalizedPatchEmbed(PatchEmbed):
     """Patches to tokens, then LayerNorm and ReLU: (B, C, *img_size) -> (B, N, D)."""
 
-    def __init__(self, patch_size, in_channels, embed_dim):
+    def __init__(self, patch_size: tuple[int, ...], in_channels: int, embed_dim: int):
         super().__init__(patch_size, in_channels, embed_dim)
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, C, *img_size) -> tokens, (B, N, D)."""
         return F.relu(self.norm(super().forward(x)))
 
 
 class ClassHead(nn.Module):
     """Mean over the tokens, then one linear layer: (B, N, D) -> (B, num_classes)."""
 
-    def __init__(self, embed_dim, num_classes):
+    def __init__(self, embed_dim: int, num_classes: int):
         super().__init__()
         self.proj = nn.Linear(embed_dim, num_classes)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> logits, (B, num_classes)."""
         return self.proj(x.mean(1))
 
 
@@ -44,15 +48,15 @@ class Classifier(Transformer):
 
     def __init__(
         self,
-        img_size,
-        patch_size=8,
-        in_channels=3,
-        num_classes=1000,
-        embed_dim=768,
-        depth=16,
-        num_heads=6,
-        mlp_ratio=4,
-        dropout=0.0,
+        img_size: Sequence[int],
+        patch_size: PerAxis = 8,
+        in_channels: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 768,
+        depth: int = 16,
+        num_heads: int = 6,
+        mlp_ratio: float = 4,
+        dropout: float = 0.0,
     ):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = NormalizedPatchEmbed(patch_size, in_channels, embed_dim)

@@ -5,7 +5,7 @@ Longitude, the last axis, is periodic; beyond the poles there are zeros.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from networks.initial import InitialWeights
@@ -14,24 +14,26 @@ from networks.initial import InitialWeights
 class GlobeConv(nn.Module):
     """Convolution with an odd kernel, periodic in longitude: (B, C, H, W) -> (B, C', H / stride, W / stride)."""
 
-    def __init__(self, in_channels, out_channels, kernel_size=3, stride=1):
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1):
         super().__init__()
         self.wrap = kernel_size // 2
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=(self.wrap, 0))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, C, H, W) -> (B, C', H / stride, W / stride), rounded up."""
         return self.conv(F.pad(x, (self.wrap, self.wrap, 0, 0), mode="circular"))
 
 
 class ConvBlock(nn.Module):
     """Convolution, GroupNorm, GELU: (B, C, H, W) -> (B, C', H / stride, W / stride)."""
 
-    def __init__(self, in_channels, out_channels, groups, stride=1):
+    def __init__(self, in_channels: int, out_channels: int, groups: int, stride: int = 1):
         super().__init__()
         self.conv = GlobeConv(in_channels, out_channels, stride=stride)
         self.norm = nn.GroupNorm(groups, out_channels)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, C, H, W) -> (B, C', H / stride, W / stride), rounded up."""
         return F.gelu(self.norm(self.conv(x)))
 
 
@@ -42,7 +44,7 @@ class ConvNet(InitialWeights):
     H and W are even.
     """
 
-    def __init__(self, in_channels, out_channels, width=32, groups=4):
+    def __init__(self, in_channels: int, out_channels: int, width: int = 32, groups: int = 4):
         super().__init__()
         self.patch_size = 2  # an image may be cut between the cells of the coarse grid
         self.fine = ConvBlock(in_channels, width, groups)
@@ -53,7 +55,8 @@ class ConvNet(InitialWeights):
         self.head = nn.Conv2d(width, out_channels, kernel_size=1)
         self.reset_parameters()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, in_channels, H, W) -> (B, out_channels, H, W)."""
         fine = self.fine(x)  # (B, width, H, W)
         coarse = self.coarse(self.down(fine))  # (B, 2 width, H/2, W/2)
         return self.head(self.join(torch.cat([self.up(coarse), fine], 1)))

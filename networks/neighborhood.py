@@ -7,12 +7,14 @@ along every axis. Cost and memory grow with points x window, not with points squ
 On a GPU the kernels of the natten package are used where it is installed.
 """
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from networks.vit import Block
+from networks.vit import Block, PerAxis
 
 try:
     from natten import functional as natten
@@ -22,7 +24,9 @@ except ImportError:
 TILE_QUERIES = 64  # that share one piece of keys and values
 
 
-def neighborhood_attention(q, k, v, kernel_size, dilation=1, scale=None):
+def neighborhood_attention(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: PerAxis, dilation: PerAxis = 1, scale: float | None = None
+) -> Tensor:
     """Softmax attention of each query over the keys in its window.
 
     q, k, v: (B, heads, *spatial, d), one to three spatial axes.
@@ -44,7 +48,7 @@ def neighborhood_attention(q, k, v, kernel_size, dilation=1, scale=None):
     return attend_windows(q, k, v, kernel_size, starts, dilation, scale)
 
 
-def window_starts(length, kernel_size, dilation=1):
+def window_starts(length: int, kernel_size: int, dilation: int = 1) -> list[int]:
     """The first key of each query's window along an axis of `length` points: length 6, kernel 3 -> [0, 0, 1, 2, 3, 3].
 
     The window is the first key and every dilation-th one behind it, kernel_size in all.
@@ -62,7 +66,15 @@ def window_starts(length, kernel_size, dilation=1):
     return starts
 
 
-def attend_windows(q, k, v, kernel_size, starts, dilation=1, scale=None):
+def attend_windows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: PerAxis,
+    starts: Sequence[list[int]],
+    dilation: PerAxis = 1,
+    scale: float | None = None,
+) -> Tensor:
     """Attention over windows that are given: what `neighborhood_attention` does for a part of the queries.
 
     q: (B, heads, *queries, d). k, v: (B, heads, *keys, d), at least the keys of all windows.
@@ -122,7 +134,7 @@ def _tiles_first(x, axes):
     return x.flatten(axes + 2, 2 * axes + 1).flatten(axes, axes + 1).flatten(0, axes - 1)
 
 
-def per_axis(value, axes):
+def per_axis(value: PerAxis, axes: int) -> tuple[int, ...]:
     """One number for each axis. Raises ValueError where there are more or fewer."""
     values = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(values) != axes:
@@ -136,7 +148,7 @@ class NeighborhoodAttention(nn.Module):
     q, k and v are one projection whose rows are ordered (head, q|k|v, d), as in networks.vit.Attention.
     """
 
-    def __init__(self, embed_dim, num_heads, kernel_size, dilation=1):
+    def __init__(self, embed_dim: int, num_heads: int, kernel_size: PerAxis, dilation: PerAxis = 1):
         super().__init__()
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
@@ -144,7 +156,8 @@ class NeighborhoodAttention(nn.Module):
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
         self.proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, *spatial, D) -> (B, *spatial, D)."""
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, *spatial, heads, 3, d)
         axes = x.ndim - 2
         order = 0, axes + 1, *range(1, axes + 1), axes + 2
@@ -156,6 +169,14 @@ class NeighborhoodAttention(nn.Module):
 class NeighborhoodBlock(Block):
     """Pre-norm transformer block with neighborhood attention: (B, *spatial, D) -> (B, *spatial, D)."""
 
-    def __init__(self, embed_dim, num_heads, kernel_size, dilation=1, mlp_ratio=4, dropout=0.0):
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        kernel_size: PerAxis,
+        dilation: PerAxis = 1,
+        mlp_ratio: float = 4,
+        dropout: float = 0.0,
+    ):
         attention = NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation)
         super().__init__(attention, embed_dim, mlp_ratio, dropout)

@@ -8,18 +8,21 @@ Shapes in comments: B batch, C channels, N tokens, D embedding size, d size of o
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from networks.initial import InitialWeights
 
+PerAxis = int | Sequence[int]  # one number for all axes, or one for each
 LAYER_NORM_EPS = 1e-6  # the same in every layer, and in every parallel form of it
-CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-def patch_grid(img_size, patch_size):
+def patch_grid(img_size: Sequence[int], patch_size: PerAxis) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Patches along each axis, and points of a patch along each axis: ((8, 12), 4) -> ((2, 3), (4, 4)).
 
     Raises ValueError where a patch does not divide the image.
@@ -34,11 +37,12 @@ def patch_grid(img_size, patch_size):
 class PatchEmbed(nn.Module):
     """Cut an image into patches and project each one to a token: (B, C, *img_size) -> (B, N, D)."""
 
-    def __init__(self, patch_size, in_channels, embed_dim):
+    def __init__(self, patch_size: tuple[int, ...], in_channels: int, embed_dim: int):
         super().__init__()
         self.proj = CONV[len(patch_size)](in_channels, embed_dim, kernel_size=patch_size, stride=patch_size)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, C, *img_size) -> tokens, (B, N, D), N patches in row-major order."""
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
@@ -48,12 +52,13 @@ class PositionEmbedding(nn.Module):
     tokens: which of the image's tokens come, a slice; all of them, unless the model is given a part of the image.
     """
 
-    def __init__(self, num_tokens, embed_dim):
+    def __init__(self, num_tokens: int, embed_dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_tokens, embed_dim))
         self.tokens = slice(0, num_tokens)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> (B, N, D), N as of `tokens`."""
         return x + self.weight[self.tokens]
 
 
@@ -64,7 +69,7 @@ class Attention(nn.Module):
     whole heads.
     """
 
-    def __init__(self, embed_dim, num_heads, dropout):
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float):
         super().__init__()
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
@@ -72,9 +77,11 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
         self.proj = nn.Linear(embed_dim, embed_dim)
-        self.attend = F.scaled_dot_product_attention  # from q, k, v of the tokens that this model holds
+        # From q, k, v of the tokens that this model holds.
+        self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> (B, N, D). Attention weights are dropped out in training only."""
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, N, heads, 3, d)
         q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, heads, N, d)
         x = self.attend(q, k, v, dropout_p=self.dropout if self.training else 0.0)
@@ -84,20 +91,21 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a GELU between: (B, N, D) -> (B, N, D)."""
 
-    def __init__(self, embed_dim, hidden_dim, dropout):
+    def __init__(self, embed_dim: int, hidden_dim: int, dropout: float):
         super().__init__()
         self.fc1 = nn.Linear(embed_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, embed_dim)
-        self.drop = nn.Dropout(dropout)
+        self.drop: nn.Module = nn.Dropout(dropout)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> (B, N, D)."""
         return self.fc2(self.drop(F.gelu(self.fc1(x))))
 
 
 class Block(nn.Module):
     """Pre-norm transformer block: (B, N, D) -> (B, N, D), or of any shape that its attention takes and gives."""
 
-    def __init__(self, attention, embed_dim, mlp_ratio, dropout):
+    def __init__(self, attention: nn.Module, embed_dim: int, mlp_ratio: float, dropout: float):
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.attn = attention
@@ -105,7 +113,8 @@ class Block(nn.Module):
         self.mlp = MLP(embed_dim, int(embed_dim * mlp_ratio), dropout)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> (B, N, D)."""
         x = x + self.drop(self.attn(self.norm1(x)))
         return x + self.drop(self.mlp(self.norm2(x)))
 
@@ -113,12 +122,13 @@ class Block(nn.Module):
 class ImageHead(nn.Module):
     """Project each token to its patch of the output and fold the patches: (B, N, D) -> (B, C, *img_size)."""
 
-    def __init__(self, grid, patch_size, out_channels, embed_dim):
+    def __init__(self, grid: tuple[int, ...], patch_size: tuple[int, ...], out_channels: int, embed_dim: int):
         super().__init__()
         self.grid, self.patch_size, self.out_channels = grid, patch_size, out_channels
         self.proj = nn.Linear(embed_dim, out_channels * math.prod(patch_size))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: tokens, (B, N, D), in row-major order -> (B, C, *img_size)."""
         n = len(self.grid)
         x = self.proj(x).unflatten(2, (self.out_channels, *self.patch_size)).unflatten(1, self.grid)
         # (B, *grid, C, *patch) -> (B, C, grid_0, patch_0, grid_1, patch_1, ...)
@@ -134,20 +144,32 @@ class Transformer(InitialWeights):
     grid, patch_size: of patch_grid.
     """
 
-    def __init__(self, patch_embed, head, grid, patch_size, embed_dim, depth, num_heads, mlp_ratio, dropout):
+    def __init__(
+        self,
+        patch_embed: nn.Module,
+        head: nn.Module,
+        grid: tuple[int, ...],
+        patch_size: tuple[int, ...],
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_ratio: float,
+        dropout: float,
+    ):
         super().__init__()
         self.patch_size = patch_size  # an image may be cut between patches
         self.patch_embed = patch_embed
         self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
         self.pos_drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(  # of Block, which torch has no type for
             Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
-        self.head = head
+        self.head: Any = head  # only one that makes images has a grid
         self.reset_parameters()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, C, *img_size) -> what the head makes of the tokens."""
         x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)
         for block in self.blocks:
             x = block(x)
@@ -164,15 +186,15 @@ class ViT(Transformer):
 
     def __init__(
         self,
-        img_size,
-        patch_size,
-        in_channels,
-        out_channels,
-        embed_dim,
-        depth,
-        num_heads,
-        mlp_ratio=4,
-        dropout=0.0,
+        img_size: Sequence[int],
+        patch_size: PerAxis,
+        in_channels: int,
+        out_channels: int,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_ratio: float = 4,
+        dropout: float = 0.0,
     ):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)

@@ -12,7 +12,7 @@ from distributed.sharding import spec_of
 from tests.parity import error
 
 TOLERANCE = 1e-5
-_meshes = {}
+_meshes: dict[tuple, Any] = {}
 
 
 class X(NamedTuple):

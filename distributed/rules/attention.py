@@ -1,8 +1,13 @@
 """Attention over tokens that are split: by the methods of distributed/attention.py, whichever tokens a rank has."""
 
+# mypy: allow-redefinition
+# (q, k and v are ShardTensors, then their local parts)
+
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
@@ -13,7 +18,7 @@ from distributed.shard_tensor import ShardTensor, local, no_rule, part_of, reduc
 _chosen = "gather"
 
 
-def set_attention_method(method):
+def set_attention_method(method: str) -> None:
     """Choose how attention over split tokens sees all keys: gather, ring or all_to_all. For all models, from now on."""
     if method not in METHODS:
         raise ValueError(f"attention: no method '{method}', there are {', '.join(METHODS)}")
@@ -22,8 +27,11 @@ def set_attention_method(method):
 
 
 @rule(F.scaled_dot_product_attention)
-def attention(func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """q (B, heads, N, d), k, v (B, heads, M, d); heads and samples may be split too, in the same way in all three."""
+def attention(
+    func: Callable, q: ShardTensor, k: ShardTensor, v: ShardTensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> ShardTensor:  # fmt: skip
+    """Of q (B, heads, N, d), k, v (B, heads, M, d); samples and heads may be split, in the same way in all three."""
     if not all(isinstance(x, ShardTensor) and len(x.spec.dims) == 4 for x in (q, k, v)):
         raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors of four dimensions")
     q, k, v = reduced(q), reduced(k), reduced(v)

@@ -1,9 +1,15 @@
 """What is asked of a tensor without computing with it, and what leaves the world of ShardTensors."""
 
+# mypy: disable-error-code="attr-defined,union-attr"
+# (which takes Tensor.shape for a value of the class, not for the descriptor that it is)
+
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from distributed.shard_tensor import local, named, replicated, rule, wrap
+from distributed.shard_tensor import ShardTensor, local, named, replicated, rule, wrap
 
 
 @rule(
@@ -15,57 +21,63 @@ from distributed.shard_tensor import local, named, replicated, rule, wrap
     *named("is_floating_point", "is_complex", "element_size", "get_device", "register_hook", "retain_grad",
            "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "_is_view", "is_pinned"),
 )  # fmt: skip
-def of_local(func, x, *args, **kwargs):
+def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The same for the whole tensor as for the local part."""
     return func(x, *args, **kwargs)
 
 
 @rule(Tensor._base.__get__)
-def base(func, x):
+def base(func: Callable, x: ShardTensor) -> None:
     """None: that a ShardTensor is a view of its local part is nobody's concern."""
-    return None
 
 
 @rule(Tensor.shape.__get__)
-def shape(func, x):
+def shape(func: Callable, x: ShardTensor) -> torch.Size:
+    """The global shape."""
     return x.spec.shape
 
 
 @rule(Tensor.size)
-def size(func, x, dim=None):
+def size(func: Callable, x: ShardTensor, dim: int | None = None) -> torch.Size | int:
+    """The global shape, or one size of it."""
     return x.spec.shape if dim is None else x.spec.shape[dim]
 
 
 @rule(Tensor.ndim.__get__, *named("dim", "ndimension"))
-def ndim(func, x):
+def ndim(func: Callable, x: ShardTensor) -> int:
+    """As many as the local part has."""
     return len(x.spec.dims)
 
 
 @rule(*named("numel", "nelement"))
-def numel(func, x):
+def numel(func: Callable, x: ShardTensor) -> int:
+    """Elements on all ranks together."""
     return x.spec.shape.numel()
 
 
 @rule(Tensor.__len__)
-def length(func, x):
+def length(func: Callable, x: ShardTensor) -> int:
+    """The global size of the first dimension. Raises TypeError for a scalar, as torch does."""
     if not x.spec.dims:
         raise TypeError("len() of a 0-d tensor")
     return x.spec.shape[0]
 
 
 @rule(Tensor.grad.__get__)
-def grad(func, x):
+def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
+    """Split as x is: each rank has its part of the serial gradient."""
     found = func(x)
     return found if found is None else wrap(found, x.spec)
 
 
 @rule(Tensor.grad.__set__)
-def set_grad(func, x, value):
+def set_grad(func: Callable, x: ShardTensor, value: Tensor | None) -> None:
+    """value: split as x is."""
     func(x, local(value))
 
 
 @rule(Tensor.backward)
-def backward(func, x, gradient=None, *args, **kwargs):
+def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """gradient: split as x is."""
     if gradient is None and x.spec.split_dims and x.spec.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -74,18 +86,20 @@ def backward(func, x, gradient=None, *args, **kwargs):
 
 
 @rule(*named("requires_grad_"))
-def in_place_flag(func, x, *args, **kwargs):
+def in_place_flag(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Set on the local part; returns x."""
     func(x, *args, **kwargs)
     return x
 
 
 @rule(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
       Tensor.__format__, Tensor.__contains__, Tensor.__array__)  # fmt: skip
-def whole_value(func, x, *args, **kwargs):
+def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """For the host: the value of the whole tensor, on every rank."""
     return func(local(replicated(x)), *args, **kwargs)
 
 
 @rule(torch.is_tensor)
-def is_tensor(func, x):
+def is_tensor(func: Callable, x: ShardTensor) -> bool:
+    """True: a ShardTensor is a torch.Tensor."""
     return True

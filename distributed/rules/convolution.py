@@ -4,14 +4,25 @@ The weights are plain tensors, whole on every rank. Each rank fetches the rows t
 where the whole ends, and calls the plain operation.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Literal
+
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.halo import Fetch, bounds
-from distributed.rules.windows import Window, cropped, cut, is_empty, no_outputs, spatial, whole_length
+from distributed.collectives import Sizes
+from distributed.halo import Fetch, Interval, bounds
+from distributed.rules.windows import Output, Splits, Window, cropped, cut, is_empty, no_outputs, spatial, whole_length
+from networks.vit import PerAxis
+
+Padding = PerAxis | Literal["same", "valid"]
 
 
-def convolve(func, x, splits, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, overlap=None):
+def convolve(
+    func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
+    stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1, groups: int = 1, overlap: bool | None = None,
+) -> Output:  # fmt: skip
     """conv1d, conv2d, conv3d: x (B, C, ...) or (C, ...), weight (D, C / groups, ...) -> (B, D, ...).
 
     padding: numbers, 'same' or 'valid'. overlap: while rows travel, compute the outputs that read this rank's only; by
@@ -39,7 +50,7 @@ def convolve(func, x, splits, weight, bias=None, stride=1, padding=0, dilation=1
             x = F.pad(x, [0, 0] * (count - 1 - i) + [w.before, w.after])
         shape.append(length)
 
-    def compute(part):
+    def compute(part: Tensor) -> Tensor:
         return func(part, weight, bias, stride, left, dilation, groups)
 
     *others, last = sorted(splits)
@@ -60,7 +71,10 @@ def convolve(func, x, splits, weight, bias=None, stride=1, padding=0, dilation=1
     return overlapped(compute, coming, w, last, bounds(sizes)[group.rank][0], outputs, inner), new
 
 
-def overlapped(compute, coming, window, dim, start, outputs, inner):
+def overlapped(
+    compute: Callable[[Tensor], Tensor], coming: Fetch, window: Window, dim: int, start: int, outputs: Interval,
+    inner: Interval,
+) -> Tensor:  # fmt: skip
     """The outputs of a rank whose shard begins at row `start`, the inner ones first."""
     first, last = window.interval(*inner)
     middle = compute(coming.own.narrow(dim, first - start, last - first))
@@ -72,13 +86,13 @@ def overlapped(compute, coming, window, dim, start, outputs, inner):
     return torch.cat(parts, dim)
 
 
-def request(x, dim, splits, new, window):
+def request(x: Tensor, dim: int, splits: Splits, new: dict[int, Sizes], window: Window) -> Fetch:
     """The rows that every rank's outputs read, on their way."""
     sizes, group = splits[dim]
     return Fetch(x, dim, sizes, [window.interval(*b) if b[0] < b[1] else (0, 0) for b in bounds(new[dim])], group)
 
 
-def inside(window, rows, outputs):
+def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
     """Of the outputs [first, last), those that read nothing but the given rows."""
     first = -((-rows[0] - window.before) // window.stride)
     last = (rows[1] - 1 - window.reach + window.before) // window.stride + 1
@@ -86,7 +100,10 @@ def inside(window, rows, outputs):
     return first, max(first, min(last, outputs[1]))
 
 
-def conv_windows(kernel, stride, padding, dilation, count):
+def conv_windows(
+    kernel: Sequence[int], stride: PerAxis, padding: Padding, dilation: PerAxis, count: int
+) -> list[Window]:
+    """The Window of every spatial dimension. Raises ValueError for padding='same' with a stride."""
     stride, dilation = spatial(stride, count), spatial(dilation, count)
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
@@ -99,8 +116,9 @@ def conv_windows(kernel, stride, padding, dilation, count):
 
 
 def convolve_transposed(
-    func, x, splits, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
-):
+    func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
+    stride: PerAxis = 1, padding: PerAxis = 0, output_padding: PerAxis = 0, groups: int = 1, dilation: PerAxis = 1,
+) -> Output:  # fmt: skip
     """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...)."""
     count = weight.ndim - 2
     x, ahead = autocast(x), x.ndim - count
@@ -130,12 +148,12 @@ def convolve_transposed(
     return cropped(y, {dim: (surplus[dim], shape[dim]) for dim in new}), new
 
 
-def spread_over(first, last, stride, reach):
+def spread_over(first: int, last: int, stride: int, reach: int) -> Interval:
     """The rows [a, b) of the input whose unpadded transposed convolution has the outputs [first, last)."""
     return max(0, min(-((reach - first) // stride), first // stride)), (last - 1) // stride + 1
 
 
-def autocast(x):
+def autocast(x: Tensor) -> Tensor:
     """In the dtype in which the convolution will run: rows travel in half the bytes."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x

@@ -1,5 +1,8 @@
 """Operations on one element after another: each rank computes its own part; operands are brought to one split first."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +22,7 @@ from distributed.shard_tensor import (
     shared,
     wrap,
 )
-from distributed.sharding import Spec, whole
+from distributed.sharding import Axes, Spec, whole
 
 UNARY = named(
     "abs", "absolute", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
@@ -59,8 +62,8 @@ ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 
 
 @rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__)
-def elementwise(func, *args, **kwargs):
-    """func of ShardTensors, plain tensors and numbers, broadcast against each other; in-place forms too."""
+def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Of ShardTensors, plain tensors and numbers, broadcast against each other; in-place forms too."""
     spec = None
     for x in args:
         if isinstance(x, ShardTensor):
@@ -79,11 +82,12 @@ def elementwise(func, *args, **kwargs):
     return broadcast(func, args, kwargs)
 
 
-def plain_numbers(kwargs):
+def plain_numbers(kwargs: Mapping[str, Any]) -> bool:
+    """Whether no keyword is a tensor, nor the place of the result."""
     return not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items())
 
 
-def alike_on_copies(func, x, *args, **kwargs):
+def alike_on_copies(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
     """Random numbers for a tensor of which several ranks hold a copy: those of the first of them, on all."""
     if func not in SHARED_RANDOM:
         raise no_rule(func, (x,), {}, "random numbers for a tensor of which several ranks hold a copy")
@@ -95,12 +99,12 @@ def alike_on_copies(func, x, *args, **kwargs):
     return dispatch(torch.mul, x, drawn) if func in DROPOUT else drawn
 
 
-def scales(func, args):
+def scales(func: Callable, args: Sequence[Any]) -> bool:
     """Whether func multiplies the one tensor by a number."""
     return func in SCALING and isinstance(args[0], ShardTensor) and not isinstance(args[1], Tensor)
 
 
-def broadcast(func, args, kwargs):
+def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
     """The general case."""
     if "out" in kwargs:
         raise no_rule(func, args, kwargs, "out= is not supported")
@@ -119,7 +123,7 @@ def broadcast(func, args, kwargs):
     return args[0] if in_place else wrap(out, spec)
 
 
-def all_partial_sums(func, args):
+def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:
     """Whether func adds partial tensors that are partial in the same way, or scales or passes one on."""
     if func in LINEAR or scales(func, args):
         return True
@@ -127,27 +131,28 @@ def all_partial_sums(func, args):
     return func in ADDING and len(args) == 2 and all(s is not None for s in found) and found[0] == found[1]
 
 
-def common_spec(tensors):
+def common_spec(tensors: Sequence[Tensor]) -> Spec:
     """The spec of the result of broadcasting: along each dimension the first split that an operand has."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     shape = torch.broadcast_shapes(*(x.spec.shape if isinstance(x, ShardTensor) else x.shape for x in tensors))
-    used, dims = set(), [None] * len(shape)
+    used: set[int] = set()
+    found: list[Axes | None] = [None] * len(shape)
     for spec in specs:
         for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
             over = {a.mesh_dim for a in axes if a.sizes is not None}
-            if dims[dim] is None and over and not over & used and spec.shape[dim - len(shape)] == shape[dim]:
-                dims[dim] = axes
+            if found[dim] is None and over and not over & used and spec.shape[dim - len(shape)] == shape[dim]:
+                found[dim] = axes
                 used |= over
     for spec in specs:  # the axes of a whole dimension are of no account
         for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
-            if dims[dim] is None and spec.shape[dim - len(shape)] == shape[dim] and not any(a.sizes for a in axes):
-                dims[dim] = axes
-    dims = [whole(n) if axes is None else axes for n, axes in zip(shape, dims, strict=True)]
+            if found[dim] is None and spec.shape[dim - len(shape)] == shape[dim] and not any(a.sizes for a in axes):
+                found[dim] = axes
+    dims = [whole(n) if axes is None else axes for n, axes in zip(shape, found, strict=True)]
     partial = specs[0].partial if all(s.partial == specs[0].partial for s in specs) else ()
     return Spec(specs[0].mesh, tuple(dims), partial)
 
 
-def fitted(x, spec):
+def fitted(x: Tensor, spec: Spec) -> Tensor:
     """The local part of an operand, such that it broadcasts against the local part of the result."""
     ahead = len(spec.dims) - x.dim()
     aligned = spec.with_dims(spec.dims[ahead:])
@@ -167,7 +172,7 @@ def fitted(x, spec):
     return part
 
 
-def split_alike(spec, other):
+def split_alike(spec: Spec, other: Spec) -> bool:
     """Whether every rank has the same elements of two tensors of one shape; the axes of whole dimensions may differ."""
     return spec.partial == other.partial and all(
         a == b or not (spec.is_split(d) or other.is_split(d))
@@ -175,8 +180,8 @@ def split_alike(spec, other):
     )
 
 
-def to_spec(x, spec):
-    """x split as spec says; dimensions of several axes are reached by taking a slice of the whole."""
+def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
+    """The tensor split as spec says; dimensions of several axes are reached by taking a slice of the whole."""
     if all(len(axes) < 2 for axes in spec.dims):
         sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
         return redistributed(x, spec.placements, sizes)
@@ -188,7 +193,7 @@ def to_spec(x, spec):
 
 
 @rule(*CASTS)
-def cast(func, x, *args, **kwargs):
+def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Another dtype or device."""
     if not isinstance(x, ShardTensor):  # type_as a ShardTensor
         return func(x, *(local(a) for a in args), **kwargs)

@@ -1,5 +1,8 @@
 """Parts of a tensor: a slice of a split dimension is taken where it lies, by each rank of its own piece."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +25,7 @@ from distributed.sharding import Axis, whole
 
 
 @rule(Tensor.__getitem__)
-def getitem(func, x, index):
+def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     """Numbers, slices, None and Ellipsis on any dimension; tensors and lists of indices on whole ones.
 
     One row of a split dimension is a partial tensor: its owner has it, the others have zeros.
@@ -41,12 +44,12 @@ class _Zeros(torch.autograd.Function):
     """Zeros of a shape, that hang on x."""
 
     @staticmethod
-    def forward(ctx, x, shape):
+    def forward(ctx: Any, x: Tensor, shape: torch.Size) -> Tensor:
         ctx.shape = x.shape
         return x.new_zeros(shape)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.new_zeros(ctx.shape), None
 
 
@@ -154,7 +157,7 @@ def _rows_of_plain(func, x, index):
 
 
 @rule(Tensor.__setitem__)
-def setitem(func, x, index, value):
+def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     """Into slices of any dimension, and rows of whole ones; every rank writes its part of the value."""
     if not isinstance(x, ShardTensor) or x.spec.partial:
         raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
@@ -170,12 +173,14 @@ def setitem(func, x, index, value):
 
 
 @rule(*named("select"))
-def select(func, input, dim, index):
+def select(func: Callable, input: ShardTensor, dim: int, index: int) -> ShardTensor:
+    """One row, without its dimension; of a split dimension a partial tensor."""
     return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), int(index)))
 
 
 @rule(*named("narrow"))
-def narrow(func, input, dim, start, length):
+def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
+    """A slice of rows; start may be a tensor of one number."""
     dim = dim % len(input.spec.dims)
     size, start = input.spec.shape[dim], int(start)
     start = start + size if start < 0 else start
@@ -185,14 +190,16 @@ def narrow(func, input, dim, start, length):
 
 
 @rule(*named("index_select"))
-def index_select(func, input, dim, index):
+def index_select(func: Callable, input: Tensor, dim: int, index: Tensor) -> ShardTensor:
+    """Rows of a whole dimension, by plain indices."""
     if not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor")
     return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), index.reshape(-1)))
 
 
 @rule(*named("unbind"))
-def unbind(func, input, dim=0):
+def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
+    """All rows, each without its dimension; of a split dimension partial tensors."""
     spec, dim = input.spec, dim % len(input.spec.dims)
     if spec.is_split(dim):
         return tuple([select(func, input, dim, i) for i in range(spec.shape[dim])])
@@ -201,7 +208,10 @@ def unbind(func, input, dim=0):
 
 
 @rule(*named("split", "split_with_sizes"))
-def split(func, tensor, split_size_or_sections=None, dim=0, *, split_size=None, split_sizes=None):
+def split(
+    func: Callable, tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None,
+    split_sizes: Any = None,
+) -> tuple[ShardTensor, ...]:  # fmt: skip
     """Along a split dimension each rank has its own part of every piece."""
     dim, sizes = dim % len(tensor.spec.dims), split_size_or_sections
     sizes = split_size if sizes is None else sizes
@@ -215,7 +225,8 @@ def split(func, tensor, split_size_or_sections=None, dim=0, *, split_size=None, 
 
 
 @rule(*named("chunk"))
-def chunk(func, input, chunks, dim=0):
+def chunk(func: Callable, input: ShardTensor, chunks: int, dim: int = 0) -> tuple[ShardTensor, ...]:
+    """Pieces of one size, the last one shorter; along a split dimension each rank has its own part of every piece."""
     dim = dim % len(input.spec.dims)
     size = input.spec.shape[dim]
     piece = max(1, -(-size // chunks))
@@ -224,7 +235,11 @@ def chunk(func, input, chunks, dim=0):
 
 
 @rule(*named("tensor_split"))
-def tensor_split(func, input, indices_or_sections=None, dim=0, *, sections=None, indices=None):
+def tensor_split(
+    func: Callable, input: ShardTensor, indices_or_sections: int | Sequence[int] | None = None, dim: int = 0, *,
+    sections: int | None = None, indices: Sequence[int] | None = None,
+) -> tuple[ShardTensor, ...]:  # fmt: skip
+    """Pieces as even as can be, or between given rows."""
     dim = dim % len(input.spec.dims)
     size = input.spec.shape[dim]
     cuts = next(c for c in (indices_or_sections, sections, indices) if c is not None)
@@ -244,7 +259,9 @@ def _pieces(func, x, dim, sizes):
 
 
 @rule(*named("gather", "take_along_dim"))
-def gather(func, input, dim, index=None, *, sparse_grad=False, **kwargs):
+def gather(
+    func: Callable, input: Tensor, dim: Any, index: Any = None, *, sparse_grad: bool = False, **kwargs: Any
+) -> ShardTensor:
     """Along a whole dimension; the indices are split as the tensor is, or plain and of its size elsewhere."""
     if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
         dim, index = kwargs.get("dim", index), dim
@@ -260,8 +277,9 @@ def gather(func, input, dim, index=None, *, sparse_grad=False, **kwargs):
 
 @rule(F.embedding)
 def embedding(
-    func, input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
-):
+    func: Callable, input: ShardTensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> ShardTensor:  # fmt: skip
     """Of split indices in a whole plain table: (...) -> (..., D)."""
     if isinstance(weight, ShardTensor) or max_norm is not None or scale_grad_by_freq:
         raise no_rule(func, (input, weight), {}, "indices must be a ShardTensor, the table plain, without max_norm")
@@ -271,7 +289,8 @@ def embedding(
 
 
 @rule(F.one_hot)
-def one_hot(func, tensor, num_classes=-1):
+def one_hot(func: Callable, tensor: ShardTensor, num_classes: int = -1) -> ShardTensor:
+    """One more dimension, of num_classes; -1: as many as the largest index on any rank asks for."""
     if num_classes == -1:
         num_classes = int(local(dispatch(torch.amax, tensor))) + 1
     tensor = reduced(tensor)

@@ -1,8 +1,12 @@
 """Several tensors in one, and one tensor in another order."""
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from distributed.collectives import all_to_all
+import torch
+from torch import Tensor
+
+from distributed.collectives import Sizes, all_to_all
 from distributed.redistribute import redistribute
 from distributed.rules.elementwise import common_spec, fitted
 from distributed.rules.reductions import numpy_names
@@ -18,20 +22,21 @@ from distributed.shard_tensor import (
     rule,
     wrap,
 )
-from distributed.sharding import Axis, merged, shard_sizes, whole
+from distributed.sharding import Axis, Spec, merged, shard_sizes, whole
 
 
-def alike(tensors):
+def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, partial only if all are, and in the same way."""
-    specs = [x.spec if isinstance(x, ShardTensor) else None for x in tensors]
-    if all(s is not None and s.partial == specs[0].partial for s in specs):
+    specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
+    if len(specs) == len(tensors) and all(s.partial == specs[0].partial for s in specs):
         return list(tensors)
     return [reduced(x) if isinstance(x, ShardTensor) else x for x in tensors]
 
 
 @rule(*named("stack"))
 @numpy_names
-def stack(func, tensors, dim=0):
+def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
+    """Along a new dimension, which is whole; the tensors are brought to one split first."""
     tensors = alike(tensors)
     shapes = [tuple(global_shape(x)) for x in tensors]
     if any(shape != shapes[0] for shape in shapes):
@@ -44,7 +49,7 @@ def stack(func, tensors, dim=0):
 
 @rule(*named("cat", "concat", "concatenate"))
 @numpy_names
-def cat(func, tensors, dim=0):
+def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Along a split dimension the result is in global order: rows move to where they belong."""
     tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # as torch, which has kept this for long
     count = tensors[0].dim()
@@ -103,8 +108,8 @@ def _is_cut(x, dim, mesh_dim):
     return isinstance(x, ShardTensor) and any(axis.mesh_dim == mesh_dim for axis in x.spec.dims[dim])
 
 
-def joined(tensors, dim, mesh_dim, sizes, base):
-    """cat along a dimension that a mesh dimension splits into the given sizes; base: the split of the others."""
+def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, base: Spec) -> ShardTensor:
+    """Tensors in a row along a dimension that a mesh dimension splits into the given sizes; base: the other splits."""
     parts, start = [], 0
     for x in tensors:
         pieces, end = [], 0
@@ -121,7 +126,8 @@ def joined(tensors, dim, mesh_dim, sizes, base):
 
 
 @rule(*named("flip"))
-def flip(func, input, *dims, **keywords):
+def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+    """Turn around dimensions, given as numbers or as one tuple."""
     dims = dims or tuple(keywords.values())
     dims = dims[0] if dims and not isinstance(dims[0], int) else dims
     for dim in dims:
@@ -129,13 +135,14 @@ def flip(func, input, *dims, **keywords):
     return input
 
 
-def flipped(func, x, dim):
+def flipped(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
     """Turn around one dimension: of a split one each rank sends its piece to its opposite."""
     spec, part = x.spec, local(x)
     part = part.flip(dim)
     if spec.is_split(dim):
-        axis = one_axis(func, x, dim)
-        group, spec = spec.mesh.groups[axis.mesh_dim], spec.resized({dim: axis.sizes[::-1]})
+        one_axis(func, x, dim)  # or no rule
+        sizes, group = spec.shares(dim)
+        spec = spec.resized({dim: sizes[::-1]})
         sent, received = [0] * group.size, [0] * group.size
         sent[-1 - group.rank], received[-1 - group.rank] = part.numel(), spec.local_shape.numel()
         part = all_to_all(part.reshape(-1), tuple(sent), tuple(received), group).view(spec.local_shape)
@@ -143,7 +150,10 @@ def flipped(func, x, dim):
 
 
 @rule(*named("roll"))
-def roll(func, input, shifts, dims=None):
+def roll(
+    func: Callable, input: ShardTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
+) -> ShardTensor:
+    """Rows move on, those at the end to the front; without dims in the tensor flattened."""
     if dims is None or dims == ():
         flat = dispatch(torch.flatten, input)
         return dispatch(torch.reshape, roll(func, flat, shifts, 0), input.spec.shape)
@@ -153,7 +163,7 @@ def roll(func, input, shifts, dims=None):
     return input
 
 
-def rolled(func, x, shift, dim):
+def rolled(func: Callable, x: ShardTensor, shift: int, dim: int) -> ShardTensor:
     """Rows move on by `shift`, and around: the pieces stay as large as they are."""
     spec, size = x.spec, x.spec.shape[dim]
     if not spec.is_split(dim):
@@ -162,11 +172,11 @@ def rolled(func, x, shift, dim):
     if not size:
         return x
     head, tail = dispatch(torch.split, x, [size - shift % size, shift % size], dim)
-    return joined([tail, head], dim, axis.mesh_dim, axis.sizes, spec)
+    return joined([tail, head], dim, axis.mesh_dim, spec.shares(dim)[0], spec)
 
 
 @rule(*named("repeat", "tile"))
-def repeat(func, input, *repeats, **keywords):
+def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
     """Of split dimensions too: every rank repeats its piece."""
     repeats = repeats or tuple(keywords.values())
     repeats = repeats[0] if repeats and not isinstance(repeats[0], int) else repeats
@@ -181,7 +191,9 @@ def repeat(func, input, *repeats, **keywords):
 
 
 @rule(*named("repeat_interleave"))
-def repeat_interleave(func, input, repeats, dim=None, *, output_size=None):
+def repeat_interleave(
+    func: Callable, input: ShardTensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
+) -> ShardTensor:
     """Every row `repeats` times."""
     if not isinstance(repeats, int):
         raise no_rule(func, (input,), {}, "a number of repetitions for each row")
@@ -192,7 +204,7 @@ def repeat_interleave(func, input, repeats, dim=None, *, output_size=None):
 
 
 @rule(*named("tril", "triu"))
-def triangle(func, input, diagonal=0):
+def triangle(func: Callable, input: ShardTensor, diagonal: int = 0) -> ShardTensor:
     """Split rows and columns count from where they are in the whole."""
     spec = input.spec
     if any(len(axes) > 1 and any(axis.sizes for axis in axes) for axes in spec.dims[-2:]):

@@ -5,8 +5,11 @@ over its part: the result is partial. Of two dimensions that one mesh dimension 
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import copy_to_region
@@ -26,7 +29,10 @@ from distributed.shard_tensor import (
 from distributed.sharding import Spec, part_of, whole
 
 
-def contracted(compute, operands, labels, result, bias=None):
+def contracted(
+    compute: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Sequence[str]], result: Sequence[str],
+    bias: Tensor | None = None,
+) -> ShardTensor:  # fmt: skip
     """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
 
     labels: for each operand one label a dimension, equal where dimensions are summed over or run together; a dimension
@@ -54,9 +60,9 @@ def contracted(compute, operands, labels, result, bias=None):
     return wrap(compute(*own), out)
 
 
-def common_sizes(operands, labels):
+def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) -> dict[str, int]:
     """The size of each label."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for x, names in zip(operands, labels, strict=True):
         for name, size in zip(names, global_shape(x), strict=True):
             before = sizes.get(name, 1)
@@ -80,7 +86,7 @@ def _operand(x, axes, out, used):
     return part
 
 
-def own_bias(bias, out):
+def own_bias(bias: Tensor, out: Spec) -> Tensor:
     """This rank's part of a bias; into a sum over ranks it goes in equal parts."""
     bias = shared(bias, out)
     if out.is_split(-1):
@@ -91,7 +97,7 @@ def own_bias(bias, out):
 
 
 @rule(F.linear)
-def linear(func, input, weight, bias=None):
+def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> ShardTensor:
     """(..., D) x (E, D) -> (..., E); where D is split, the result is a sum over the ranks."""
     if isinstance(bias, ShardTensor) or weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
@@ -105,7 +111,7 @@ def linear(func, input, weight, bias=None):
 
 
 @rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
-def matmul(func, input, other):
+def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
     """(..., N, D) x (..., D, M) -> (..., N, M), batches broadcast; vectors as torch has it."""
     if func.__name__ == "__rmatmul__":
         input, other = other, input
@@ -123,7 +129,10 @@ def _batch(x):
 
 
 @rule(*named("addmm", "baddbmm", "addmv"))
-def add_product(func, input, first, second, *, beta=1, alpha=1):
+def add_product(
+    func: Callable, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
+) -> ShardTensor:
+    """The result of beta * input + alpha * first @ second."""
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
         raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
     product = matmul(torch.matmul, first, second)
@@ -135,14 +144,15 @@ def add_product(func, input, first, second, *, beta=1, alpha=1):
 
 
 @rule(*named("outer", "ger"))
-def outer(func, input, vec2):
+def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
+    """(N,) x (M,) -> (N, M)."""
     return contracted(torch.outer, (input, vec2), (["n"], ["m"]), ["n", "m"])
 
 
 @rule(torch.einsum)
-def einsum(func, equation, *operands):
+def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
     """By an equation in which an operand has every letter at most once."""
-    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str):
         raise no_rule(func, operands, {}, "give the equation as a string")
     left, arrow, right = equation.replace(" ", "").partition("->")

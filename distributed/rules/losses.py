@@ -1,6 +1,11 @@
 """Losses: one value an element, or a sample, as the plain ones give; summed and averaged as other tensors are."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.nn import _reduction
 from torch.nn import functional as F
 
 from distributed.rules.elementwise import broadcast, fitted
@@ -9,7 +14,8 @@ from distributed.shard_tensor import ShardTensor, dispatch, global_shape, local,
 from distributed.sharding import whole
 
 
-def averaged(loss, reduction):
+def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:
+    """Mean, sum or, with 'none', the losses themselves. Raises ValueError for another reduction."""
     if reduction == "none":
         return loss
     if reduction not in ("mean", "sum"):
@@ -17,13 +23,17 @@ def averaged(loss, reduction):
     return dispatch(torch.mean if reduction == "mean" else torch.sum, loss)
 
 
-def named_reduction(reduction, size_average, reduce):
-    return reduction if size_average is reduce is None else F._Reduction.legacy_get_string(size_average, reduce)
+def named_reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction, also where it is given by the two deprecated arguments."""
+    return reduction if size_average is reduce is None else _reduction.legacy_get_string(size_average, reduce)
 
 
 @rule(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-def regression_loss(func, input, target, size_average=None, reduce=None, reduction="mean", weight=None, **parameters):
-    """torch does not pass on the weight of F.l1_loss: it is lost before it comes here."""
+def regression_loss(
+    func: Callable, input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
+    reduction: str = "mean", weight: Tensor | None = None, **parameters: Any,
+) -> ShardTensor:  # fmt: skip
+    """Of equal shapes. torch does not pass on the weight of F.l1_loss: it is lost before it comes here."""
     reduction = named_reduction(reduction, size_average, reduce)
     _same_shape(func, input, target, weight)
     loss = broadcast(func, (input, target), {"reduction": "none", **parameters})
@@ -37,7 +47,11 @@ def regression_loss(func, input, target, size_average=None, reduce=None, reducti
 
 
 @rule(F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
-def binary_loss(func, input, target, weight=None, size_average=None, reduce=None, reduction="mean", pos_weight=None):
+def binary_loss(
+    func: Callable, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    reduce: bool | None = None, reduction: str = "mean", pos_weight: Tensor | None = None,
+) -> ShardTensor:  # fmt: skip
+    """Of equal shapes; the weights broadcast."""
     _same_shape(func, input, target)
     weights = {"weight": weight} if pos_weight is None else {"weight": weight, "pos_weight": pos_weight}
     loss = broadcast(func, (input, target), {"reduction": "none", **weights})
@@ -45,7 +59,11 @@ def binary_loss(func, input, target, weight=None, size_average=None, reduce=None
 
 
 @rule(F.kl_div)
-def kl_div(func, input, target, size_average=None, reduce=None, reduction="mean", log_target=False):
+def kl_div(
+    func: Callable, input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
+    reduction: str = "mean", log_target: bool = False,
+) -> ShardTensor:  # fmt: skip
+    """reduction: also batchmean, the sum over the global number of samples."""
     loss = broadcast(func, (input, target), {"reduction": "none", "log_target": log_target})
     if reduction == "batchmean":
         return dispatch(torch.div, averaged(loss, "sum"), global_shape(input)[0])
@@ -60,10 +78,10 @@ def _same_shape(func, *tensors):
 
 @rule(F.cross_entropy, F.nll_loss)
 def class_loss(
-    func, input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-    label_smoothing=0.0,
-):  # fmt: skip
-    """input (C,) or (B, C, ...), its classes whole; target: indices (B, ...) or probabilities as input."""
+    func: Callable, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> ShardTensor:  # fmt: skip
+    """Of an input (C,) or (B, C, ...), its classes whole; target: indices (B, ...) or probabilities as input."""
     if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor):
         raise no_rule(func, (input, target, weight), {}, "the input must be a ShardTensor, the weight a plain tensor")
     x = reduced(input)
@@ -87,5 +105,5 @@ def class_loss(
         counts = weight[torch.where(part == ignore_index, 0, part)] * counts
     one = reduced_spec(each, range(len(each.dims)), False)
     sums = reduced(wrap(torch.stack([loss.sum(), counts.sum()]), one.with_dims([whole(2)])))  # one all-reduce for both
-    total, count = local(sums).unbind()
-    return wrap(total / count, sums.spec.with_dims([]))
+    value, count = local(sums).unbind()
+    return wrap(value / count, sums.spec.with_dims([]))

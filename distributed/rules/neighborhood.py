@@ -1,15 +1,24 @@
 """Neighborhood attention over a grid that is split: each rank fetches the keys and values that its windows reach."""
 
+# mypy: allow-redefinition
+# (q, k and v are ShardTensors, then their local parts)
+
+from collections.abc import Callable
+
 import torch
 
 from distributed.halo import Fetch, bounds
 from distributed.rules.windows import no_outputs
 from distributed.shard_tensor import ShardTensor, local, no_rule, reduced, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
+from networks.vit import PerAxis
 
 
 @rule(neighborhood_attention)
-def attend(func, q, k, v, kernel_size, dilation=1, scale=None):
+def attend(
+    func: Callable, q: ShardTensor, k: ShardTensor, v: ShardTensor, kernel_size: PerAxis, dilation: PerAxis = 1,
+    scale: float | None = None,
+) -> ShardTensor:  # fmt: skip
     """q, k, v (B, heads, *spatial, d), split in the same way: along spatial axes, samples or heads."""
     if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
         raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
@@ -23,8 +32,8 @@ def attend(func, q, k, v, kernel_size, dilation=1, scale=None):
         range(2, 2 + count), per_axis(kernel_size, count), per_axis(dilation, count), strict=True
     ):
         first = window_starts(spec.shape[dim], kernel, step)
-        if spec.is_split(dim):
-            sizes, group = spec.split(dim)
+        if (split := spec.split(dim)) is not None:
+            sizes, group = split
             own, intervals = bounds(sizes)[group.rank], []
             for low, high in bounds(sizes):
                 windows = first[low:high]

@@ -4,16 +4,36 @@ One gather of two numbers a statistic forward, one all-reduce of two backward. W
 dimension that they belong to is split, each rank takes its part of them.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import gather_from_region, reduce_from_region
-from distributed.rules.reductions import at_least_float32, moments, numpy_names, sharers
-from distributed.shard_tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, shared, wrap
-from distributed.sharding import part_of
+from distributed.collectives import Group, gather_from_region, reduce_from_region
+from distributed.rules.reductions import Sharers, at_least_float32, moments, numpy_names, sharers
+from distributed.shard_tensor import (
+    MaybeTensor,
+    ShardTensor,
+    dispatch,
+    local,
+    named,
+    no_rule,
+    reduced,
+    rule,
+    shared,
+    wrap,
+)
+from distributed.sharding import Spec, part_of
+
+Statistics = tuple[Tensor, Tensor]  # mean, 1 / deviation
 
 
-def normalize(x, weight, bias, dims, shared_by, statistics, centered=True):
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: Sequence[int], shared_by: Sharers,
+    statistics: Statistics, centered: bool = True,
+) -> Tensor:  # fmt: skip
     """(x - mean) / deviation * weight + bias.
 
     x: local tensor. weight, bias: local, of shapes that broadcast against x, or None. dims: what the statistics
@@ -28,7 +48,10 @@ def normalize(x, weight, bias, dims, shared_by, statistics, centered=True):
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, mean, scale, dims, group, count, centered):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
+        dims: Sequence[int], group: Group | None, count: int, centered: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.dims, ctx.group, ctx.count, ctx.centered = dims, group, count, centered
         ctx.bias = bias is not None and (bias.shape, bias.dtype)
@@ -40,7 +63,7 @@ class _Normalize(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         normal, grad = _normalized(x, mean, scale), at_least_float32(grad)
         grad_weight = grad_bias = None
@@ -66,24 +89,29 @@ def _numel(x, dims):
     return torch.Size([x.shape[d] for d in dims]).numel()
 
 
-def statistics(x, dims, shared_by, eps):
+def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor, int]:
     """((mean, 1 / deviation), sum of squared deviations, number of elements); the gradient is _Normalize's affair."""
     with torch.no_grad():
         mean, deviations, count = moments(at_least_float32(x), dims, shared_by)
         return (mean, (deviations / count + eps).rsqrt()), deviations, count
 
 
-def own(weight, spec, dims):
+def own(weight: MaybeTensor, spec: Spec, dims: Sequence[int]) -> MaybeTensor:
     """This rank's part of a plain weight that belongs to dims of a tensor."""
     return None if weight is None else part_of(shared(weight, spec), spec.with_dims([spec.dims[d] for d in dims]))
 
 
-def viewed(weight, shape):
+def viewed(weight: MaybeTensor, shape: Sequence[int]) -> MaybeTensor:
+    """A weight in the shape in which it broadcasts, if there is one."""
     return None if weight is None else weight.view(shape)
 
 
 @rule(*named("layer_norm"))
-def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+def layer_norm(
+    func: Callable, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
+) -> ShardTensor:  # fmt: skip
+    """The last dimensions, whole or split; weights of their whole shape."""
     x, dims = _layer(func, input, normalized_shape, weight, bias)
     spec, part = x.spec, local(x)
     weight, bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
@@ -94,7 +122,14 @@ def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, 
 
 
 @rule(*named("rms_norm"))
-def rms_norm(func, input, normalized_shape, weight=None, eps=None):
+def rms_norm(
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> ShardTensor:
+    """The last dimensions, whole or split; the weight of their whole shape. One all-reduce forward."""
     x, dims = _layer(func, input, normalized_shape, weight)
     spec, part = x.spec, local(x)
     weight, shared_by = own(weight, spec, dims), sharers(spec, dims)
@@ -125,7 +160,10 @@ def _plain_weights(func, x, *weights):
 
 
 @rule(*named("group_norm"))
-def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
+def group_norm(
+    func: Callable, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> ShardTensor:  # fmt: skip
     """(B, C, ...); channels may be split where every rank has whole groups of them."""
     x = reduced(_plain_weights(func, input, weight, bias))
     spec, part = x.spec, local(x)
@@ -149,7 +187,11 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
 
 
 @rule(F.batch_norm)
-def batch_norm(func, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+def batch_norm(
+    func: Callable, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardTensor:  # fmt: skip
     """(B, C, ...), with the statistics of all ranks; every rank updates the running ones in the same way."""
     x = reduced(_plain_weights(func, input, running_mean, running_var, weight, bias))
     spec, part = x.spec, local(x)
@@ -157,7 +199,7 @@ def batch_norm(func, input, running_mean, running_var, weight=None, bias=None, t
     channels, dims = (-1, *[1] * (len(spec.dims) - 2)), (0, *range(2, len(spec.dims)))
     if not training:
         mean, var = own(running_mean, spec, (1,)), own(running_var, spec, (1,))
-        if part.numel():
+        if part.numel() or mean is None or var is None:  # None: it raises
             return wrap(F.batch_norm(part, mean, var, weight, bias, False, momentum, eps), spec)
         found = mean.view(channels), (var + eps).rsqrt().view(channels)
         weight, bias = viewed(weight, channels), viewed(bias, channels)
@@ -167,11 +209,11 @@ def batch_norm(func, input, running_mean, running_var, weight=None, bias=None, t
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {spec.shape}")
     found, deviations, _ = statistics(part, dims, shared_by, eps)
-    if running_mean is not None:
+    if running_mean is not None and running_var is not None:
         with torch.no_grad():
             every = torch.stack([found[0].flatten(), deviations.flatten() / (count - 1)], 1)  # (channels, 2)
-            if spec.is_split(1):
-                every = gather_from_region(every, 0, *spec.split(1))
+            if (split := spec.split(1)) is not None:
+                every = gather_from_region(every, 0, *split)
             for running, new in zip((running_mean, running_var), every.unbind(1), strict=True):
                 running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
     weight, bias = viewed(weight, channels), viewed(bias, channels)
@@ -180,9 +222,10 @@ def batch_norm(func, input, running_mean, running_var, weight=None, bias=None, t
 
 @rule(F.instance_norm)
 def instance_norm(
-    func, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1,
-    eps=1e-5,
-):  # fmt: skip
+    func: Callable, input: ShardTensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardTensor:  # fmt: skip
     """(B, C, ...), each channel of each sample by itself."""
     if not use_input_stats:
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -193,7 +236,11 @@ def instance_norm(
 
 @rule(F.normalize)
 @numpy_names
-def to_unit_norm(func, input, p=2.0, dim=1, eps=1e-12, out=None):
+def to_unit_norm(
+    func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
+    out: Tensor | None = None,
+) -> ShardTensor:  # fmt: skip
+    """Divided by the p-norm of all ranks along dim, at least eps."""
     if out is not None:
         raise no_rule(func, (input,), {}, "out= is not supported")
     size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)

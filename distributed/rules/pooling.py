@@ -1,10 +1,16 @@
 """Pooling of a tensor whose spatial dimensions are cut: see windows.py."""
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from distributed.halo import Fetch, bounds
+import torch
+from torch import Tensor
+
+from distributed.halo import Fetch, Interval, bounds
 from distributed.rules.windows import (
     DIMENSIONS,
+    Output,
+    Splits,
     Window,
     cropped,
     in_proportion,
@@ -13,9 +19,13 @@ from distributed.rules.windows import (
     spatial,
     whole_length,
 )
+from networks.vit import PerAxis
 
 
-def max_pool(func, x, splits, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
+def max_pool(
+    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
+    padding: PerAxis = 0, dilation: PerAxis = 1, ceil_mode: bool = False,
+) -> Output:  # fmt: skip
     """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
     count, stride = DIMENSIONS[func], stride or kernel_size
     windows, lengths = pool_windows(func, x, splits, kernel_size, stride, padding, dilation, ceil_mode)
@@ -35,8 +45,9 @@ def max_pool(func, x, splits, kernel_size, stride=None, padding=0, dilation=1, c
 
 
 def avg_pool(
-    func, x, splits, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
-):
+    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
+    padding: PerAxis = 0, ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Output:  # fmt: skip
     """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
     count, stride = DIMENSIONS[func], stride or kernel_size
     windows, lengths = pool_windows(func, x, splits, kernel_size, stride, padding, 1, ceil_mode)
@@ -60,7 +71,7 @@ def avg_pool(
     return cropped(func(x, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor), ranges), new
 
 
-def adaptive_pool(func, x, splits, output_size, average):
+def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, average: bool) -> Output:
     """adaptive_avg_pool (average) and adaptive_max_pool 1d, 2d, 3d, without indices.
 
     Output j is pooled from the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for
@@ -91,7 +102,7 @@ def adaptive_pool(func, x, splits, output_size, average):
     return func(x, wanted).to(dtype), new
 
 
-def whole_strides(window, first, last, rows):
+def whole_strides(window: Window, first: int, last: int, rows: int) -> Interval:
     """The interval from a multiple of the stride on, and as long as the kernel: avg_pool3d wants it, padding apart."""
     first = first // window.stride * window.stride
     if last > first:
@@ -100,14 +111,14 @@ def whole_strides(window, first, last, rows):
     return first, last
 
 
-def spread(x, dim, windows):
+def spread(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
     """The rows of windows [a, b) one behind the other, all of one length: the last row of shorter ones is repeated."""
     longest = max(b - a for a, b in windows)
     rows = [min(a + t, b - 1) for a, b in windows for t in range(longest)]
     return x.index_select(dim, torch.tensor(rows, device=x.device))
 
 
-def averages(x, dim, windows):
+def averages(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
     """The mean of each window, in float32 at least."""
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     longest = max(b - a for a, b in windows)
@@ -118,7 +129,10 @@ def averages(x, dim, windows):
     return (rows * inside.view(*inside.shape, *behind)).sum(dim + 1) / counts.view(-1, *behind)
 
 
-def pool_windows(func, x, splits, kernel_size, stride, padding, dilation, ceil_mode):
+def pool_windows(
+    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis,
+    dilation: PerAxis, ceil_mode: bool,
+) -> tuple[list[Window], list[int]]:  # fmt: skip
     """The Window of every spatial dimension, and the lengths of the whole output."""
     count = DIMENSIONS[func]
     values = [spatial(v, count) for v in (kernel_size, stride, padding, padding, dilation)]

@@ -6,26 +6,32 @@ and every rank combines them in the same way.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import all_gather, gather_from_region
-from distributed.shard_tensor import dispatch, local, named, no_rule, one_axis, reduced, rule, wrap
+from distributed.collectives import Group, Sizes, all_gather, gather_from_region
+from distributed.shard_tensor import ShardTensor, dispatch, local, named, no_rule, one_axis, reduced, rule, wrap
+from distributed.sharding import Axes, Spec
 
+Result = TypeVar("Result")
+Dims = int | Sequence[int] | None  # None: all
+Sharers = tuple[Group, Sizes] | None  # the ranks that share a statistic, and how many of its elements each has
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
-def numpy_names(implementation):
+def numpy_names(implementation: Callable[..., Result]) -> Callable[..., Result]:
     """Decorator: the rule takes axis and keepdims for dim and keepdim, as torch does."""
 
-    def renamed(func, *args, **kwargs):
+    def renamed(func: Callable, *args: Any, **kwargs: Any) -> Result:
         return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
 
     return renamed
 
 
-def dims_of(spec, dim):
+def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     """The dimensions named, none of them negative; all, where none is."""
     count = len(spec.dims)
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
@@ -36,34 +42,37 @@ def dims_of(spec, dim):
     return tuple([d % count for d in dims]) if count else ()
 
 
-def reduced_spec(spec, dims, keepdim):
+def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     """The spec of a sum over dims: partial where a split dimension goes."""
     partial = [a.mesh_dim for d in dims for a in spec.dims[d] if a.sizes is not None]
     return spec.with_dims(kept_dims(spec, dims, keepdim), tuple(sorted({*spec.partial, *partial})))
 
 
-def kept(spec, dims, keepdim=False):
+def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
     """The spec without dims, or with dims of size 1."""
     return spec.with_dims(kept_dims(spec, dims, keepdim))
 
 
-def kept_dims(spec, dims, keepdim):
+def kept_dims(spec: Spec, dims: Sequence[int], keepdim: bool) -> list[Axes]:
+    """The axes of all dimensions without dims, or with dims of size 1."""
     return [() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims]
 
 
-def sharers(spec, dims):
+def sharers(spec: Spec, dims: Sequence[int]) -> Sharers:
     """(Group, elements of dims on each of its ranks) of the ranks among which dims are split; None where whole."""
-    cuts = [axis for d in dims for axis in spec.dims[d] if axis.sizes is not None]
+    cuts = {axis.mesh_dim: axis.sizes for d in dims for axis in spec.dims[d] if axis.sizes is not None}
     if not cuts:
         return None
     counts = [math.prod([axis.size for d in dims for axis in spec.dims[d] if axis.sizes is None])]
-    for axis in sorted(cuts, key=lambda axis: axis.mesh_dim):
-        counts = [count * size for count in counts for size in axis.sizes]
+    for mesh_dim in sorted(cuts):
+        counts = [count * size for count in counts for size in cuts[mesh_dim]]
     joint = len(cuts) == len(spec.mesh.groups)
-    return spec.mesh.joint if joint else spec.mesh.groups[cuts[0].mesh_dim], tuple(counts)
+    return spec.mesh.joint if joint else spec.mesh.groups[next(iter(cuts))], tuple(counts)
 
 
-def gathered(x, summary, group, counts, dims):
+def gathered(
+    x: Tensor, summary: Callable[[Tensor], Tensor], group: Group, counts: Sizes, dims: tuple[int, ...]
+) -> Tensor:
     """What summary(local tensor) is on each rank that has elements in dims, in order: (ranks, ...).
 
     Every rank must go on in the same way with the result.
@@ -75,7 +84,10 @@ def gathered(x, summary, group, counts, dims):
     return gather_from_region(summary(x)[None][: sizes[group.rank]], 0, sizes, group)
 
 
-def reduce_by(x, dims, keepdim, summary, combine):
+def reduce_by(
+    x: ShardTensor, dims: tuple[int, ...], keepdim: bool, summary: Callable[[Tensor], Tensor],
+    combine: Callable[[Tensor], Tensor],
+) -> ShardTensor:  # fmt: skip
     """summary(local tensor) keeps dims at size 1; combine joins those of several ranks, (ranks, ...) -> (...)."""
     x = reduced(x)
     spec, part = x.spec, local(x)
@@ -86,14 +98,19 @@ def reduce_by(x, dims, keepdim, summary, combine):
 
 @rule(*named("sum"))
 @numpy_names
-def total(func, input, dim=None, keepdim=False, *, dtype=None):
+def total(
+    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> ShardTensor:
+    """A partial tensor where a split dimension is summed over: nothing is communicated."""
     dims = dims_of(input.spec, dim)
     return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
 
 
 @rule(*named("mean"))
 @numpy_names
-def mean(func, input, dim=None, keepdim=False, *, dtype=None):
+def mean(
+    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> ShardTensor:
     """Of all elements: a rank with more of them counts for more."""
     spec = input.spec
     if dtype is None and not (input.is_floating_point() or input.is_complex()):  # also where a rank has no elements
@@ -110,13 +127,15 @@ def mean(func, input, dim=None, keepdim=False, *, dtype=None):
 
 
 @rule(*named("count_nonzero"))
-def count_nonzero(func, input, dim=None):
+def count_nonzero(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
+    """A partial tensor, as a sum."""
     return dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)
 
 
 @rule(*named("any", "all"))
 @numpy_names
-def any_or_all(func, input, dim=None, keepdim=False):
+def any_or_all(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
+    """One gather of the value of each rank."""
     reduce = torch.any if func.__name__ == "any" else torch.all
     dims = dims_of(input.spec, dim)
     return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
@@ -124,10 +143,13 @@ def any_or_all(func, input, dim=None, keepdim=False):
 
 @rule(*named("prod"))
 @numpy_names
-def prod(func, input, dim=None, keepdim=False, *, dtype=None):
+def prod(
+    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> ShardTensor:
+    """One gather of the product of each rank; of integers it is int64, as torch's."""
     dims = dims_of(input.spec, dim)
 
-    def product(x):
+    def product(x: Tensor) -> Tensor:
         for d in dims:
             x = x.prod(d, keepdim=True)
         return x if x.is_floating_point() or x.is_complex() else x.long()
@@ -138,14 +160,19 @@ def prod(func, input, dim=None, keepdim=False, *, dtype=None):
 
 @rule(*named("logsumexp"))
 @numpy_names
-def logsumexp(func, input, dim, keepdim=False):
+def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
+    """One gather of the value of each rank."""
     dims = dims_of(input.spec, dim)
     return reduce_by(input, dims, keepdim, lambda x: x.logsumexp(dims, True), lambda parts: parts.logsumexp(0))
 
 
 @rule(torch.linalg.vector_norm)
 @numpy_names
-def vector_norm(func, x, ord=2, dim=None, keepdim=False, *, dtype=None):
+def vector_norm(
+    func: Callable, x: ShardTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,
+    dtype: torch.dtype | None = None,
+) -> ShardTensor:  # fmt: skip
+    """One gather of the norm of each rank; of these the norm is taken once more."""
     if ord in (math.inf, -math.inf):
         x = dispatch(torch.abs, x if dtype is None else dispatch(Tensor.to, x, dtype))
         return dispatch(torch.amax if ord > 0 else torch.amin, x, dims_of(x.spec, dim), keepdim)
@@ -159,7 +186,10 @@ def vector_norm(func, x, ord=2, dim=None, keepdim=False, *, dtype=None):
 
 @rule(*named("norm"))
 @numpy_names
-def norm(func, input, p=None, dim=None, keepdim=False, dtype=None, out=None, *, ord=None):
+def norm(
+    func: Callable, input: ShardTensor, p: float | str | None = None, dim: Dims = None, keepdim: bool = False,
+    dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
+) -> ShardTensor:  # fmt: skip
     """torch.norm, Tensor.norm and torch.linalg.norm, as far as they are norms of vectors."""
     if out is not None:
         raise no_rule(func, (input,), {}, "out= is not supported")
@@ -174,14 +204,14 @@ def norm(func, input, p=None, dim=None, keepdim=False, dtype=None, out=None, *, 
     return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
 
 
-def moments(x, dims, shared_by):
+def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tensor, Tensor, int]:
     """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
 
     dims stay, with size 1. Each rank's own mean and deviations are put together (Chan et al. 1979): unlike the mean of
     squares minus the square of the mean, that loses nothing where the mean is large.
     """
 
-    def summary(x):
+    def summary(x: Tensor) -> Tensor:
         if x.numel() == 0:  # and so is the summary; torch would warn
             return x.sum(dims, keepdim=True).expand(2, *[1 if d in dims else n for d, n in enumerate(x.shape)])
         var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
@@ -199,18 +229,23 @@ def moments(x, dims, shared_by):
     return means[0] + shift, deviations.sum(0) + ((apart - shift).square() * weight).sum(0), count
 
 
-def at_least_float32(x):
+def at_least_float32(x: Tensor) -> Tensor:
+    """float32 for float16 and bfloat16, which have too few digits for a statistic; others as they are."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def root(var):
+def root(var: Tensor) -> Tensor:
     """Where the variance is 0, so is the gradient, as torch's."""
     return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
 
 
 @rule(*named("var", "std", "var_mean", "std_mean"))
 @numpy_names
-def var(func, input, dim=None, unbiased=None, keepdim=False, *, correction=1):
+def var(
+    func: Callable, input: ShardTensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False,
+    *, correction: float | None = 1,
+) -> ShardTensor | tuple[ShardTensor, ShardTensor]:  # fmt: skip
+    """Variance or standard deviation, alone or with the mean; one gather of two numbers of each rank."""
     if isinstance(dim, bool):  # var(x, unbiased)
         dim, unbiased = None, dim
     if unbiased is not None:
@@ -231,7 +266,7 @@ def var(func, input, dim=None, unbiased=None, keepdim=False, *, correction=1):
 
 @rule(*named("cumsum"))
 @numpy_names
-def cumsum(func, input, dim, *, dtype=None):
+def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
     """Along a split dimension each rank adds what the ranks before it sum up to."""
     input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
     spec, part = input.spec, local(input)

@@ -1,13 +1,18 @@
 """Interpolation and padding of a tensor whose spatial dimensions are cut: see windows.py."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.halo import Fetch, bounds
-from distributed.rules.windows import cut, in_proportion, is_empty, no_outputs, spatial, whole_length
+from distributed.collectives import Group, Sizes
+from distributed.halo import Fetch, Interval, bounds
+from distributed.rules.windows import Output, Splits, cut, in_proportion, is_empty, no_outputs, spatial, whole_length
+from networks.vit import PerAxis
 
 aten = torch.ops.aten
 NEAREST = {
@@ -20,10 +25,13 @@ LINEAR = {
     "trilinear": aten.upsample_trilinear3d,
 }
 
+Number = TypeVar("Number", float, Tensor)
+
 
 def interpolate(
-    x, splits, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None
-):
+    x: Tensor, splits: Splits, size: PerAxis | None = None, scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest", align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
+) -> Output:  # fmt: skip
     """F.interpolate by nearest, nearest-exact, linear, bilinear or trilinear: x (B, C, ...)."""
     count, dtype, new = x.ndim - 2, x.dtype, {}
     lengths, scales = wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor)
@@ -66,25 +74,28 @@ def interpolate(
     return x.to(dtype), new
 
 
-def supported(mode, count):
+def supported(mode: str, count: int) -> bool:
     """Whether interpolate has this mode for so many spatial dimensions."""
     return mode in NEAREST or list(LINEAR)[count - 1] == mode
 
 
-def wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor):
+def wanted_lengths(
+    x: Tensor, splits: Splits, size: PerAxis | None, scale_factor: float | Sequence[float] | None,
+    recompute_scale_factor: bool | None,
+) -> tuple[list[int], list[float | None]]:  # fmt: skip
     """The lengths of the whole output, and the scales to reckon with, None for those that follow from the lengths."""
     count = x.ndim - 2
-    if (size is None) == (scale_factor is None):
-        raise ValueError("interpolate: either size or scale_factor")
-    if size is not None:
+    if size is not None and scale_factor is None:
         return list(spatial(size, count)), [None] * count
+    if size is not None or scale_factor is None:
+        raise ValueError("interpolate: either size or scale_factor")
     scales = [scale_factor] * count if isinstance(scale_factor, int | float) else list(scale_factor)
     lengths = [int(whole_length(x, dim, splits) * scale) for dim, scale in enumerate(scales, 2)]
     return lengths, [None] * count if recompute_scale_factor else [float(scale) for scale in scales]
 
 
 @torch.compiler.assume_constant_result
-def nearest_rows(mode, rows, length, scale):
+def nearest_rows(mode: str, rows: int, length: int, scale: float | None) -> tuple[int, ...]:
     """The row that each output is, as the plain operation rounds."""
     return _nearest_rows(mode, rows, length, scale)
 
@@ -95,19 +106,22 @@ def _nearest_rows(mode, rows, length, scale):
     return tuple(int(row) for row in NEAREST[mode][0](places, [length], scale).flatten())
 
 
-def linear_step(rows, length, scale, align_corners):
+def linear_step(rows: int, length: int, scale: float | None, align_corners: bool | None) -> float:
+    """Rows from one output to the next."""
     if align_corners:
         return (rows - 1) / (length - 1) if length > 1 else 0.0
     return 1 / scale if scale else rows / length
 
 
-def linear_place(output, step, rows, align_corners):
+def linear_place(output: Number, step: float, rows: int, align_corners: bool | None) -> Number:
     """Where an output, or a tensor of outputs, lies among the rows."""
     place = output * step if align_corners else (output + 0.5) * step - 0.5
     return place.clamp(0, rows - 1) if isinstance(place, torch.Tensor) else min(max(place, 0.0), rows - 1.0)
 
 
-def linear(x, dim, first, last, step, interval, align_corners):
+def linear(
+    x: Tensor, dim: int, first: int, last: int, step: float, interval: Interval, align_corners: bool | None
+) -> Tensor:
     """The outputs [first, last) between rows of x, which are the `interval` of the whole; in float32 at least."""
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     outputs = torch.arange(first, last, device=x.device, dtype=x.dtype)
@@ -118,7 +132,9 @@ def linear(x, dim, first, last, step, interval, align_corners):
     return torch.lerp(x.index_select(dim, low), x.index_select(dim, high), weight)
 
 
-def pad(x, splits, padding, mode="constant", value=None):
+def pad(
+    x: Tensor, splits: Splits, padding: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Output:
     """F.pad: what is added belongs to the first and the last rank that has rows.
 
     padding: (before, after) of the last dimension, then of the one before it, ...
@@ -145,11 +161,11 @@ def pad(x, splits, padding, mode="constant", value=None):
     return (F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x), new
 
 
-def mirrored(x, dim, sizes, group, intervals, mode):
+def mirrored(x: Tensor, dim: int, sizes: Sizes, group: Group, intervals: Sequence[Interval], mode: str) -> Tensor:
     """The rows of intervals that reach out of the whole."""
     last = sum(sizes) - 1
 
-    def inner(row):
+    def inner(row: int) -> int:
         row = row if mode == "replicate" else abs(row) if row <= last else 2 * last - row
         return min(max(row, 0), last)
 

@@ -1,16 +1,21 @@
 """Softmax and its logarithm along a dimension, whole or split."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from distributed.collectives import reduce_from_region
+from distributed.collectives import Group, reduce_from_region
 from distributed.rules.reductions import at_least_float32, dims_of, gathered, numpy_names, sharers
-from distributed.shard_tensor import dispatch, local, named, no_rule, reduced, rule, wrap
+from distributed.shard_tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, wrap
 
 
 @rule(*named("softmax", "log_softmax"))
 @numpy_names
-def softmax(func, input, dim=None, _stacklevel=3, dtype=None):
+def softmax(
+    func: Callable, input: ShardTensor, dim: int | None = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None
+) -> ShardTensor:
     """One gather of the ranks' maxima and sums forward, one all-reduce backward."""
     if dim is None:
         raise no_rule(func, (input,), {}, "give a dimension")
@@ -33,7 +38,7 @@ def softmax(func, input, dim=None, _stacklevel=3, dtype=None):
     return wrap(_Softmax.apply(part, top, total, dims, shared_by[0], logarithm), spec)
 
 
-def summary(x, dims):
+def summary(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The maximum, and the sum of the exponentials relative to it; 0 where all elements are -inf."""
     top = x.amax(dims, True)
     total = (x - top).exp().sum(dims, keepdim=True)
@@ -44,7 +49,9 @@ class _Softmax(torch.autograd.Function):
     """top, total: the maximum of all ranks and the sum of the exponentials relative to it."""
 
     @staticmethod
-    def forward(ctx, x, top, total, dims, group, logarithm):
+    def forward(
+        ctx: Any, x: Tensor, top: Tensor, total: Tensor, dims: tuple[int, ...], group: Group, logarithm: bool
+    ) -> Tensor:
         shifted = at_least_float32(x) - top
         out = (shifted - total.log() if logarithm else shifted.exp() / total).to(x.dtype)
         ctx.save_for_backward(out)
@@ -52,7 +59,7 @@ class _Softmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (out,) = ctx.saved_tensors
         wide, g = at_least_float32(out), at_least_float32(grad)
         total = reduce_from_region((g if ctx.logarithm else g * wide).sum(ctx.dims, keepdim=True), ctx.group)

@@ -1,17 +1,24 @@
 """The same elements in other dimensions: the axes of the dimensions are regrouped, nothing is communicated."""
 
+# mypy: disable-error-code="attr-defined"
+# (which takes Tensor.mT for a value of the class, not for the descriptor that it is)
+
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributed.shard_tensor import ShardTensor, dispatch, global_shape, named, no_rule, rule, wrap
-from distributed.sharding import Axis, merged, whole
+from distributed.sharding import Axes, Axis, Spec, merged, whole
 
 
-def regrouped(axes, shape):
-    """The axes of each dimension of `shape`, which has as many elements in the same order; None where a piece of a
-    split axis would be broken up."""
+def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | None:
+    """The axes of each dimension of `shape`, which has as many elements in the same order.
+
+    None where a piece of a split axis would be broken up.
+    """
     left, dims = list(axes)[::-1], []
     for size in shape:
         taken, missing = [], size
@@ -43,7 +50,8 @@ def regrouped(axes, shape):
     return tuple(merged(taken) for taken in dims)
 
 
-def reshaped_spec(func, x, shape):
+def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> Spec:
+    """The spec of x in a global shape, in which one size may be -1."""
     spec = x.spec
     if -1 in shape:
         known = -math.prod(shape)
@@ -56,8 +64,8 @@ def reshaped_spec(func, x, shape):
     return spec.with_dims(dims)
 
 
-def reshaped(func, x, shape):
-    """x in a global shape, in which one size may be -1."""
+def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
+    """The tensor in a global shape, in which one size may be -1."""
     shape = tuple(shape)
     new = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
     out = x.view(new.local_shape) if func == Tensor.view else x.reshape(new.local_shape)
@@ -65,7 +73,7 @@ def reshaped(func, x, shape):
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
-def reshape(func, input, *shape, **keywords):
+def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
     """Into a global shape, given as numbers, as one tuple, or as another tensor's."""
     shape = shape or tuple(keywords.values())
     if isinstance(shape[0], torch.dtype):
@@ -81,12 +89,14 @@ def _sizes(shape):
 
 
 @rule(*named("ravel"))
-def ravel(func, input):
+def ravel(func: Callable, input: ShardTensor) -> ShardTensor:
+    """One dimension of all axes."""
     return reshaped(func, input, (input.spec.shape.numel(),))
 
 
 @rule(*named("flatten"))
-def flatten(func, x, start_dim=0, end_dim=-1):
+def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
+    """One dimension of the axes of several, which it remembers."""
     count = len(x.spec.dims)
     if not count:
         return reshaped(func, x, (1,))
@@ -95,7 +105,8 @@ def flatten(func, x, start_dim=0, end_dim=-1):
 
 
 @rule(*named("unflatten"))
-def unflatten(func, x, dim, sizes):
+def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) -> ShardTensor:
+    """Several dimensions, into which the axes of one are shared out again; one size may be -1."""
     shape, dim = x.spec.shape, dim % len(x.spec.dims)
     sizes = list(sizes)
     if -1 in sizes:
@@ -106,7 +117,8 @@ def unflatten(func, x, dim, sizes):
 
 
 @rule(*named("permute"))
-def permute(func, input, *dims, **keywords):
+def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+    """Dimensions take their axes along; given as numbers or as one tuple."""
     dims = _sizes(dims or tuple(keywords.values()))
     spec = input.spec
     if len(dims) != len(spec.dims):
@@ -116,10 +128,11 @@ def permute(func, input, *dims, **keywords):
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
-def transpose(func, input, dim0, dim1):
+def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
+    """Two dimensions change places, and their axes."""
     spec = input.spec
 
-    def swapped():
+    def swapped() -> Spec:
         dims = list(spec.dims)
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
         return spec.with_dims(dims)
@@ -128,7 +141,8 @@ def transpose(func, input, dim0, dim1):
 
 
 @rule(Tensor.mT.__get__, *named("t", "adjoint"))
-def matrix_transpose(func, input):
+def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
+    """The last two dimensions change places; of a vector nothing. t() takes no more than two dimensions."""
     count = len(input.spec.dims)
     if count > 2 and func.__name__ == "t":
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {count}D")
@@ -136,19 +150,24 @@ def matrix_transpose(func, input):
 
 
 @rule(Tensor.T.__get__)
-def reversed_dims(func, input):
+def reversed_dims(func: Callable, input: ShardTensor) -> ShardTensor:
+    """All dimensions in the opposite order."""
     return permute(func, input, tuple(range(len(input.spec.dims)))[::-1])
 
 
 @rule(Tensor.H.__get__, Tensor.mH.__get__)
-def conjugate_transpose(func, input):
+def conjugate_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
+    """Of real numbers: the transpose."""
     if input.is_complex():
         raise no_rule(func, (input,), {}, "complex numbers")
     return transpose(func, input, -2, -1)
 
 
 @rule(*named("movedim", "moveaxis"))
-def movedim(func, x, source, destination):
+def movedim(
+    func: Callable, x: ShardTensor, source: int | Sequence[int], destination: int | Sequence[int]
+) -> ShardTensor:
+    """Some dimensions go to other places, the rest keep their order."""
     count = len(x.spec.dims)
     source, destination = (
         [d % count for d in ((dims,) if isinstance(dims, int) else dims)] for dims in (source, destination)
@@ -160,13 +179,14 @@ def movedim(func, x, source, destination):
 
 
 @rule(*named("unsqueeze"))
-def unsqueeze(func, x, dim):
+def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
+    """A new dimension of size 1, without axes."""
     dim = dim % (len(x.spec.dims) + 1)
     return wrap(x.unsqueeze(dim), x.spec.with_dims((*x.spec.dims[:dim], (), *x.spec.dims[dim:])))
 
 
 @rule(*named("squeeze"))
-def squeeze(func, x, dim=None):
+def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
     """Dimensions of global size 1 go; one of them may be split, one rank having the element."""
     spec = x.spec
     dims = (
@@ -181,7 +201,8 @@ def squeeze(func, x, dim=None):
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
-def expand(func, x, *shape, **keywords):
+def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
+    """To a global shape, -1 where a size stays; no split dimension of size 1 can grow."""
     shape = _sizes(shape or tuple(keywords.values()))
     ahead = len(shape) - len(x.spec.dims)
     dims, sizes = [], []
@@ -196,7 +217,7 @@ def expand(func, x, *shape, **keywords):
 
 
 @rule(torch.broadcast_tensors)
-def broadcast_tensors(func, *tensors):
+def broadcast_tensors(func: Callable, *tensors: ShardTensor) -> list[ShardTensor]:
     """ShardTensors alone: a plain tensor is expanded where it meets a ShardTensor."""
     if not all(isinstance(x, ShardTensor) for x in tensors):
         raise no_rule(func, tensors, {}, "of plain tensors too")
@@ -205,7 +226,7 @@ def broadcast_tensors(func, *tensors):
 
 
 @rule(*named("pixel_shuffle", "pixel_unshuffle"))
-def pixel_shuffle(func, input, factor):
+def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
     """(..., C r^2, H, W) -> (..., C, H r, W r), and back."""
     *ahead, channels, height, width = input.spec.shape
     n, first = len(ahead), tuple(range(len(ahead)))

@@ -8,10 +8,19 @@ and give (this rank's shard of the output, {dimension: its sizes on all ranks}).
 fetched after the other, so the corners come along. Each rank's gradient of a weight is a part: their sum is the whole.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from distributed.collectives import Group, Sizes
+from distributed.halo import Interval
+from networks.vit import PerAxis
+
+Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (sizes of all ranks, Group)}
+Output = tuple[Tensor, dict[int, Sizes]]  # the local output, {dimension: its sizes on all ranks}
 
 
 class Window(NamedTuple):
@@ -24,18 +33,20 @@ class Window(NamedTuple):
     dilation: int = 1
 
     @property
-    def reach(self):
+    def reach(self) -> int:
+        """Rows from the first that an output reads to the last."""
         return self.dilation * (self.kernel - 1)
 
-    def length(self, rows):
+    def length(self, rows: int) -> int:
+        """Outputs of so many rows."""
         return (rows + self.before + self.after - self.reach - 1) // self.stride + 1
 
-    def interval(self, first, last):
+    def interval(self, first: int, last: int) -> Interval:
         """The rows that the outputs [first, last) read."""
         first, last = first * self.stride - self.before, (last - 1) * self.stride - self.before + self.reach + 1
         return (first, max(first, last))
 
-    def output_sizes(self, sizes, length):
+    def output_sizes(self, sizes: Sizes, length: int) -> Sizes:
         """Outputs of each rank: an output belongs to the rank that has the middle of its window.
 
         So stride 1 keeps the sizes, also where padding is an operation of its own before an unpadded convolution.
@@ -44,61 +55,63 @@ class Window(NamedTuple):
         return cut(sizes, length, lambda end: -((middle - end) // self.stride))
 
 
-def cut(sizes, length, place):
+def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
     """Sizes of `length` outputs on each rank; place(row): the first output that belongs to it or a later one."""
     rows = sum(sizes)
     ends = [length if end == rows else min(max(place(end), 0), length) * (end > 0) for end in accumulate(sizes)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
-def in_proportion(sizes, length):
+def in_proportion(sizes: Sizes, length: int) -> Sizes:
     """Sizes of `length` outputs that are spread evenly over the rows."""
     return cut(sizes, length, lambda end: -(-end * length // sum(sizes)))
 
 
-def of_kind(name):
+def of_kind(name: str) -> dict[Callable, int]:
     """The functions called name1d, name2d, name3d, of torch and of torch.nn.functional: {function: its dimensions}."""
     homes = (torch, torch.nn.functional)
     return {f: n for n in (1, 2, 3) for home in homes if (f := getattr(home, f"{name}{n}d", None)) is not None}
 
 
-DIMENSIONS = {}
+DIMENSIONS: dict[Callable, int] = {}
 for _name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"):
     DIMENSIONS |= of_kind(_name)
 
 
-def spatial(values, count):
+def spatial(values: PerAxis, count: int) -> tuple[int, ...]:
     """One value for each of `count` dimensions: 3 -> (3, 3)."""
     values = (values,) if isinstance(values, int) else tuple(values)
     return values * count if len(values) == 1 else values
 
 
-def whole_length(x, dim, splits):
+def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
+    """Rows of the whole along a dimension of which x, the local tensor, may have a part."""
     return sum(splits[dim][0]) if dim in splits else x.shape[dim]
 
 
-def no_outputs(x, shape, *weights):
+def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tensor:
     """The output, of `shape`, of a rank that has none: backward comes by and gives zeros."""
     return _Nothing.apply(x.new_empty(shape), x, *(w for w in weights if w is not None))
 
 
 class _Nothing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out, *inputs):
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
-def is_empty(shape, dims):
+def is_empty(shape: Sequence[int], dims: Iterable[int]) -> bool:
+    """Whether a local tensor of this shape has no elements along one of the split dims."""
     return any(shape[dim] == 0 for dim in dims)
 
 
-def cropped(x, ranges):
-    """x with {dimension: (first, rows)} of it; of its own, as what an operation gives."""
+def cropped(x: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
+    """The part {dimension: (first, rows)} of x; of its own memory, as what an operation gives."""
     part = x
     for dim, (first, rows) in ranges.items():
         part = part.narrow(dim, first, rows)

@@ -5,16 +5,18 @@ python -m docs.examples.older_ways --devices cuda:0 cuda:1
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from networks.vit import ViT
 from utils.device import select_device
 from utils.errors import ArgumentParser, run_main
 
 
-def main():
+def main() -> None:
+    """Compare the outputs of both ways with the model on one device."""
     count = torch.cuda.device_count()
     parser = ArgumentParser(description="Two older ways to use several devices from one process.")
     parser.add_argument("--devices", nargs="+", metavar="DEVICE", help="where the layers go, in this order")
@@ -30,9 +32,12 @@ def main():
     layers_placed_by_hand(model, x, expected, devices)
 
 
-def whole_model_on_every_gpu(model, x, expected):
-    """DataParallel. In every step one process scatters the batch, copies the whole model to every GPU, and gathers the
-    outputs on the first one; Python's lock lets the copies launch their kernels only in turn; one node at most."""
+def whole_model_on_every_gpu(model: nn.Module, x: Tensor, expected: Tensor) -> None:
+    """DataParallel: one process for all GPUs of a node.
+
+    In every step it scatters the batch, copies the whole model to every GPU, and gathers the outputs on the first one;
+    Python's lock lets the copies launch their kernels only in turn.
+    """
     count = torch.cuda.device_count()
     if count:
         found = nn.DataParallel(model.cuda())(x.cuda()).detach().cpu()
@@ -43,9 +48,11 @@ def whole_model_on_every_gpu(model, x, expected):
     print(f"DataParallel {how}: same output {torch.allclose(found, expected, atol=1e-3)}")
 
 
-def layers_placed_by_hand(model, x, expected, devices):
-    """The first layers on one device, the next ones on another; activations are carried over. The model may be larger
-    than a device, but while one device computes, the others wait for what it brings."""
+def layers_placed_by_hand(model: ViT, x: Tensor, expected: Tensor, devices: Sequence[torch.device]) -> None:
+    """The first layers on one device, the next ones on another; activations are carried over.
+
+    The model may be larger than a device, but while one device computes, the others wait for what it brings.
+    """
     blocks = len(model.blocks)
     place = [k * len(devices) // blocks for k in range(blocks)]  # of every block, a number in devices
     model.patch_embed.to(devices[0])

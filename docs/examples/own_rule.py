@@ -3,17 +3,22 @@
 torchrun --nproc_per_node 2 -m docs.examples.own_rule
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from distributed.counting import CollectiveCounter
-from distributed.shard_tensor import local, no_rule, redistributed, reduced, rule, wrap
+from distributed.shard_tensor import ShardTensor, local, no_rule, redistributed, reduced, rule, wrap
 from tests.shard_parity import Case, X, check, domain_mesh, draw, split
 
 
 @rule(torch.fft.rfft)
-def rfft(func, input, n=None, dim=-1, norm=None):
+def rfft(
+    func: Callable, input: ShardTensor, n: int | None = None, dim: int = -1, norm: str | None = None
+) -> ShardTensor:
     """Along a whole dimension each rank transforms its own rows; a split one is gathered first."""
     if n is not None:
         raise no_rule(func, (input,), {}, "n= is not supported")
@@ -27,7 +32,7 @@ def rfft(func, input, n=None, dim=-1, norm=None):
     return wrap(out, x.spec.resized({dim: waves}))
 
 
-def power_spectrum(x):
+def power_spectrum(x: Tensor) -> Tensor:
     """Power of the zonal wave numbers, mean over latitude: (B, C, H, W) -> (B, C, W // 2 + 1)."""
     return torch.fft.rfft(x, norm="ortho").abs().square().mean(2)
 
@@ -42,7 +47,8 @@ CASES = {
 }
 
 
-def main():
+def main() -> None:
+    """Compare output and gradients with those of the whole tensor, and print what is sent."""
     dist.init_process_group("gloo")
     for name, case in CASES.items():
         check(case)  # output and gradients
