@@ -29,7 +29,7 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 
 figures: .venv/installed-dev
-	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import command, difference, output, picture, table" README.md docs/*.md
+	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import command, difference, output, picture, source, table" README.md docs/*.md
 
 exercise: .venv/installed
 	@$(BIN)/python -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))

@@ -1,8 +1,11 @@
 """README and docs: every link leads somewhere, every command is one that the programs take."""
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -102,13 +105,26 @@ def check_benchmark(words):
     """Its options are taken, and what is left are options of a config."""
     seen = []
     with mock.patch.multiple(
-        benchmark, **dict.fromkeys(("data_parallel", "domain", "ladder", "loaders", "model_parallel"), mock.DEFAULT)
+        benchmark,
+        **dict.fromkeys(("data_parallel", "domain", "ladder", "loaders", "model_parallel", "scaling"), mock.DEFAULT),
     ) as modules:
         for module in modules.values():
             module.run.side_effect = lambda config_or_words, *args: seen.append(config_or_words)
         benchmark.main(words)
     if isinstance(seen[0], list):
         parse_command_line(seen[0], None, "config/ViT.yaml")
+
+
+def test_what_pages_show_of_commands_marked_fast_is_what_they_print():
+    """They are run in full; `make figures ONLY=fast` mends the pages."""
+    words = ["-I", ".", "-U", "-p", "from docs.figures import command, difference, output, picture, source, table"]
+    pages = [str(page) for page in PAGES if "[[[cog" in page.read_text()]
+    done = subprocess.run(
+        [sys.executable, "-m", "cogapp", *words, "--check", "--diff", *pages],
+        cwd=ROOT, env={**os.environ, "ONLY": "fast"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert len(pages) > 5
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def slug(heading):

@@ -5,16 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 import train
+from docs.examples import read_trace
 from utils.errors import UsageError
 
 WINDOW = {"profile": "torch", "profile_start": 3, "profile_steps": 4}
 
 
-def test_the_torch_profile_holds_exactly_the_window(tiny_options, tmp_path):
+def test_the_torch_profile_holds_exactly_the_window(tiny_options, tmp_path, capsys):
     train.main(tiny_options(**WINDOW))
     folder = tmp_path / "logs/quick/00/profile"
     with gzip.open(folder / "trace.json.gz") as file:
@@ -30,6 +32,33 @@ def test_the_torch_profile_holds_exactly_the_window(tiny_options, tmp_path):
         for (begin, end), (outer_begin, outer_end) in zip(sorted(spans[name]), sorted(spans["step"]), strict=True):
             assert outer_begin <= begin and end <= outer_end
     assert "aten::" in (folder / "operations.txt").read_text()
+    read_trace.main([str(folder / "trace.json.gz"), "--png", str(tmp_path / "step.png")])
+    *_, total = (line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|"))
+    for shown, name in zip(total[1:5], ("data", "forward", "backward", "optimizer"), strict=True):
+        assert float(shown) == pytest.approx(sum(end - begin for begin, end in spans[name]) / 4 / 1000, abs=0.02)
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_a_trace_is_read_as_time_of_each_kind_and_messages_that_are_hidden():
+    def op(name, start, stop, thread=1):
+        return {"cat": "cpu_op", "name": name, "ts": start, "dur": stop - start, "tid": thread}
+
+    pieces = read_trace.own_time(
+        [op("outer", 0, 10), op("aten::mm", 2, 5), op("leaf", 5, 6), op("wait_tensor", 12, 20)]
+    )
+    own = Counter()
+    for piece in pieces:
+        own[piece.name] += piece.stop - piece.start
+    assert own == {"outer": 6, "aten::mm": 3, "leaf": 1, "wait_tensor": 8}
+    assert [read_trace.kind(piece) for piece in pieces if piece.name == "aten::mm"] == ["matrix products"]
+    message, step = read_trace.Span("gloo:all_reduce", 4, 14), read_trace.Span("step", 0, 20)
+    *_, row = read_trace.message_table([message], pieces, [step]).splitlines()
+    assert row.split("|")[2:5] == ["      1 ", "         0.01 ", "                      60% "]  # not while it waits
+
+
+def test_a_trace_that_is_not_there_is_one_line():
+    with pytest.raises(UsageError, match=r"trace.json.gz: no such file"):
+        read_trace.main(["trace.json.gz"])
 
 
 def test_profiling_changes_nothing(tiny_options, tmp_path):

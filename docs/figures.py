@@ -1,0 +1,136 @@
+"""Tables, outputs and pictures of README and docs, made anew from the commands beside them: `make figures`.
+
+A page holds what it shows between two comments. The first is Python, which cog (https://cog.readthedocs.io) runs, and
+what that prints replaces the text up to the second:
+
+    <!--[[[cog dp = command("python benchmark.py dp --config=quick") ]]]-->
+    <!--[[[end]]]-->
+    <!--[[[cog table(dp) ]]]-->
+    <!--[[[end]]]-->
+
+Commands run one after another, each once, in a folder that shares all of this one but `logs`, which is empty. The
+variable ONLY chooses among them: a part of the command, or `fast`, which are the ones that take seconds and give the
+same on every machine. What is not chosen stays as it is. A test holds every page to its fast ones.
+"""
+
+import ast
+import difflib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from functools import cache
+from pathlib import Path
+
+import cog
+
+from utils.benchmarks.report import format_table
+
+ROOT = Path(__file__).parents[1]
+ONLY = os.environ.get("ONLY", "")
+_kept: set[tuple[str, int]] = set()  # blocks that stay as they are; a block may show several things of one command
+
+
+def command(line: str) -> str:
+    """Show a command as it is typed; returns it."""
+    together = re.sub(r" (?!-)", "\0", line)  # an option and its values
+    lines = textwrap.wrap(together, 112, break_long_words=False, break_on_hyphens=False)
+    _show("```bash", " \\\n    ".join(lines).replace("\0", " "), "```")
+    return line
+
+
+def table(command: str, which: int = 0, columns: str = ".*", rows: str = "", fast: bool = False) -> None:
+    """Show a Markdown table of a command's output.
+
+    which: the first, second, ... table that it prints, from 0. columns: regular expression of the titles to show; rows:
+    of something in each row to show.
+    """
+    if not _chosen(command, fast):
+        return
+    lines = re.findall(r"(?:^ *\|.*\n)+", _output(command), re.M)[which].splitlines()
+    lines = [line.strip() for line in lines[:2] + [line for line in lines[2:] if re.search(rows, line)]]
+    head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    kept = [i for i, title in enumerate(head) if re.fullmatch(columns, title)]
+    if len(kept) < len(head):
+        lines = [format_table({head[i]: "" for i in kept}, [[row[i] for i in kept] for row in body])]
+    _show(*lines, "")
+
+
+def output(command: str, only: str = ".*", fast: bool = False) -> None:
+    """Show what a command prints, or its lines that match the regular expression `only`, as code."""
+    if _chosen(command, fast):
+        lines = [line.rstrip() for line in _output(command).strip("\n").splitlines() if re.match(only, line)]
+        _show("```text", *lines, "```")
+
+
+def picture(command: str, made: str, image: str, title: str) -> None:
+    """Show a picture that a command leaves behind. made: its path; image: its name in docs/images."""
+    if _chosen(command, fast=False):
+        _output(command)
+        shutil.copyfile(_workspace() / made, ROOT / "docs/images" / image)
+        images = os.path.relpath(ROOT / "docs/images", (ROOT / cog.inFile).parent)
+        _show(f"![{title}]({images}/{image})", "")
+
+
+def source(path: str, first: str, last: str) -> None:
+    """Show the code of a file from the line that begins with `first` to the next one that begins with `last`."""
+    lines = (ROOT / path).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
+    stop = next(i for i, line in enumerate(lines) if i >= start and line.strip().startswith(last))
+    _show("```python", textwrap.dedent("\n".join(lines[start : stop + 1])), "```")
+
+
+def difference(before: str, after: str, whole: bool = True) -> None:
+    """Show what one script has more and less than another, docstrings aside; whole: with the lines."""
+    one, two = _code(before), _code(after)
+    changes = list(difflib.unified_diff(one, two, n=0))[2:]
+    more, less = (sum(line[0] == sign for line in changes) for sign in "+-")
+    _show(f"- `{before}` -> `{after}`: +{more} -{less} lines, {len(one) - less} stay")
+    if whole:
+        lines = ["" if line[0] == "@" else line for line in changes[1:]]
+        _show("", "```diff", *(line for line in lines if line not in ("+", "-")), "```")
+
+
+def _code(name):
+    """Lines of a script behind its docstring."""
+    text = (ROOT / name).read_text()
+    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+
+
+def _chosen(command, fast):
+    """Whether to make this one; else what the page has is shown again."""
+    chosen = fast if ONLY == "fast" else ONLY in command
+    if not chosen and (block := (cog.inFile, cog.firstLineNum)) not in _kept:
+        _kept.add(block)
+        cog.out(cog.previous)
+    return chosen
+
+
+def _show(*lines):
+    cog.outl("\n".join(lines))
+
+
+@cache
+def _output(command):
+    print(f"$ {command}", file=sys.stderr, flush=True)
+    path = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=_workspace(), env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}\nerror: status {done.returncode}: {command}")
+    return done.stdout
+
+
+@cache
+def _workspace():
+    """A folder like this one without runs; it goes when Python ends."""
+    folder = tempfile.TemporaryDirectory(prefix="figures-")
+    _workspace.folder = folder
+    for path in ROOT.iterdir():
+        if path.name not in ("logs", ".git"):
+            (Path(folder.name) / path.name).symlink_to(path)
+    return Path(folder.name)
