@@ -5,19 +5,23 @@
     python benchmark.py dp --config=quick         the strategies of rung 2: speed, memory, messages of every rank
     python benchmark.py mp --config=mp_quick      the layouts of rung 3 x model sizes: the same of a split model
     python benchmark.py domain --sizes 32 96 32   rung 4: image sizes x layouts of devices that share an image
+    python benchmark.py scaling --study quick     real training runs of all rungs: speedup, time to an error, cost
 
 Every other option is a key of the config, as in train.py: --local_batch_size 4, --device cpu, ...
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 
-from utils.benchmarks import data_parallel, domain, ladder, loaders, model_parallel
+from utils.benchmarks import data_parallel, domain, ladder, loaders, model_parallel, scaling
 from utils.config import load_config
 from utils.errors import ArgumentParser, run_main
 
 
-def main(argv=None):
-    parser = ArgumentParser(prog="benchmark.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """Measure what the words of a command line ask for; returns the exit status, None for 0."""
+    parser = ArgumentParser(prog="benchmark.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("ladder", help="the steps of rung 1", allow_abbrev=False)
@@ -74,16 +78,33 @@ def main(argv=None):
     share.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
     share.set_defaults(run=run_domain)
 
+    study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
+    study.add_argument("--study", default="quick", metavar="NAME", help="named study in the file (%(default)s)")
+    study.add_argument("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
+    study.add_argument("--out", metavar="FOLDER", help="of the report (logs/scaling/<study>)")
+    study.add_argument("--only", type=int, metavar="N", help="make this one run, and no report")
+    study.add_argument("--target", metavar="FIELD=RMSE", help="error to reach, as z500=300 (the study's)")
+    for action, text in (
+        ("list", "print the runs"), ("report_only", "make no run"), ("sbatch", "print the jobs for Slurm"),
+        ("submit", "submit them"),
+    ):  # fmt: skip
+        study.add_argument(f"--{action}", dest="action", action="store_const", const=action, default="run", help=text)
+    study.set_defaults(
+        run=lambda words, o: scaling.run(words, o.study, o.study_file, o.out, o.only, o.action, o.target)
+    )
+
     for each in (command, data, dp, mp, share):
         each.add_argument("--rounds", type=int, default=3, help="turns of each case; medians count (%(default)s)")
         each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     for each in (command, dp, mp, share):
         each.add_argument("--png", metavar="FILE", help="write a picture")
     options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    options.run(words, options)
+    done = options.run(words, options)  # the figures, or the status of a study
+    return done if options.command == "scaling" else None
 
 
-def run_domain(words, o):
+def run_domain(words: list[str], o: argparse.Namespace) -> None:
+    """`benchmark.py domain` with its options."""
     domain.run(
         words, o.layouts, o.sizes, o.dims, o.precisions, o.batches, o.memory_limit_gib, o.steps, o.rounds, o.json,
         o.csv, o.png,

@@ -116,7 +116,9 @@ while :; do # a trap ends `wait` early
 done
 
 if [[ $warned && $status == 75 && ${REQUEUE:-1} != 0 ]]; then
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    job=$SLURM_JOB_ID # of an array this task alone: the number of its last task is that of the array
+    if [[ ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    if scontrol requeue "$job"; then
         echo "launch: saved and requeued; the run goes on when the job starts again"
     else
         echo "launch: saved, but the job may not be requeued: submit it again to continue"

@@ -1,14 +1,19 @@
 """`benchmark.py mp` counts what the theory of each layout says, and ends whatever happens to a rank."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import benchmark
+from distributed.counting import Collective
 from utils.benchmarks import model_parallel
+from utils.benchmarks.messages import phase_of
 from utils.benchmarks.model_parallel import ONE, build_cases
 from utils.benchmarks.mp_ranks import Ranks
 from utils.benchmarks.mp_tables import HELD
+from utils.benchmarks.phases import phases_of
 from utils.errors import UsageError, run_main
 
 # 9 x 8 patches: rows that two ranks share unequally, 5 and 4.
@@ -138,3 +143,16 @@ def test_a_rank_that_is_gone_ends_the_others():
             ranks.processes[1].kill()
             ranks.turn(0, 1)
     assert not any(process.is_alive() for process in ranks.processes)
+
+
+def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backward():
+    sent = [SimpleNamespace(tensor=torch.zeros(3))]
+    stage = SimpleNamespace(forward_one_chunk=None, get_fwd_send_ops=lambda: sent, get_bwd_send_ops=lambda: sent)
+    parallel = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage]), forward_backward=None)
+    step, listener = SimpleNamespace(parallel=parallel, scaler=SimpleNamespace(step=None)), SimpleNamespace()
+    message = Collective("send", 12, None, [[sent[0].tensor]])
+    with phases_of(step, listener):
+        stage.get_fwd_send_ops()
+        assert phase_of(listener, message) == "forward"
+        stage.get_bwd_send_ops()
+        assert phase_of(listener, message) == "backward"

@@ -1,6 +1,7 @@
 """A training step as the training scripts build it, and a batch for it."""
 
 import torch
+from torch import Tensor
 
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import split_images
@@ -11,10 +12,11 @@ from utils.compute import apply_compute_options
 from utils.errors import reported_as_usage_error
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
+from utils.schema import Config
 from utils.training_step import TrainingStep
 
 
-def build_step(config, device, where):
+def build_step(config: Config, device: torch.device, where: str) -> TrainingStep:
     """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
     model = build_model(config)
     with reported_as_usage_error(ValueError, where):
@@ -26,17 +28,18 @@ def build_step(config, device, where):
     return step
 
 
-def random_batch(config, device):
+def random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
     """This rank's part of a batch: random images, and random images or classes to learn."""
     random = torch.Generator().manual_seed(config.seed)
     own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
     part = (own, slice(None), *own_window(config.img_size, config.patch_size))
 
-    def images(channels):
+    def images(channels: int) -> Tensor:
         whole = torch.randn(config.global_batch_size, channels, *config.img_size, generator=random)
         return whole[part].to(device).clone()
 
     x = images(config.n_in_channels)
     if config.model == "classifier":
+        assert config.num_classes
         return x, torch.randint(config.num_classes, (config.global_batch_size,), generator=random)[own].to(device)
     return x, images(config.n_out_channels)

@@ -7,9 +7,11 @@ started together, that tell one another nothing (--noddp).
 """
 
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -35,16 +37,26 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
+    """A strategy with the config that it runs with, and its ranks."""
+
     name: str
     config: Config
     layout: Layout
 
 
-def run(words, strategies=STRATEGIES, world_sizes=(1, 2), steps=4, rounds=3, json_path=None, png_path=None):
+def run(
+    words: list[str],
+    strategies: Sequence[str] = STRATEGIES,
+    world_sizes: Sequence[int] = (1, 2),
+    steps: int = 4,
+    rounds: int = 3,
+    json_path: str | None = None,
+    png_path: str | None = None,
+) -> dict[str, Any]:
     """Measure and print three tables: speed, memory, messages.
 
     words: options of the config. strategies: each a value of data_parallel, with options of its own after commas:
-    'fsdp,wrap_policy=none'. steps: timed in one turn.
+    'fsdp,wrap_policy=none'. steps: timed in one turn. Returns what json_path gets.
     Raises UsageError for what cannot be run, before anything is started, and where a rank fails.
     """
     if min(*world_sizes, steps, rounds) < 1:
@@ -94,11 +106,11 @@ def run(words, strategies=STRATEGIES, world_sizes=(1, 2), steps=4, rounds=3, jso
     return summary
 
 
-def build_cases(words, strategies, size):
+def build_cases(words: list[str], strategies: Sequence[str], size: int) -> list[Case]:
     """The cases of a world size, checked; the first is the yardstick. In one rank the strategies are all the same."""
     config = load_config(words)
     batch = config.global_batch_size  # of one rank
-    apart = {"data_parallel": "ddp", "noddp": True, "local_batch_size": batch}
+    apart: dict[str, Any] = {"data_parallel": "ddp", "noddp": True, "local_batch_size": batch}
     cases = [Case(INDEPENDENT, config.model_copy(update=apart), Layout(size))]
     for text in strategies:
         strategy, *own = text.split(",")
@@ -110,9 +122,12 @@ def build_cases(words, strategies, size):
     return cases if size > 1 else cases[:1]
 
 
-def summarize(case, figures, turns, numbers):
+def summarize(
+    case: Case, figures: Sequence[dict[str, Any]], turns: list[tuple[float, float, float | None]], numbers: int
+) -> dict[str, Any]:
     """One row. figures: of every rank. turns: (samples/s, of the yardstick, of one rank or None) of every round."""
     ratios = [own / yardstick for own, yardstick, _ in turns]
+    of_one = [own / one / case.layout.dp for own, _, one in turns if one]
     memory = {
         name: max(figure["memory"][name] for figure in figures) if value is not None else None
         for name, value in figures[0]["memory"].items()
@@ -124,7 +139,7 @@ def summarize(case, figures, turns, numbers):
         "samples_per_sec": statistics.median(own for own, _, _ in turns),
         "efficiency": statistics.median(ratios),
         "efficiency_of_rounds": ratios,
-        "of_one_rank": statistics.median(own / one / case.layout.dp for own, _, one in turns) if turns[0][2] else None,
+        "of_one_rank": statistics.median(of_one) if of_one else None,
         "memory": memory,
         "predicted_memory": predicted_memory(case.config, numbers, case.layout),
         "calls": figures[0]["calls"],
@@ -134,7 +149,7 @@ def summarize(case, figures, turns, numbers):
     }
 
 
-def predicted_bytes(config, numbers, layout):
+def predicted_bytes(config: Config, numbers: float, layout: Layout) -> dict[str, float]:
     """{kind: bytes that a rank sends in a step}, N ranks, S of which share one copy of the parameters."""
     n, strategy, micro_batches = layout.dp, config.data_parallel, config.gradient_accumulation
     if config.noddp or n == 1:
@@ -154,12 +169,13 @@ def predicted_bytes(config, numbers, layout):
     return {kind: size for kind, size in sent.items() if size}
 
 
-def print_tables(results):
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """Speed, memory and messages of summarized cases."""
     speed = {
         "strategy": "", "ranks": "d", "samples/s": ".2f", "of independent": ".1%", "in the rounds": "",
         "of one rank": ".1%", "hidden": ".0%",
     }  # fmt: skip
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for r in results:
         spread = f"{min(r['efficiency_of_rounds']):.0%} to {max(r['efficiency_of_rounds']):.0%}"
         rows.append(
@@ -178,7 +194,7 @@ def print_tables(results):
     }  # fmt: skip
     rows = []
     for r in results:
-        sizes = {name: None if size is None else size / MIB for name, size in r["memory"].items()}
+        sizes: dict[str, Any] = {name: None if size is None else size / MIB for name, size in r["memory"].items()}
         total, formula = sum(sizes[name] for name in SPLIT), sum(r["predicted_memory"].values()) / MIB
         rows.append(
             (r["strategy"], r["ranks"], *(sizes[name] for name in SPLIT), total, formula, total / formula,
@@ -197,7 +213,7 @@ def print_tables(results):
     print(format_table(columns, rows) + "\n")
 
 
-def write_picture(path, results, title):
+def write_picture(path: str, results: list[dict[str, Any]], title: str) -> None:
     """Left: memory of a rank at the largest world size, stacked, the formula as a mark. Right: samples/s."""
     sizes = sorted({r["ranks"] for r in results})
     rows = [r for r in results if r["ranks"] == sizes[-1]]

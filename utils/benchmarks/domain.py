@@ -9,8 +9,10 @@ runs out the size is noted as such, and the sweep goes on.
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, product
+from typing import Any
 
 import torch
 
@@ -50,18 +52,32 @@ class Case:
     memory_limit: float | None
 
     @property
-    def tokens(self):
+    def tokens(self) -> int:
+        """Patches of an image."""
         return math.prod(patch_grid(self.config.img_size, self.config.patch_size)[0])
 
 
-def run(words, layouts=LAYOUTS, sizes=SIZES, dims=2, precisions=("none",), batches=(1,), memory_limit_gib=None,
-        steps=3, rounds=3, json_path=None, csv_path=None, png_path=None):  # fmt: skip
+def run(
+    words: list[str],
+    layouts: Sequence[str] = LAYOUTS,
+    sizes: Sequence[int] = SIZES,
+    dims: int = 2,
+    precisions: Sequence[str] = ("none",),
+    batches: Sequence[int] = (1,),
+    memory_limit_gib: float | None = None,
+    steps: int = 3,
+    rounds: int = 3,
+    json_path: str | None = None,
+    csv_path: str | None = None,
+    png_path: str | None = None,
+) -> dict[str, Any]:
     """Measure and print the tables.
 
     words: options of the config. layouts: sizes joined by x, as domain2xdp2, with options of their own after commas:
     'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
     precisions: values of amp_mode. batches: images that a device, or those that share an image, takes at a time.
-    Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
+    Returns what json_path gets. Raises UsageError for what cannot be run, before anything is timed, and where a rank
+    fails.
     """
     if min(steps, rounds, *batches) < 1 or (memory_limit_gib is not None and memory_limit_gib <= 0):
         raise UsageError("--batches, --steps and --rounds are 1 or more, --memory_limit_gib more than 0")
@@ -96,7 +112,15 @@ def run(words, layouts=LAYOUTS, sizes=SIZES, dims=2, precisions=("none",), batch
     return summary
 
 
-def build_points(words, layouts, sizes=SIZES, dims=2, precisions=("none",), batches=(1,), memory_limit_gib=None):
+def build_points(
+    words: list[str],
+    layouts: Sequence[str],
+    sizes: Sequence[int] = SIZES,
+    dims: int = 2,
+    precisions: Sequence[str] = ("none",),
+    batches: Sequence[int] = (1,),
+    memory_limit_gib: float | None = None,
+) -> list[list[Case]]:
     """The points of the sweep, checked: at each of them the Cases of all layouts, one device first."""
     ways = {text: parse_layout(words, text) for text in (ONE, *layouts)}
     limit = memory_limit_gib and memory_limit_gib * 2**30
@@ -115,7 +139,7 @@ def build_points(words, layouts, sizes=SIZES, dims=2, precisions=("none",), batc
     return points
 
 
-def check(case):
+def check(case: Case) -> None:
     """Raise UsageError where the model cannot be built, or an image has too few patches to be shared."""
     config = case.config
     with reported_as_usage_error(ValueError, config.config):
@@ -131,7 +155,7 @@ def check(case):
             )
 
 
-def parse_sizes(sizes):
+def parse_sizes(sizes: Sequence[int]) -> list[int]:
     """Sides of the images: (start, stop, step) -> [start, start + step, .., at most stop]."""
     start, stop, step = sizes
     if start < 1 or step < 1 or stop < start:
@@ -139,7 +163,7 @@ def parse_sizes(sizes):
     return list(range(start, stop + 1, step))
 
 
-def parse_layout(words, text):
+def parse_layout(words: list[str], text: str) -> tuple[Layout, Config]:
     """Layout and Config that a text names, as 'domain2x2xdp2,data_parallel=ddp'."""
     words = [f"--config={NAME}", *words]
     if text == ONE:
@@ -162,13 +186,13 @@ def parse_layout(words, text):
     return config.layout(ranks, max(1, ranks // 2)), config
 
 
-def _split(name):
+def _split(name: str) -> list[str]:
     return re.split("x(?=[a-z])", name)
 
 
-def measure(teams, cases, steps, rounds):
+def measure(teams: Teams, cases: list[Case], steps: int, rounds: int) -> list[dict[str, Any]]:
     """Rows of the layouts at one point of the sweep; the first layout is the yardstick."""
-    turns = {case: [] for case in cases}
+    turns: dict[Case, list[Any]] = {case: [] for case in cases}
     for number in range(rounds):
         for case, own in turns.items():
             if None not in own:
@@ -177,10 +201,10 @@ def measure(teams, cases, steps, rounds):
     return [one] + [summarize(case, turns[case], one) for case in cases[1:]]
 
 
-def summarize(case, turns, one):
+def summarize(case: Case, turns: list[Any], one: dict[str, Any] | None) -> dict[str, Any]:
     """One row. turns: figures of every rank, of every round; None where memory ran out. one: row of one device."""
     ranks, dp = case.layout.world_size, case.layout.dp
-    row = {
+    row: dict[str, Any] = {
         "layout": case.name, "devices_of_an_image": ranks // dp, "ranks": ranks, "image": case.config.img_size,
         "tokens": case.tokens, "precision": case.config.amp_mode, "batch": case.batch, "mode": case.mode,
         "out_of_memory": None in turns,

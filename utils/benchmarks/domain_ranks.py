@@ -2,10 +2,15 @@
 
 import signal
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.data_parallel import data_parallel
@@ -23,6 +28,9 @@ from utils.model import build_model
 from utils.optim import build_optimizer
 from utils.training_step import autocast
 
+if TYPE_CHECKING:  # it imports this module
+    from utils.benchmarks.domain import Case
+
 
 class OutOfMemory(UsageError):
     """A rank had not enough memory."""
@@ -31,10 +39,10 @@ class OutOfMemory(UsageError):
 class Ranks(team.Team):
     """The ranks of a Team; they build a case when it is measured, and keep nothing of it."""
 
-    def __init__(self, case):
+    def __init__(self, case: "Case"):
         super().__init__(case.layout.world_size, [case], _serve)
 
-    def measure(self, case, steps, memory):
+    def measure(self, case: "Case", steps: int, memory: bool) -> list[dict[str, Any]]:
         """What RankCase.measure gives on every rank. Raises OutOfMemory; the ranks are of no use then."""
         for pipe in self.pipes:
             with suppress(OSError):  # of a rank that is gone, as its missing answer tells
@@ -47,7 +55,7 @@ class Ranks(team.Team):
             raise
 
 
-def _ran_out(process, pipe):
+def _ran_out(process: SpawnProcess, pipe: Connection) -> bool:
     """Whether a rank says so, or the system has killed it."""
     try:
         while pipe.poll(0.2):
@@ -61,10 +69,10 @@ def _ran_out(process, pipe):
 class Teams:
     """The ranks of every layout, started when they are first asked, and anew after they ran out of memory."""
 
-    def __init__(self):
-        self.running = {}
+    def __init__(self) -> None:
+        self.running: dict[str, Ranks] = {}
 
-    def measure(self, case, steps, memory):
+    def measure(self, case: "Case", steps: int, memory: bool) -> list[dict[str, Any]] | None:
         """As Ranks.measure; None where a rank has run out of memory."""
         name = case.name
         if name not in self.running:
@@ -75,16 +83,17 @@ class Teams:
             self.running.pop(name).__exit__(type(error))  # some wait for one that has given up
             if not isinstance(error, OutOfMemory):
                 raise
+            return None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         for ranks in self.running.values():
             ranks.__exit__(*error)
 
 
-def _serve(pipe, cases):
+def _serve(pipe: Connection, cases: "Sequence[Case]") -> None:
     config, layout = cases[0].config, cases[0].layout
     device = comm.init(config.device, config.comm_timeout)
     if device.type == "cpu":
@@ -107,7 +116,7 @@ def _serve(pipe, cases):
 class RankCase:
     """A case on one rank: a classifier, and a batch of random images with random classes."""
 
-    def __init__(self, case, device):
+    def __init__(self, case: "Case", device: torch.device):
         self.case, self.device, config = case, device, case.config
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
@@ -122,6 +131,7 @@ class RankCase:
         self.parallel.module.train(case.mode == "training")
         self.optimizer = build_optimizer(config, model, device) if case.mode == "training" else None
 
+        assert config.num_classes
         random = torch.Generator().manual_seed(config.seed + 1)
         count = case.batch * comm.get_size("dp")
         own = slice(comm.get_rank("dp") * case.batch, (comm.get_rank("dp") + 1) * case.batch)
@@ -129,20 +139,23 @@ class RankCase:
         self.x = x[(own, slice(None), *own_window(config.img_size, config.patch_size))].clone().to(device)
         self.classes = torch.randint(config.num_classes, (count,), generator=random)[own].to(device)
 
-    def autocast(self):
+    def autocast(self) -> torch.autocast:
+        """The precision of the case."""
         return autocast(self.case.config, self.device)
 
     @torch.no_grad()
-    def forward(self):
+    def forward(self) -> Tensor:
+        """Logits of this rank's images, (batch, classes), without gradients."""
         with self.autocast():
             return self.parallel.module(self.x)
 
-    def step(self, between=lambda: None):
+    def step(self, between: Callable[[], None] = lambda: None) -> None:
         """A forward pass or an optimizer step. between: called after the forward pass of the latter."""
         if not self.optimizer:
-            return self.forward()
+            self.forward()
+            return
 
-        def loss(prediction, classes):
+        def loss(prediction: Tensor, classes: Tensor) -> Tensor:
             between()
             return classification_loss(prediction, classes, comm.get_group("image"))
 
@@ -150,9 +163,9 @@ class RankCase:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def measure(self, steps, memory):
+    def measure(self, steps: int, memory: bool) -> dict[str, float]:
         """Seconds and CPU seconds of a step of this rank; with `memory` also the bytes held, and the first loss."""
-        figures = {}
+        figures: dict[str, Any] = {}
         if memory:
             loss = F.cross_entropy(self.forward().float(), self.classes)
             figures["loss"] = comm.global_mean(loss[None]).item()
@@ -167,27 +180,33 @@ class RankCase:
             self.step()
         return figures | {"seconds": stop() / steps, "cpu_seconds": (time.process_time() - cpu) / steps}
 
-    def stopwatch(self):
+    def stopwatch(self) -> Callable[[], float]:
         """Start to measure; call the result for the seconds until then: of the device, where it has events."""
         if self.device.type != "cuda":
             started = time.perf_counter()
-            return lambda: synchronize(self.device) or time.perf_counter() - started
+
+            def waited() -> float:
+                synchronize(self.device)
+                return time.perf_counter() - started
+
+            return waited
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
 
-        def stop():
+        def stop() -> float:
             end.record()
             end.synchronize()
             return start.elapsed_time(end) / 1000
 
         return stop
 
-    def memory(self):
+    def memory(self) -> dict[str, float | None]:
         """peak: bytes at most held at once, parameters and input included. activations: kept for the backward pass."""
-        module, activations = self.parallel.module, []
+        module = self.parallel.module
+        activations: list[int] = []
         saved = SavedTensors(module)
 
-        def after_forward():
+        def after_forward() -> None:
             activations.append(saved.nbytes())
 
         if self.device.type == "cuda":

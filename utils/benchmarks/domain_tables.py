@@ -1,7 +1,9 @@
 """Tables, CSV and picture of `benchmark.py domain`, from its rows."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -20,9 +22,9 @@ TABLES = {  # title: (figure of a row, factor, format)
 COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 
-def print_tables(results):
+def print_tables(results: list[dict[str, Any]]) -> None:
     """A table of each figure, image sizes x layouts; with several batches, one of throughput."""
-    points = {}
+    points: dict[tuple[Any, ...], dict[str, Any]] = {}
     for r in results:
         points.setdefault((r["mode"], r["precision"], r["batch"], in_points(r["image"])), {})[r["layout"]] = r
     points = dict(sorted(points.items(), key=lambda item: item[0][0]))  # forward, training; else as measured
@@ -48,21 +50,22 @@ def print_tables(results):
         )
 
 
-def _print_table(title, columns, rows):
+def _print_table(title: str, columns: Sequence[str], rows: list[tuple[Any, ...]]) -> None:
     print(f"{title}\n\n{format_table(dict.fromkeys(columns, ''), rows)}\n")
 
 
-def in_points(image):
+def in_points(image: Sequence[int]) -> str:
+    """Size of an image in words: 32 x 64."""
     return " x ".join(map(str, image))
 
 
-def _cell(row, name, factor, spec):
+def _cell(row: dict[str, Any], name: str, factor: float, spec: str) -> str:
     if row["out_of_memory"]:
         return "out of memory"
     return "-" if row[name] is None else format(row[name] * factor, spec)
 
 
-def write_csv(path, results):
+def write_csv(path: str, results: list[dict[str, Any]]) -> None:
     """One line for every row; what has several values is left to the JSON."""
     single = [name for name in results[0] if not name.endswith("_of_rounds")]
     with whole_file(Path(path)) as part, open(part, "w", newline="") as file:
@@ -71,11 +74,11 @@ def write_csv(path, results):
         table.writerows(r | {"image": in_points(r["image"])} for r in results)
 
 
-def write_picture(path, results):
+def write_picture(path: str, results: list[dict[str, Any]]) -> None:
     """Time and memory over the size of an image: above of a forward pass, below of a training step."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     grid = figure.subplots(2, 2, sharex=True)
-    lines = {}
+    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in results:
         lines.setdefault((r["layout"], r["precision"], r["batch"]), []).append(r)
     layouts = list(dict.fromkeys(r["layout"] for r in results))

@@ -10,6 +10,8 @@ import multiprocessing
 import statistics
 import time
 import traceback
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -22,12 +24,13 @@ from utils.errors import UsageError
 from utils.flops import training_flops
 from utils.model import build_model, initial_weights
 from utils.optim import build_optimizer
+from utils.schema import Config
 from utils.training_step import AMP_DTYPES, TrainingStep
 
 LEAD_IN = 4  # iterations of each turn that are not timed: batches read while the others trained are used up
 
 
-def ladder(config, workers):
+def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str | None]]:
     """Steps as (name, options that come on top, reason to skip it or None).
 
     DALI is tried in its place but not kept: the steps after it go on with the native loader.
@@ -48,9 +51,21 @@ def ladder(config, workers):
     ]
 
 
-def run(config, workers=2, steps=10, rounds=3, json_path=None, png_path=None):
-    """Measure the ladder and print its table. workers: of the steps after the first. steps: timed in one turn."""
-    climbers, options, skipped = [], {}, []
+def run(
+    config: Config,
+    workers: int = 2,
+    steps: int = 10,
+    rounds: int = 3,
+    json_path: str | None = None,
+    png_path: str | None = None,
+) -> dict[str, Any]:
+    """Measure the ladder and print its table; returns what json_path gets.
+
+    workers: of the steps after the first. steps: timed in one turn. Raises UsageError where a step fails.
+    """
+    climbers: list[Climber] = []
+    options: dict[str, Any] = {}
+    skipped = []
     try:
         for name, extra, reason in ladder(config, workers):
             if reason:
@@ -89,7 +104,7 @@ def run(config, workers=2, steps=10, rounds=3, json_path=None, png_path=None):
     return summary
 
 
-def _print(results, skipped, config):
+def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) -> None:
     columns = {
         "step": "", "samples/s": ".2f", "x previous": ".2f", "x first": ".2f", "data wait": ".1%", "TFLOP/s": ".3f",
         "MFU": ".1%", "peak memory GiB": ".2f", "loss": ".4f",
@@ -113,7 +128,7 @@ def _print(results, skipped, config):
 class Climber:
     """A process that trains with one config when told to."""
 
-    def __init__(self, name, config):
+    def __init__(self, name: str, config: Config):
         self.name = name
         context = multiprocessing.get_context("spawn")
         self.pipe, far_end = context.Pipe()
@@ -122,15 +137,17 @@ class Climber:
         far_end.close()
         self._answer()  # set up
 
-    def train(self, steps):
+    def train(self, steps: int) -> dict[str, float]:
+        """One turn of so many timed steps: seconds, those of them waited for data, samples."""
         self.pipe.send(steps)
         return self._answer()
 
-    def end(self):
+    def end(self) -> dict[str, Any]:
+        """Let the process end: its peak memory, the measured peak of the device, all losses."""
         self.pipe.send(None)
         return self._answer()
 
-    def _answer(self):
+    def _answer(self) -> Any:
         try:
             answer = self.pipe.recv()
         except EOFError:
@@ -140,7 +157,7 @@ class Climber:
         return answer
 
 
-def _climb(pipe, config):
+def _climb(pipe: Connection, config: Config) -> None:
     """In the child: train in turns until told to end."""
     try:
         _serve(pipe, config)
@@ -151,7 +168,7 @@ def _climb(pipe, config):
         pipe.send(UsageError(f"a step of the ladder failed: {error}"))
 
 
-def _serve(pipe, config):
+def _serve(pipe: Connection, config: Config) -> None:
     device = select_device(config.device)
     loader, valid_loader = build_loaders(config, device)
     valid_loader.close()
@@ -160,9 +177,10 @@ def _serve(pipe, config):
     parallel = data_parallel(model, config, device, initial_weights(config))
     step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
     batches = loader.train(config.seed, 0, 10**9)
-    losses, wait = [], 0.0
+    losses: list[torch.Tensor] = []
+    wait = 0.0
 
-    def train(steps):
+    def train(steps: int) -> None:
         nonlocal wait
         for _ in range(steps):
             asked = time.perf_counter()
@@ -187,8 +205,8 @@ def _serve(pipe, config):
     pipe.send({"peak_memory_bytes": peak_memory_bytes(device), "matmul_flops_per_sec": peak, "losses": values})
 
 
-def matmul_flops_per_sec(device, dtype, repeats=5):
-    """Speed of the fastest of some square matrix products, the measured peak of the device.
+def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
+    """FLOP/s of the fastest of some square matrix products, the measured peak of the device.
 
     float32 products use TF32 where that is switched on.
     """

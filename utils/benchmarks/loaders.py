@@ -8,35 +8,50 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
+import torch
 
 from utils.benchmarks.plain_loader import plain_loader
 from utils.benchmarks.report import format_table, machine, write_json
-from utils.data_loader import DataLoader, build_loaders
+from utils.data_loader import BatchLoader, DataLoader, build_loaders
 from utils.dataset import FieldDataset
 from utils.device import select_device, synchronize
+from utils.schema import Config
 
 LEAD_IN = 4  # batches before the clock starts: rings and queues are in their steady state
 
 
-def run(config, workers=(0, 1, 2), frames=24, batches=12, rounds=3, json_path=None):
-    """Measure and print a table. frames: of the training data, copied into each layout. batches: timed in a turn."""
+def run(
+    config: Config,
+    workers: Sequence[int] = (0, 1, 2),
+    frames: int = 24,
+    batches: int = 12,
+    rounds: int = 3,
+    json_path: str | None = None,
+) -> dict[str, Any]:
+    """Measure and print a table; returns what json_path gets.
+
+    workers: numbers of data workers to try. frames: of the training data, copied into each layout. batches: timed in
+    a turn.
+    """
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
         layouts = _write_layouts(config, Path(folder), frames)
         cases = _cases(config, layouts, workers, device)
-        speeds = {name: [] for name in cases}
+        speeds: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(rounds):
             for name, measure in cases.items():
                 speeds[name].append(measure(batches))
     sample_bytes = 2 * 4 * max(config.n_in_channels, config.n_out_channels) * config.img_size[0] * config.img_size[1]
 
-    def ratio(name, other):
+    def ratio(name: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
 
-    results = [
+    results: list[dict[str, Any]] = [
         {
             "loader": name,
             "samples_per_sec": statistics.median(speeds[name]),
@@ -61,7 +76,7 @@ def run(config, workers=(0, 1, 2), frames=24, batches=12, rounds=3, json_path=No
 CAT, PLAIN = "cat file > /dev/null", "plain design, 0 workers"
 
 
-def _write_layouts(config, folder, frames):
+def _write_layouts(config: Config, folder: Path, frames: int) -> dict[str, Path]:
     """The first frames of the training data, in each layout: {name: folder}. They are then in the page cache."""
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
     source = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
@@ -74,7 +89,9 @@ def _write_layouts(config, folder, frames):
     return {name: folder / name for name in layouts}
 
 
-def _cases(config, layouts, workers, device):
+def _cases(
+    config: Config, layouts: Mapping[str, Path], workers: Sequence[int], device: torch.device
+) -> dict[str, Callable[[int], float]]:
     """{name: function(batches) -> samples per second}."""
     plain = {f"plain design, {n} workers": lambda b, n=n: _plain(config, layouts["contiguous"], n, b) for n in workers}
     cases = {CAT: lambda b: _cat(config, layouts["contiguous"])} | plain
@@ -95,7 +112,7 @@ def _cases(config, layouts, workers, device):
     return cases
 
 
-def _timed(batches, count, batch_size, device):
+def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
     for _ in range(LEAD_IN):
         next(batches)
     synchronize(device)
@@ -106,16 +123,17 @@ def _timed(batches, count, batch_size, device):
     return count * batch_size / (time.perf_counter() - started)
 
 
-def _ours(config, device, count, raw=False):
+def _ours(config: Config, device: torch.device, count: int, raw: bool = False) -> float:
     """raw: leave the values as they are on disk, as the host does for a GPU."""
     loader, valid = build_loaders(config, device)
     valid.close()
     if raw:
+        assert isinstance(loader, DataLoader)
         loader.normalise_on_read = False
     return _iterate(loader, config.seed, count, device)
 
 
-def _band(config, folder, rows, device, workers, count):
+def _band(config: Config, folder: Path, rows: slice, device: torch.device, workers: int, count: int) -> float:
     train, valid = build_loaders(config, device)
     channels = max(config.n_in_channels, config.n_out_channels)
     dataset = FieldDataset(folder, channels, config.img_size, config.dt, rows=rows)
@@ -125,7 +143,7 @@ def _band(config, folder, rows, device, workers, count):
     return _iterate(loader, config.seed, count, device)
 
 
-def _iterate(loader, seed, count, device):
+def _iterate(loader: BatchLoader, seed: int, count: int, device: torch.device) -> float:
     batches = loader.train(seed, 0, LEAD_IN + count)
     try:
         return _timed(batches, count, loader.batch_size, device)
@@ -134,11 +152,11 @@ def _iterate(loader, seed, count, device):
         loader.close()
 
 
-def _plain(config, folder, workers, count):
+def _plain(config: Config, folder: Path, workers: int, count: int) -> float:
     train, valid = build_loaders(config.model_copy(update={"train_data_path": str(folder)}), select_device("cpu"))
     loader = plain_loader(train.dataset, train.statistics, config.global_batch_size, workers)
 
-    def endless():
+    def endless() -> Generator[Any, None, None]:
         while True:
             yield from loader
 
@@ -151,7 +169,7 @@ def _plain(config, folder, workers, count):
         valid.close()
 
 
-def _cat(config, folder):
+def _cat(config: Config, folder: Path) -> float:
     """Samples per second if reading were all: the bytes of a sample are those of two frames."""
     file = folder / "1979.h5"
     started = time.perf_counter()

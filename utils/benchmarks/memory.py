@@ -1,9 +1,12 @@
 """What a rank holds in one training step, in bytes of distinct storages, beside the formulas of ZeRO."""
 
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,9 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed.data_parallel import DTYPES, SHARDED
 from utils.benchmarks.phases import around
 from utils.compute import EXPENSIVE
+from utils.layout import Layout
+from utils.schema import Config
+from utils.training_step import TrainingStep
+
+Listener = Callable[[Tensor], None]
 
 
-def predicted_memory(config, numbers, layout):
+def predicted_memory(config: Config, numbers: float, layout: Layout) -> dict[str, float]:
     """Bytes per rank of parameters, gradients and optimizer state (Adam's two moments), all in float32.
 
     numbers: parameters of the whole model. Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, but for zero2: there
@@ -30,7 +38,7 @@ def predicted_memory(config, numbers, layout):
     }
 
 
-def memory_of_a_step(step, x, y, listener=None):
+def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, listener: Listener | None = None) -> dict[str, int]:
     """Run step(0, x, y), an optimizer step of a TrainingStep that has made one before; returns {what: bytes}.
 
     parameters: between forward and backward pass, whole ones that lie beside a rank's part included.
@@ -41,18 +49,19 @@ def memory_of_a_step(step, x, y, listener=None):
     """
     module, scaler = step.parallel.module, step.scaler
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    held, saved = Counter(), SavedTensors(module, listener)
+    held: Counter[str] = Counter()
+    saved = SavedTensors(module, listener)
 
-    def parameters(*_):
+    def parameters() -> int:
         size = nbytes([*own, *module.parameters()])
         held["parameters at most"] = max(held["parameters at most"], size)
         return size
 
-    def before_backward():
+    def before_backward() -> None:
         held["parameters"] = max(held["parameters"], parameters())
         held["activations"] = max(held["activations"], saved.nbytes())
 
-    def before_update():
+    def before_update() -> None:
         held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
 
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
@@ -66,19 +75,23 @@ def memory_of_a_step(step, x, y, listener=None):
     return dict(held)
 
 
-def memory_of_a_pipeline_step(step, x, y, listener=None):
+def memory_of_a_pipeline_step(
+    step: TrainingStep, x: Tensor, y: Tensor, listener: Listener | None = None
+) -> dict[str, int]:
     """As memory_of_a_step. Activations are the most that is held after the forward pass of a micro-batch."""
+    assert step.parallel.pipeline
     model, stages = step.parallel.model, step.parallel.pipeline.stages
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    held, saved = Counter(), SavedTensors(model, listener)
+    held: Counter[str] = Counter()
+    saved = SavedTensors(model, listener)
 
-    def after_forward(forward, *args, **kwargs):
+    def after_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         held["activations"] = max(held["activations"], saved.nbytes())
         held["parameters"] = max(held["parameters"], nbytes([*own, *model.parameters()]))
         return output
 
-    def before_update():
+    def before_update() -> None:
         held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
 
     with ExitStack() as stack:
@@ -91,29 +104,30 @@ def memory_of_a_pipeline_step(step, x, y, listener=None):
     return dict(held)
 
 
-def optimizer_states(optimizer):
+def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors that an optimizer keeps on this rank."""
     optimizer = getattr(optimizer, "optim", optimizer)  # inside a ZeroRedundancyOptimizer
     values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _before(owner, name, function):
+def _before(owner: object, name: str, function: Callable[[], None]) -> AbstractContextManager:
     """Context: function() is called in front of each call of a method of `owner`."""
 
-    def both(method, *args, **kwargs):
+    def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function()
         return method(*args, **kwargs)
 
     return around(owner, name, both)
 
 
-def nbytes(tensors):
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages under some tensors, of the local part where one is sharded."""
     return sum(_storages(tensors).values())
 
 
-def _storages(tensors):
-    """{identity: bytes} of the distinct storages under some tensors, of the local part where one is sharded."""
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """{identity: bytes} of the storages that nbytes counts."""
     with torch.no_grad():
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
@@ -126,11 +140,16 @@ class SavedTensors:
     listener: called with each of them.
     """
 
-    def __init__(self, module, listener=None):
-        self.module, self.sizes, self.listener = module, {}, listener
-        self.contexts = [torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor), _Kept(self.note)]
+    def __init__(self, module: nn.Module, listener: Listener | None = None):
+        self.module, self.listener = module, listener
+        self.sizes: dict[StorageWeakRef, int] = {}
+        self.contexts: list[AbstractContextManager] = [
+            torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor),
+            _Kept(self.note),
+        ]
 
-    def note(self, tensor):
+    def note(self, tensor: Tensor) -> Tensor:
+        """Remember the storage of a tensor that is kept; returns the tensor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in _storages(self.module.parameters()):
             self.sizes[StorageWeakRef(storage)] = storage.nbytes()
@@ -138,15 +157,15 @@ class SavedTensors:
                 self.listener(tensor)
         return tensor
 
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Of those that are still there."""
         return sum(size for storage, size in self.sizes.items() if not storage.expired())
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         for context in self.contexts:
             context.__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         for context in reversed(self.contexts):
             context.__exit__(*error)
 
@@ -154,15 +173,16 @@ class SavedTensors:
 class _Kept(TorchDispatchMode):
     """Passes on the results of the operations that selective activation checkpointing does not repeat."""
 
-    def __init__(self, note):
+    def __init__(self, note: Callable[[Tensor], Tensor]):
         super().__init__()
         self.note = note
 
     @classmethod
-    def is_infra_mode(cls):
-        return True  # torch.compile does not run under other modes
+    def is_infra_mode(cls) -> bool:
+        """True: torch.compile does not run under other modes."""
+        return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
             result = func(*args, **(kwargs or {}))
         if func in EXPENSIVE and torch.is_grad_enabled():  # in the backward pass it is not

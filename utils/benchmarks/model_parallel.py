@@ -8,8 +8,10 @@ rank with the whole batch, in the same round.
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,16 +39,27 @@ SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 @dataclass(frozen=True, eq=False)
 class Case:
+    """A layout with the config that it runs with; compared by identity, since it is a key."""
+
     name: str
     config: Config
     layout: Layout
 
 
-def run(words, layouts=LAYOUTS, embed_dims=(), steps=2, rounds=3, json_path=None, png_path=None):
+def run(
+    words: list[str],
+    layouts: Sequence[str] = LAYOUTS,
+    embed_dims: Sequence[int] = (),
+    steps: int = 2,
+    rounds: int = 3,
+    json_path: str | None = None,
+    png_path: str | None = None,
+) -> dict[str, Any]:
     """Measure and print three tables: time, memory, messages.
 
     words: options of the config. layouts: sizes joined by x, as tp2xdp2, with options of their own after commas:
     'cp4,cp_method=ring'. embed_dims: model sizes; none: that of the config. steps: timed in one turn.
+    Returns what json_path gets.
     Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
     if min(steps, rounds, *embed_dims) < 1:
@@ -96,7 +109,7 @@ def run(words, layouts=LAYOUTS, embed_dims=(), steps=2, rounds=3, json_path=None
     return summary
 
 
-def build_cases(words, layouts):
+def build_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
     """The cases of a model size, checked; the first is the yardstick, one rank."""
     words = ["--config=mp_quick", *words]
     one = load_config(words, yaml_config=YAML, splits=SPLITS)
@@ -119,10 +132,11 @@ def build_cases(words, layouts):
     return cases
 
 
-def parse_layout(name):
+def parse_layout(name: str) -> dict[str, int]:
     """Sizes of a layout: 'tp2xdp2' -> {'tp': 2, 'cp': 1, 'pp': 1, 'dp': 2}."""
-    parts = [re.fullmatch(r"(tp|cp|pp|dp)([1-9]\d*)", part) for part in name.split("x")]
-    if not all(parts) or len({part[1] for part in parts}) < len(parts):
+    words = name.split("x")
+    parts = [part for word in words if (part := re.fullmatch(r"(tp|cp|pp|dp)([1-9]\d*)", word))]
+    if len({part[1] for part in parts}) < len(words):
         raise UsageError(f"layout '{name}': expected sizes of tp, cp, pp, dp joined by x, as tp4 or tp2xcp2xdp2")
     sizes = dict.fromkeys(("tp", "cp", "pp", "dp"), 1) | {part[1]: int(part[2]) for part in parts}
     if math.prod(sizes.values()) == 1:
@@ -130,7 +144,7 @@ def parse_layout(name):
     return sizes
 
 
-def summarize(case, figures, turns):
+def summarize(case: Case, figures: Sequence[dict[str, Any]], turns: list[tuple[float, float]]) -> dict[str, Any]:
     """One row. figures: of every rank. turns: (seconds of a step, of one rank) of every round."""
     config, layout = case.config, case.layout
     memory = {

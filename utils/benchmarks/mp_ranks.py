@@ -1,5 +1,9 @@
 """The ranks of `benchmark.py mp`: what a step of each layout takes, holds and sends."""
 
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, ClassVar
+
 import torch
 
 from utils import comm
@@ -7,6 +11,10 @@ from utils.benchmarks import team
 from utils.benchmarks.build import build_step, random_batch
 from utils.benchmarks.memory import memory_of_a_pipeline_step, memory_of_a_step
 from utils.benchmarks.messages import messages_of_a_step
+from utils.layout import Layout
+
+if TYPE_CHECKING:  # it imports this module
+    from utils.benchmarks.model_parallel import Case
 
 
 class Ranks(team.Team):
@@ -15,21 +23,22 @@ class Ranks(team.Team):
     turn: seconds of some steps, of the slowest rank.
     """
 
-    combine = max  # a step takes as long as on its slowest rank
+    combine: ClassVar[Callable[[list[float]], float]] = max  # a step takes as long as on its slowest rank
 
-    def __init__(self, size, cases):
+    def __init__(self, size: int, cases: "Sequence[Case]"):
         super().__init__(size, cases, _serve)
 
 
-def _serve(pipe, cases):
+def _serve(pipe: Connection, cases: "Sequence[Case]") -> None:
     config = cases[0].config
     device = comm.init(config.device, config.comm_timeout)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    meshes, built = {}, []
-    for case in cases:
-        built.append(RankCase(case, device, meshes))
-    pipe.send([case.figures for case in built])
+    meshes: dict[Layout, Any] = {}
+    built = []
+    for each in cases:
+        built.append(RankCase(each, device, meshes))
+    pipe.send([each.figures for each in built])
     while (turn := pipe.recv()) is not None:
         case, steps = turn
         built[case].use_mesh()
@@ -40,7 +49,7 @@ def _serve(pipe, cases):
 class RankCase(team.Case):
     """One layout on one rank. meshes: {layout: groups}, of all cases of this process."""
 
-    def __init__(self, case, device, meshes):
+    def __init__(self, case: "Case", device: torch.device, meshes: dict[Layout, Any]):
         config, self.device = case.config, device
         self.before = torch.cuda.memory_allocated() if device.type == "cuda" else None
         if case.layout not in meshes:
@@ -54,18 +63,18 @@ class RankCase(team.Case):
         if config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             self.figures["memory"]["activations"] = None
 
-    def use_mesh(self):
+    def use_mesh(self) -> None:
         """The groups of this case are those of the process."""
         comm.swap_meshes(self.meshes)
 
-    def measure(self):
+    def measure(self) -> dict[str, Any]:
         """Memory and messages of a step on this rank."""
         cuda = self.device.type == "cuda"
         self.train(team.WARMUP_STEPS - 1)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         self.train(1)
-        allocated = torch.cuda.max_memory_allocated() - self.before if cuda else None
+        allocated = None if self.before is None else torch.cuda.max_memory_allocated() - self.before
         measure = memory_of_a_pipeline_step if self.step.parallel.pipeline else memory_of_a_step
         memory = measure(self.step, self.x, self.y) | {"allocated at most": allocated}
         return {"memory": memory, "messages": messages_of_a_step(self.step, self.x, self.y)}

@@ -1,7 +1,10 @@
 """Tables and picture of `benchmark.py mp`, from its rows."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from utils.benchmarks.data_parallel import MIB
@@ -12,9 +15,10 @@ from utils.files import whole_file
 HELD = ("parameters", "gradients", "optimizer", "activations")
 
 
-def print_tables(results):
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """Time, memory and messages of summarized cases."""
     columns = {"layout": "", "embed": "d", "ranks": "d", "ms a step": ".0f", "to one rank": ".2f", "in the rounds": ""}
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for r in results:
         spread = f"{min(r['ratio_of_rounds']):.2f} to {max(r['ratio_of_rounds']):.2f}"
         rows.append((r["layout"], r["embed_dim"], r["ranks"], 1000 * r["step_seconds"], r["ratio"], spread))
@@ -49,12 +53,12 @@ def print_tables(results):
     print(format_table(columns, rows) + "\n")
 
 
-def _in_words(messages):
+def _in_words(messages: dict[str, tuple[float, float]]) -> tuple[str, float]:
     text = ", ".join(f"{calls:.0f} {kind}" for kind, (calls, _) in sorted(messages.items()))
     return text or "none", sum(size for _, size in messages.values()) / MIB
 
 
-def write_picture(path, results):
+def write_picture(path: str, results: list[dict[str, Any]]) -> None:
     """Left: memory of a rank, stacked, the formula as a mark. Right: MiB sent in a step, forward, backward, update."""
     figure = Figure(figsize=(12, 1.8 + 0.4 * len(results)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
@@ -78,7 +82,7 @@ def write_picture(path, results):
         figure.savefig(part, format="png", dpi=120)
 
 
-def _stack(axes, parts, names, colors):
+def _stack(axes: Axes, parts: list[list[Any]], names: Sequence[str], colors: Sequence[str]) -> None:
     start = [0.0] * len(parts[0])
     for values, name, color in zip(parts, names, colors, strict=True):
         values = [(value or 0) / MIB for value in values]
@@ -86,5 +90,5 @@ def _stack(axes, parts, names, colors):
         start = [a + b for a, b in zip(start, values, strict=True)]
 
 
-def _mark(axes, values, name):
+def _mark(axes: Axes, values: list[float], name: str) -> None:
     axes.plot([value / MIB for value in values], range(len(values)), "k|", markersize=14, label=name)

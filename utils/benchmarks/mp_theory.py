@@ -25,16 +25,17 @@ from distributed.data_parallel import SHARDED, sharded_units
 from utils.benchmarks.data_parallel import predicted_bytes
 from utils.layout import Layout
 from utils.model import build_model
+from utils.schema import Config
 
 PHASES = ("forward", "backward", "update")
 
 
-def grid(config):
+def grid(config: Config) -> list[int]:
     """Rows and columns of patches."""
     return [points // config.patch_size for points in config.img_size]
 
 
-def local_parameters(config, layout):
+def local_parameters(config: Config, layout: Layout) -> int:
     """Parameters of the rank that holds most, before data parallelism: split over tp and pp, whole over cp."""
     d, patch, hidden = config.embed_dim, config.patch_size**2, int(config.embed_dim * config.mlp_ratio)
     split = 4 * d * d + 2 * d * hidden + 3 * d + hidden  # qkv, proj, fc1, fc2 and biases of qkv, fc1
@@ -45,7 +46,7 @@ def local_parameters(config, layout):
     return block * config.depth // layout.pp + ends
 
 
-def predicted_activations(config, layout):
+def predicted_activations(config: Config, layout: Layout) -> float | None:
     """Bytes that a rank keeps for the backward pass; None where the formula does not hold.
 
     In a block, in units of b n D float32 numbers: inputs of both norms 2, their results 2, q, k, v 3, attention 1, and
@@ -79,7 +80,7 @@ def predicted_activations(config, layout):
     return (unit * config.depth * block + ends) / m
 
 
-def predicted_messages(config, layout):
+def predicted_messages(config: Config, layout: Layout) -> dict[str, dict[str, tuple[float, float]]]:
     """{phase: {kind: (collectives, bytes)}} of a step, of the rank that sends most: the table at the top."""
     t, c, p, m = layout.tp, layout.cp, layout.pp, config.gradient_accumulation
     rows, columns = grid(config)
@@ -88,9 +89,9 @@ def predicted_messages(config, layout):
     width = 4 if config.amp_mode == "none" else 2  # bytes of an activation
     stream = samples * bands[0] * d  # numbers in the residual stream of this rank
     piece = samples * shard_sizes(bands[0], t)[0] * d  # and in a slice of it
-    sent = {phase: {} for phase in PHASES}
+    sent: dict[str, dict[str, tuple[float, float]]] = {phase: {} for phase in PHASES}
 
-    def add(phases, kind, calls, size):
+    def add(phases: str, kind: str, calls: float, size: float) -> None:
         for phase in phases.split():
             before = sent[phase].get(kind, (0, 0))
             if calls:

@@ -1,8 +1,12 @@
 """The most memory that tensors hold at once, on devices whose allocator does not tell."""
 
 import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -16,36 +20,42 @@ class PeakMemory(TorchDispatchMode):
     while it runs is not seen.
     """
 
-    def __init__(self, tensors=(), limit=None):
+    def __init__(self, tensors: Iterable[Tensor] = (), limit: float | None = None):
         super().__init__()
-        self.limit, self.peak, self.storages = limit, 0, {}
+        self.limit, self.peak = limit, 0
+        self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self.note(tensors)
 
     @classmethod
-    def is_infra_mode(cls):
-        return True  # torch.compile does not run under other modes
+    def is_infra_mode(cls) -> bool:
+        """True: torch.compile does not run under other modes."""
+        return True
 
-    def note(self, tensors):
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Count the storages of those values that are tensors. Raises MemoryError above the limit."""
         new = False
         for tensor in plain_tensors(tensors):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.storages:
-                key, new = storage._cdata, True
-                self.storages[key] = weakref.ref(storage, lambda _, key=key: self.storages.pop(key, None))
+                new = True
+                self.storages[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
         if new:  # fully_shard empties storages that stay: sizes are read, not remembered
-            now = sum(storage.nbytes() for ref in list(self.storages.values()) if (storage := ref()) is not None)
+            now = sum(alive.nbytes() for ref in list(self.storages.values()) if (alive := ref()) is not None)
             self.peak = max(self.peak, now)
             if self.limit is not None and now > self.limit:
                 raise MemoryError(f"{now} bytes of tensors: the limit is {self.limit:.0f}")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def _forget(self, key: int, _: object) -> None:
+        self.storages.pop(key, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
             result = func(*args, **(kwargs or {}))
             self.note(tree_leaves((args, kwargs, result)))
         return result
 
 
-def plain_tensors(values):
+def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among some values; of a DTensor, and whatever else wraps tensors, those inside."""
     for value in values:
         if is_traceable_wrapper_subclass(value):
@@ -54,7 +64,7 @@ def plain_tensors(values):
             yield value
 
 
-def is_out_of_memory(error):
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory has run out, on whatever device."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)

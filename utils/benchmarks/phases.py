@@ -1,14 +1,18 @@
 """Which part of a training step is under way: forward, backward or update."""
 
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
+
+from utils.training_step import TrainingStep
 
 PHASES = ("forward", "backward", "update")
 
 
 @contextmanager
-def phases_of(step, listener):
+def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
     """Inside, listener.phase tells what a TrainingStep is doing.
 
     forward: the forward pass and the loss. update: inside the optimizer. backward: all else, the reduction of gradients
@@ -18,15 +22,15 @@ def phases_of(step, listener):
     listener.phase, listener.sent_forward = "backward", set()
 
     @contextmanager
-    def phase(name):
+    def phase(name: str) -> Iterator[None]:
         before, listener.phase = listener.phase, name
         try:
             yield
         finally:
             listener.phase = before
 
-    def within(name):
-        def call(function, *args, **kwargs):
+    def within(name: str) -> Callable[..., Any]:
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with phase(name):
                 return function(*args, **kwargs)
 
@@ -35,6 +39,11 @@ def phases_of(step, listener):
     def sends(function, *args):
         made = function(*args)
         listener.sent_forward |= {one.tensor.untyped_storage()._cdata for one in made}
+        return made
+
+    def sends_back(function, *args):  # a gradient may lie where something lay that was handed on
+        made = function(*args)
+        listener.sent_forward -= {one.tensor.untyped_storage()._cdata for one in made}
         return made
 
     def spans(function, x, y, loss, micro_batches, forward_span, backward_span):
@@ -51,9 +60,10 @@ def phases_of(step, listener):
         for stage in pipeline.stages if pipeline else ():
             stack.enter_context(around(stage, "forward_one_chunk", within("forward")))
             stack.enter_context(around(stage, "get_fwd_send_ops", sends))
+            stack.enter_context(around(stage, "get_bwd_send_ops", sends_back))
         yield
 
 
-def around(owner, name, function):
+def around(owner: object, name: str, function: Callable[..., Any]) -> AbstractContextManager:
     """Context: owner.name(...) is function(the method, ...)."""
     return patch.object(owner, name, partial(function, getattr(owner, name)))

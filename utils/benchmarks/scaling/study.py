@@ -1,0 +1,185 @@
+"""A scaling study as its file describes it: families of runs of the training scripts, checked before any starts."""
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
+
+from utils.config import SPLITS, load_config, nearest, read_named_config
+from utils.errors import UsageError
+from utils.schema import Config, Text, key
+
+SCRIPTS = {"train.py": "config/ViT.yaml", "train_mp.py": "config/mp.yaml", "train_shard.py": "config/shard.yaml"}
+OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # no options: the study says them
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")]
+OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Layout(_Strict):
+    """A way to split a run, on one or several numbers of ranks."""
+
+    ranks: Annotated[list[PositiveInt], OneOrMore, Field(min_length=1)] = key("ranks of the run; a list: of each run")
+    script: Literal["train.py", "train_mp.py", "train_shard.py"] | None = key("null: by how the model is split", None)
+    options: dict[str, Any] = key("keys of the config that make the layout", {})
+
+
+class Family(_Strict):
+    """Runs that solve the same problem, and are compared with the smallest among them."""
+
+    scaling: Literal["strong", "weak"] = key("strong: the same batch on any number of ranks; weak: it grows with them")
+    batch: PositiveInt = key("samples of an optimizer step: of all ranks (strong), for each rank (weak)")
+    yaml_config: Text = key("file of the config", SCRIPTS["train.py"])
+    config: Text = key("named config in that file")
+    options: dict[str, Any] = key("keys of the config, for all runs of the family", {})
+    layouts: dict[Name, Layout] = key("named layouts")
+
+
+class Study(_Strict):
+    """Families of runs, and what they are to reach."""
+
+    name: Name = key("name of the study in the YAML file")
+    about: Text = key("what it is about, in a line")
+    gpus_per_node: PositiveInt = key("GPUs of a node, for jobs of Slurm", 4)
+    target: Text | None = key("RMSE that counts as reached: z500=300", None)
+    options: dict[str, Any] = key("keys of the config, for all runs", {})
+    families: dict[Name, Family] = key("named families")
+
+
+@dataclass(frozen=True)
+class Target:
+    """RMSE of a field, in its units, that counts as reached; reason: where the number comes from."""
+
+    field: str
+    rmse: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.rmse:g} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: `ranks` processes of `script` with `words`, which give `config`."""
+
+    number: int
+    name: str
+    family: str
+    layout: str
+    scaling: str
+    ranks: int
+    script: str
+    words: list[str]
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, which the training script makes."""
+        return Path(self.config.expdir) / self.config.config / self.config.run_num
+
+    @property
+    def command(self) -> str:
+        """What one types to start it on this machine."""
+        start = "python" if self.ranks == 1 else f"torchrun --nproc_per_node {self.ranks}"
+        return f"{start} {self.script} {shlex.join(self.words)}"
+
+
+def read_study(path: str, name: str) -> Study:
+    """The Study of this name in a YAML file.
+
+    Raises UsageError, in one line with the nearest name, for a study or a key that is not known, and for values that
+    do not fit.
+    """
+    settings = read_named_config(path, name)
+    try:
+        return Study.model_validate({**settings, "name": name})
+    except ValidationError as error:
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
+        raise UsageError(_explain(dict(problems[0]), f"{path}: {name}")) from None
+
+
+def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
+    """The runs of a study in the order of its file, numbered from 0.
+
+    words: options of the config for all of them, in place of the study's. Raises UsageError naming the run where the
+    training script would refuse it.
+    """
+    runs: list[Run] = []
+    for family_name, family in study.families.items():
+        for layout_name, layout in family.layouts.items():
+            for ranks in layout.ranks:
+                name = f"{family_name}-{layout_name}-{ranks}"
+                where = f"{path}: {study.name}: {name}"
+                options = {**study.options, **family.options, **layout.options}
+                _check_options(options, where)
+                script = layout.script or _script(options, where)
+                own = [f"--yaml_config={family.yaml_config}"] if family.yaml_config != SCRIPTS[script] else []
+                own += [f"--config={family.config}", f"--run_num={study.name}-{name}"]
+                own += [f"--global_batch_size={family.batch * (ranks if family.scaling == 'weak' else 1)}"]
+                own += [word for option, value in options.items() for word in _words(option, value)] + words
+                splits = [option for option, scripts in SPLITS.items() if script in scripts]
+                try:
+                    config = load_config(own, None, ranks, SCRIPTS[script], splits)
+                except UsageError as error:
+                    raise UsageError(f"{where}: {error}") from None
+                runs.append(Run(len(runs), name, family_name, layout_name, family.scaling, ranks, script, own, config))
+    if len({run.name for run in runs}) < len(runs):
+        raise UsageError(f"{path}: {study.name}: a number of ranks is listed twice in a layout")
+    return runs
+
+
+def parse_target(text: str, where: str, reason: str) -> Target:
+    """`z500=300` as a Target. Raises UsageError, beginning with `where`, for anything else."""
+    field, _, number = text.partition("=")
+    try:
+        rmse = float(number)
+    except ValueError:
+        rmse = math.nan
+    if not (field and 0 < rmse < math.inf):
+        raise UsageError(f"{where}: target '{text}': expected a field and its RMSE, as z500=300")
+    return Target(field, rmse, reason)
+
+
+def _check_options(options: dict[str, Any], where: str) -> None:
+    for option in options:
+        if option in OF_THE_STUDY:
+            raise UsageError(f"{where}: option '{option}' is set by the study: by config, batch and the run's name")
+        if option not in Config.model_fields:
+            raise UsageError(f"{where}: unknown option '{option}'{nearest(option, Config.model_fields)}")
+
+
+def _script(options: dict[str, Any], where: str) -> str:
+    """The first script that can split a model in all of these ways."""
+    used = [name for name in SPLITS if options.get(name, 1) not in (1, "1x1")]
+    for script in SCRIPTS:
+        if all(script in SPLITS[name] for name in used):
+            return script
+    raise UsageError(f"{where}: no script has {' and '.join(used)} together")
+
+
+def _words(option: str, value: Any) -> list[str]:
+    """An option of a study as words of a command line."""
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{option}"]
+    if isinstance(value, list):
+        return [f"--{option}", *map(str, value)]
+    return [f"--{option}={'null' if value is None else value}"]
+
+
+def _explain(problem: dict[str, Any], where: str) -> str:
+    """One line from one pydantic error."""
+    *place, name = (str(word) for word in problem["loc"] if isinstance(word, str))
+    models: list[type[BaseModel]] = [Study, Family, Layout]
+    known = models[len(place) // 2].model_fields
+    where = ": ".join([where, *place[1::2]])  # families, <name>, layouts, <name>
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{name}'{nearest(name, known)}"
+    if problem["type"] == "missing":
+        return f"{where}: key '{name}' is missing ({known[name].description})"
+    return f"{where}: {name}: {problem['input']!r} {problem['msg'].removeprefix('Input ')}"
