@@ -33,7 +33,7 @@ def preload(names: Iterable[str]) -> None:
     multiprocessing.get_context(METHOD).set_forkserver_preload([f"exercises.checks.{name}" for name in names])
 
 
-def run_ranks(name: str, file: Path, size: int, seed: int, patience: float = PATIENCE_SECONDS) -> list[str]:
+def run_ranks(name: str, file: Path, size: int, seed: int, patience: float) -> list[str]:
     """Run the check `name` of a file on `size` ranks: the lines that they have to say, none if all is right."""
     context, processes, pipes = multiprocessing.get_context(METHOD), [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -124,7 +124,7 @@ if [[ $warned && $status == 75 && ${REQUEUE:-1} != 0 ]]; then
         echo "launch: saved, but the job may not be requeued: submit it again to continue"
     fi
 elif [[ $status == 75 ]]; then
-    echo "launch: saved and stopped: submit it again to continue"
+    echo "launch: saved and stopped; preempted, it goes on by itself (squeue lists it), else submit it again to continue"
 elif [[ $warned && $status == 138 ]]; then
     echo "launch: the warning came before training had begun: nothing was saved, not requeued; ask for more time (-t)" >&2
 fi

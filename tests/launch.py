@@ -1,13 +1,14 @@
-"""Start train.py under torchrun in tests."""
+"""Start the training scripts in processes of their own, and look at how they end."""
 
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import psutil
+
+from tests.workers import free_port
 
 
 def torchrun(words, ranks=2, restarts=0, script="train.py", **variables):
@@ -20,19 +21,17 @@ def torchrun(words, ranks=2, restarts=0, script="train.py", **variables):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
-def bare_ranks(words_of_rank, ranks=2, started=None):
-    """Start ranks without a launcher that would end the others when one fails; returns their processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def bare_ranks(words_of_rank, started=2):
+    """Start ranks of two without a launcher that would end the others when one fails; returns their processes."""
+    port = str(free_port())
     return [
         subprocess.Popen(
             [sys.executable, "train.py", *words_of_rank(rank)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                 "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                 "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
         )
-        for rank in range(started or ranks)
+        for rank in range(started)
     ]  # fmt: skip
 
 

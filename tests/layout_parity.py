@@ -82,7 +82,7 @@ def train_from(config, folder, start, stop):
     return losses
 
 
-def train_serially(tiny_config, options, steps=10):
+def train_serially(tiny_config, options, steps):
     """Losses and weights of one device, computed once."""
     key = repr(sorted(options.items())), steps
     if key not in _serial:
@@ -113,9 +113,9 @@ def check_training(ranks, tiny_config, layout, options, steps=10, **extra):
     assert_serial(results, train_serially(tiny_config, options, steps))
 
 
-def check_mixed_precision(ranks, tiny_config, layout, options, amp_mode, steps=4):
+def check_mixed_precision(ranks, tiny_config, layout, options, amp_mode):
     """Losses are those of one device in the same precision; layout and options as in check_training."""
-    size, own = layout
+    (size, own), steps = layout, 4
     mixed = options | {"amp_mode": amp_mode}
     serial, _ = train_serially(tiny_config, mixed, steps)
     results = ranks(size, train, tiny_config(**mixed, **own), steps=steps)

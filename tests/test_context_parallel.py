@@ -185,10 +185,10 @@ def test_what_cannot_be_split_is_refused_on_every_rank(ranks, method, changes, l
     assert ranks(3, parity.refusal, cp=3, method=method, **changes) == [line] * 3
 
 
-def attention_by_blocks(device, dtype, cut=37):
+def attention_by_blocks(device, dtype):
     """Output and gradients of attention, as the ring makes them of two blocks of keys, and as torch does in float64."""
     q, k, v, grad = torch.randn(4, 2, 3, 70, 16, dtype=dtype, device=device).unbind()
-    attend = attention.kernel(q, None)
+    attend, cut = attention.kernel(q, None), 37
     blocks = [(k[:, :, part], v[:, :, part]) for part in (slice(cut), slice(cut, None))]
     out, lse = attention._merge(*attend.forward(q, *blocks[0]), *attend.forward(q, *blocks[1]))
     parts = [attend.backward(grad, q, *block, out.to(dtype), lse) for block in blocks]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from utils.data_loader import DataLoader, build_loaders, reading_threads, training_indices
+from utils.data_loader import DataLoader, build_loaders, reading_threads
 from utils.dataset import FieldDataset, Statistics, read_statistics
 from utils.errors import UsageError
+from utils.sample_order import training_indices
 
 CPU = torch.device("cpu")
 
@@ -130,15 +131,15 @@ def test_coordinates_and_names_come_from_the_file_or_are_those_of_era5(tmp_path,
     dataset = FieldDataset(tmp_path, 3, (8, 16))
     assert dataset.channel_names == ["u10", "v10", "t2m"]
     assert dataset.channel_units == ["m s-1", "m s-1", "K"]
-    np.testing.assert_allclose(dataset.latitude, 90 - 22.5 * np.arange(8))
-    np.testing.assert_allclose(dataset.longitude, 22.5 * np.arange(16))
+    np.testing.assert_allclose(dataset.grid.latitude, 90 - 22.5 * np.arange(8))
+    np.testing.assert_allclose(dataset.grid.longitude, 22.5 * np.arange(16))
     dataset.close()
     with h5py.File(tmp_path / "1979.h5", "a") as file:
         file["latitude"] = np.linspace(-70, 70, 8)
         file["channel"] = ["a", "b", "c"]
     dataset = FieldDataset(tmp_path, 2, (8, 16))
     assert dataset.channel_names == ["a", "b"]
-    np.testing.assert_allclose(dataset.latitude, np.linspace(-70, 70, 8))
+    np.testing.assert_allclose(dataset.grid.latitude, np.linspace(-70, 70, 8))
     assert FieldDataset(sample_folder / "train", 20, (16, 32)).channel_names[14] == "z500"
 
 

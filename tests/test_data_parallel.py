@@ -47,8 +47,9 @@ def train(config, steps=STEPS):
     return losses, weights
 
 
-def assert_same_training(results, serial, tolerance=1e-5):
+def assert_same_training(results, serial):
     """Every loss and every weight is that of the serial run, on every rank."""
+    tolerance = 1e-5
     for losses, weights in results:
         torch.testing.assert_close(losses, serial[0], rtol=tolerance, atol=0)
         for name, expected in serial[1].items():

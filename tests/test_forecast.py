@@ -25,6 +25,7 @@ from utils import comm
 from utils.channels import CHANNELS
 from utils.checkpoint_tools import load_weights
 from utils.errors import UsageError, run_main
+from utils.grid import Grid
 from utils.model import build_model
 from utils.plots import animate
 from utils.rollout import LeadTimeSkill, own_batches
@@ -252,7 +253,9 @@ def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(run
 
 def test_equal_fields_are_still_frames_of_their_own(tmp_path):
     fields = np.zeros((7, 4, 8), "f4")
-    animate(tmp_path / "a.gif", fields, fields, range(7), np.arange(4), np.arange(8), lambda lead: f"+{lead} h", "K")
+    animate(
+        tmp_path / "a.gif", fields, fields, range(7), Grid(np.arange(4), np.arange(8)), lambda lead: f"+{lead} h", "K"
+    )
     assert Image.open(tmp_path / "a.gif").n_frames == 7
 
 

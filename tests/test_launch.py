@@ -134,8 +134,8 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_pa
     assert "error: rank 0 of 2 could not connect within 3 s through 127.0.0.1:" in output
 
 
-def mp(words, ranks=2):
-    return torchrun(["--yaml_config=config/ViT.yaml", *words], ranks, script="train_mp.py")
+def mp(words):
+    return torchrun(["--yaml_config=config/ViT.yaml", *words], script="train_mp.py")
 
 
 def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, serial):

@@ -12,8 +12,9 @@ from distributed.collectives import copy_to_region, reduce_from_region
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from utils.config import SPLITS, load_config
 from utils.errors import UsageError
-from utils.planner.hardware import gpu_names, load_gpu
-from utils.planner.step_time import CALIBRATED, UNCALIBRATED, calibrate, collective_time, node_shapes, step_time
+from utils.planner.collective_time import collective_time, node_shapes
+from utils.planner.hardware import load_gpu, read_gpus
+from utils.planner.step_time import CALIBRATED, UNCALIBRATED, calibrate, step_time
 from utils.planner.trace import Trace, trace_step
 from utils.planner.tracker import Message, Operation
 
@@ -46,7 +47,7 @@ def attention(seconds, phase, config):
 # ------------------------------------------------------------------------------------------------------- the hardware
 
 
-@pytest.mark.parametrize("name", gpu_names())
+@pytest.mark.parametrize("name", read_gpus())
 def test_gpus_of_the_file_are_plausible(name):
     gpu = load_gpu(name)
     assert gpu.fp32 <= gpu.tf32 <= gpu.bf16 and gpu.nic < gpu.link < gpu.bandwidth

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.launch import finish, torchrun
+from tests.workers import free_port
 from utils import preflight, preflight_files, preflight_network
 from utils.errors import UsageError
 from utils.findings import Finding, merge
@@ -62,9 +63,7 @@ def started(ranks, of, words, port):
 
 @pytest.fixture
 def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_port()
 
 
 def test_one_process_finds_nothing_wrong_and_leaves_nothing(check, words, tmp_path):

@@ -164,7 +164,7 @@ def test_the_trainer_reads_the_result(tmp_path):
     convert(cds(tmp_path), tmp_path / "out")
     dataset = FieldDataset(tmp_path / "out" / "train", channels=20, img_size=(8, W))
     assert len(dataset) == 2 * (FRAMES - 1) and dataset.channel_names == list(C)
-    assert dataset.latitude.tolist() == [90 - 22.5 * i for i in range(8)]
+    assert dataset.grid.latitude.tolist() == [90 - 22.5 * i for i in range(8)]
     sample = np.empty(dataset.shape, np.float32)
     dataset.read(FRAMES, sample)  # the second pair of 1980
     assert np.array_equal(sample, TRUTH[1980][1:3, :, :8])

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from utils import atmosphere, year_files
+from utils import atmosphere, grid, year_files
 from utils.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
 from utils.channels import CHANNELS
 from utils.errors import UsageError
@@ -226,7 +226,7 @@ def test_frames_depend_on_seed_and_year_but_not_on_chunks():
 
 
 def test_a_leap_year_has_its_day():
-    assert atmosphere.year_frames(1980) == 1464 and atmosphere.year_frames(1900) == 1460
+    assert grid.year_frames(1980) == 1464 and grid.year_frames(1900) == 1460
     model = Atmosphere((8, 16), seed=0)
     assert model.frames(1980, 1463, 1).shape == (1, 20, 8, 16)
     with pytest.raises(ValueError, match="1979 has 1460"):
@@ -240,9 +240,9 @@ def test_a_grid_too_small_is_refused(size):
 
 
 def test_grids_of_odd_and_even_height():
-    assert atmosphere.latitudes(5).tolist() == [90, 45, 0, -45, -90]
-    assert atmosphere.latitudes(4).tolist() == [90, 45, 0, -45]
-    assert np.array_equal(atmosphere.latitudes(720), atmosphere.latitudes(721)[:-1])
+    assert grid.latitudes(5).tolist() == [90, 45, 0, -45, -90]
+    assert grid.latitudes(4).tolist() == [90, 45, 0, -45]
+    assert np.array_equal(grid.latitudes(720), grid.latitudes(721)[:-1])
 
 
 # ---- files

@@ -18,6 +18,7 @@ import train
 REPOSITORY = Path(__file__).parents[1]
 CLUSTER = REPOSITORY / "tests/slurm/cluster.sh"
 SUBMIT = sorted(file.name for file in REPOSITORY.glob("submit_*.sh"))
+PATIENCE_SECONDS = 120  # for a job to do what is waited for
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY"}
 PROBE = """
 import json, os, pathlib, sys
@@ -100,10 +101,12 @@ class Cluster:
         for process in [daemon, *(p for p in steps if p and p.name().startswith("slurmstepd")), *tasks]:
             process.kill()
 
-    def _poll(self, job, done, what, seconds=120):
-        end = time.monotonic() + seconds
+    def _poll(self, job, done, what):
+        end = time.monotonic() + PATIENCE_SECONDS
         while not done():
-            assert time.monotonic() < end, f"job {job}: no {what} within {seconds} s; output: {self.output(job)}"
+            assert time.monotonic() < end, (
+                f"job {job}: no {what} within {PATIENCE_SECONDS} s; output: {self.output(job)}"
+            )
             time.sleep(0.1)
 
 

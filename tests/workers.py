@@ -41,7 +41,7 @@ class Workers:
         if self.processes and psutil.Process(self.processes[0].pid).num_threads() > MOST_THREADS:
             self.close()
         self._start(world_size)
-        port = _free_port() if world_size != self.size else None
+        port = free_port() if world_size != self.size else None
         called = list(range(world_size))
         for rank, pipe in enumerate(self.pipes):
             if rank in called:
@@ -95,7 +95,8 @@ def _receive(pipe):
     return (value, None) if done else (None, value)
 
 
-def _free_port():
+def free_port():
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

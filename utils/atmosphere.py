@@ -22,13 +22,13 @@ Williamson, D. L. et al. 1992: A standard test set for numerical approximations 
     in spherical geometry. J. Comput. Phys. 102, 211-224.
 """
 
-import calendar
 from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import sph_legendre_p_all
 
 from utils.channels import CHANNELS
+from utils.grid import latitudes, longitudes, year_frames
 
 RADIUS, OMEGA, GRAVITY, GAS = 6.371e6, 7.292e-5, 9.80665, 287.04  # m, rad s-1, m s-2, J kg-1 K-1 (dry air)
 STEP = 6 * 3600.0  # s between frames
@@ -44,21 +44,6 @@ LAPSE = 6.5e-3  # K m-1
 LEVELS = {name: np.log(1000.0 / name) for name in (1000, 850, 500, 50)}  # hPa -> x
 NOISE = 0.01  # of a channel's anomaly, whose standard deviation follows in channel order
 ANOMALY = (4.6, 5.7, 2.3, 800, 800, 2.6, 5.9, 7.8, 650, 5.9, 7.8, 650, 6.5, 8.6, 800, 3.4, 560, 22, 18, 5)
-
-
-def latitudes(height: int) -> np.ndarray:
-    """Latitudes (height,) in degrees, north first: ERA5's grid, without its last row where height is even."""
-    return 90.0 - np.arange(height) * 180.0 / (height - height % 2)
-
-
-def longitudes(width: int) -> np.ndarray:
-    """Longitudes (width,) in degrees east, from 0."""
-    return np.arange(width) * 360.0 / width
-
-
-def year_frames(year: int) -> int:
-    """Number of 6-hourly frames in a calendar year: 1460, or 1464 in a leap year."""
-    return 4 * (365 + calendar.isleap(year))
 
 
 def vertical_modes(x: float) -> tuple[np.ndarray, np.ndarray]:

@@ -80,7 +80,8 @@ def build_class_loaders(config: Config, device: torch.device) -> list[BatchLoade
     classes = config.num_classes or 0  # check_config has asked for them
     loaders: list[BatchLoader] = []
     for part, count in enumerate(counts):
-        images = ClassImages(count, config.img_size, config.n_in_channels, classes, window, 2 * config.seed + part)
+        seed = 2 * config.seed + part  # training and validation images are different, for any config.seed
+        images = ClassImages(count, config.img_size, config.n_in_channels, classes, window, seed)
         loaders.append(ClassImageLoader(images, batch_size // comm.get_size("dp"), device))
     return loaders
 

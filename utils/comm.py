@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from utils.device import select_device
-from utils.errors import ArgumentParser, UsageError, run_main
+from utils.errors import ArgumentParser, UsageError, first_line, run_main
 from utils.failure import FailureListener
 from utils.launch import read_launch
 from utils.layout import ORDER, Layout, tile_counts
@@ -64,10 +64,9 @@ def init(device_name: str = "auto", timeout: float = 600) -> torch.device:
             device_id=device if cuda else None,
         )  # fmt: skip
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-        line = str(error).splitlines()[0]
         raise UsageError(
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
-            f"{launch.master_addr}:{launch.master_port}: {line}"
+            f"{launch.master_addr}:{launch.master_port}: {first_line(error)}"
         ) from None
     global _listener
     _listener = FailureListener(store.clone(), launch.rank)  # type: ignore[attr-defined]  # not in torch's stubs

@@ -14,7 +14,7 @@ from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
 
-EXPENSIVE = [
+EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

@@ -11,15 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from utils.errors import ArgumentParser, UsageError
 from utils.schema import ALIASES, FREE_KEYS, Config
 
-SPLITS = {
+SPLITS = {  # keys that split a model, and the scripts that do it
     "tensor_parallel": "train_mp.py or train_shard.py",
     "context_parallel": "train_mp.py",
     "pipeline_parallel": "train_mp.py",
@@ -69,8 +68,16 @@ def load_config(
 
 def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
     """The mapping of one named config of a YAML file, unchecked."""
+    configs = read_mappings(path, "configs")
+    if name not in configs:
+        raise UsageError(f"{path}: no config '{name}'{nearest(name, configs)}; it has {', '.join(map(str, configs))}")
+    return configs[name]
+
+
+def read_mappings(path: Path | str, kind: str) -> dict[str, dict[str, Any]]:
+    """All named mappings of a YAML file, unchecked. kind: what they are, for the message of the UsageError."""
     try:
-        configs = yaml().load(Path(path))
+        mappings = yaml().load(Path(path))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -78,11 +85,9 @@ def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise UsageError(f"{path}: line {mark.line + 1 if mark else '?'}: {error.problem}") from None
-    if not isinstance(configs, dict) or not all(isinstance(config, dict) for config in configs.values()):
-        raise UsageError(f"{path}: expected named configs, each a mapping of keys to values")
-    if name not in configs:
-        raise UsageError(f"{path}: no config '{name}'{nearest(name, configs)}; it has {', '.join(map(str, configs))}")
-    return configs[name]
+    if not isinstance(mappings, dict) or not all(isinstance(mapping, dict) for mapping in mappings.values()):
+        raise UsageError(f"{path}: expected named {kind}, each a mapping of keys to values")
+    return mappings
 
 
 def check_config(
@@ -95,10 +100,10 @@ def check_config(
     try:
         config = Config(config=name, **settings)
     except ValidationError as error:
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
-        raise UsageError(_explain(problems[0], where, options)) from None
+        raise UsageError(explain(error, Config, where, options)) from None
     if world_size:
         _check_shares(config, where, world_size)
+        _check_splits(config, where, world_size)
     if config.lr_scaling != "none" and config.base_batch_size is None:
         raise UsageError(f"{where}: lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to")
     _check_data_parallel(config, where)
@@ -114,7 +119,7 @@ def check_config(
 
 
 def _check_shares(config: Config, where: str, world_size: int) -> None:
-    """The batch is shared by the data-parallel ranks, and each one's part by its micro-batches."""
+    """The batch must divide by the data-parallel ranks, and the part of each by its micro-batches."""
     dp, batch, own = config.layout(world_size).dp, config.global_batch_size, config.local_batch_size
     ranks = f"{dp} ranks" if dp == world_size else f"{dp} data-parallel ranks"
     if own is not None and own * dp != batch:
@@ -126,8 +131,12 @@ def _check_shares(config: Config, where: str, world_size: int) -> None:
         accumulated = f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""
         why = f"it is not a multiple of {parts}"
         raise UsageError(f"{where}: global_batch_size {batch} cannot be shared by {ranks}{accumulated}: {why}")
+
+
+def _check_splits(config: Config, where: str, world_size: int) -> None:
+    """Ways to split the model that do not go with other options."""
     if config.tp_backend == "dtensor" and config.tensor_parallel > 1:
-        if config.data_parallel in ("ddp", "zero1") and dp * config.context_parallel > 1:
+        if config.data_parallel in ("ddp", "zero1") and config.layout(world_size).dp * config.context_parallel > 1:
             raise UsageError(
                 f"{where}: tp_backend dtensor goes with data_parallel zero2, fsdp or hsdp, not {config.data_parallel}"
             )
@@ -185,15 +194,16 @@ def differing_keys(old: Config, new: Config) -> list[str]:
     return [k for k in Config.model_fields if k not in FREE_KEYS and getattr(old, k) != getattr(new, k)]
 
 
-def _explain(problem: ErrorDetails, where: str, options: Collection[str]) -> str:
-    """One line from one pydantic error."""
+def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
+    """One line that says what of a mapping does not fit the schema; `options` came from the command line."""
+    problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
     name = str(problem["loc"][0])
     if name in options:
         where = "command line"
     if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{name}'{nearest(name, Config.model_fields)}"
+        return f"{where}: unknown key '{name}'{nearest(name, schema.model_fields)}"
     if problem["type"] == "missing":
-        return f"{where}: key '{name}' is missing ({Config.model_fields[name].description})"
+        return f"{where}: key '{name}' is missing ({schema.model_fields[name].description})"
     message = problem["msg"].removeprefix("Input ")
     return f"{where}: {name}: {problem['input']!r} {message}"
 

@@ -5,13 +5,13 @@ copy, from pinned memory, on a side stream, while the previous step computes, an
 the CPU the buffer itself is the batch: the reading threads normalise each frame from the page cache into its place.
 """
 
-import math
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import lru_cache, partial
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from distributed.tiles import own_window
 from utils import comm
 from utils.dataset import FieldDataset, Statistics, load_statistics
 from utils.errors import UsageError
+from utils.sample_order import rank_indices, training_indices, validation_counts, validation_indices
 from utils.schema import Config
 
 # A frame seen in its file is only read.
@@ -31,42 +32,12 @@ Batch = tuple[Tensor, Tensor]  # (input, target)
 Indices = partial[np.ndarray]  # indices(iteration): the samples of this rank
 
 
-@lru_cache(maxsize=2)
-def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the samples in one epoch: a permutation drawn from seed and epoch alone."""
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
-
-
-def training_indices(num_samples: int, batch_size: int, seed: int, iteration: int) -> np.ndarray:
-    """Samples of one training step, (batch_size,).
-
-    The epochs' permutations follow each other in one endless stream, and step i takes its i-th batch: every sample
-    comes once an epoch, every batch is full, and the iteration alone says where a resumed run goes on.
-    """
-    positions = range(iteration * batch_size, (iteration + 1) * batch_size)
-    return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
-
-
-def validation_indices(num_samples: int, batch_size: int, iteration: int) -> np.ndarray:
-    """Samples of one validation batch, (batch_size,): in order; the last batch is filled up from the start."""
-    return np.arange(iteration * batch_size, (iteration + 1) * batch_size) % num_samples
-
-
-def rank_indices(
-    indices: Callable[..., np.ndarray], args: tuple[int, ...], rank: int, world_size: int, iteration: int
-) -> np.ndarray:
-    """This rank's equal part, in order, of the samples indices(*args, iteration) of all ranks."""
-    samples = indices(*args, iteration)
-    own = len(samples) // world_size
-    return samples[rank * own : (rank + 1) * own]
-
-
 class BatchLoader:
     """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, n_out, h, w).
 
     A batch is valid until the next one is asked for: its memory is used again.
     statistics: of the channels of the dataset. batch_size: of this rank; the ranks' batches side by side are the batch
-    of a single process. A loader says in `_batches` how it reads.
+    of a single process. num_workers: threads or processes that read ahead. A loader says in `_batches` how it reads.
     """
 
     def __init__(
@@ -77,8 +48,9 @@ class BatchLoader:
         n_out: int,
         batch_size: int,
         device: torch.device,
+        num_workers: int = 0,
     ):
-        self.dataset, self.batch_size, self.device = dataset, batch_size, device
+        self.dataset, self.batch_size, self.device, self.num_workers = dataset, batch_size, device, num_workers
         self.statistics, self.n_in, self.n_out = statistics, n_in, n_out
 
     @property
@@ -97,14 +69,11 @@ class BatchLoader:
         The last batch is filled up with repeated samples, so that every batch has the same shape; a rank's count may
         be 0 there.
         """
-        size = self.num_samples
-        args = size, self.batch_size * comm.get_size("dp")
-        iterations = range(math.ceil(size / args[1]))
-        for iteration, (x, y) in zip(
-            iterations, self._shared_batches(self._own(validation_indices, args), iterations), strict=True
-        ):
-            left = size - iteration * args[1] - comm.get_rank("dp") * self.batch_size
-            yield x, y, min(self.batch_size, max(0, left))
+        rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
+        counts = validation_counts(self.num_samples, self.batch_size, rank, ranks)
+        indices = self._own(validation_indices, (self.num_samples, self.batch_size * ranks))
+        for (x, y), count in zip(self._shared_batches(indices, range(len(counts))), counts, strict=True):
+            yield x, y, count
 
     def close(self) -> None:
         """Close the files and end what reads from them."""
@@ -171,20 +140,12 @@ def reading_threads(count: int) -> ThreadPoolExecutor:
 
 
 class DataLoader(BatchLoader):
-    """The native loader. num_workers: reading threads; 0 reads when the batch is asked for."""
+    """The native loader. Its workers are threads; without any it reads when the batch is asked for."""
 
-    def __init__(
-        self,
-        dataset: FieldDataset,
-        statistics: Statistics,
-        n_in: int,
-        n_out: int,
-        batch_size: int,
-        device: torch.device,
-        num_workers: int,
-    ):
-        super().__init__(dataset, statistics, n_in, n_out, batch_size, device)
-        means, stds = torch.from_numpy(statistics.means), torch.from_numpy(statistics.stds)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        device, num_workers = self.device, self.num_workers
+        means, stds = torch.from_numpy(self.statistics.means), torch.from_numpy(self.statistics.stds)
         self.scale = (1 / stds).to(device)
         self.bias = (-means / stds).to(device)
         # Batch normalisation with given statistics: weight, bias, mean 0, variance 1.
@@ -192,9 +153,8 @@ class DataLoader(BatchLoader):
         self.no_moments = torch.empty(0), torch.empty(0)
         self.normalise_on_read = device.type == "cpu"
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.num_workers = num_workers
         self.pool = reading_threads(num_workers) if num_workers else None
-        shape = (batch_size, *dataset.shape)
+        shape = (self.batch_size, *self.dataset.shape)
         self.slots = [Slot(shape, device.type == "cuda") for _ in range(3 if num_workers else 1)]
 
     def close(self) -> None:
@@ -274,7 +234,7 @@ class DataLoader(BatchLoader):
                 torch.add(bias, plane, alpha=scale, out=place)
 
 
-def loader_class(name: str) -> Callable[..., BatchLoader]:
+def loader_class(name: str) -> type[BatchLoader]:
     """The class of the data loader that the config names. DALI is imported only where it is asked for."""
     if name == "pytorch":
         return DataLoader
@@ -289,11 +249,7 @@ def build_loaders(config: Config, device: torch.device) -> list[BatchLoader]:
         from utils.class_images import build_class_loaders
 
         return build_class_loaders(config, device)
-    Loader: Callable[..., BatchLoader] = partial(
-        loader_class(config.data_loader_config), num_workers=config.num_data_workers
-    )
-    if not reads_samples():
-        Loader = BatchLoader
+    Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
     n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
     own_batch_size = batch_size // comm.get_size("dp")
     window = own_window(config.img_size, config.patch_size)
@@ -309,5 +265,5 @@ def build_loaders(config: Config, device: torch.device) -> list[BatchLoader]:
             f"global_batch_size {batch_size} is larger than the training data: "
             f"{len(train)} samples in {config.train_data_path}"
         )
-    statistics = load_statistics(config)
-    return [Loader(dataset, statistics, n_in, n_out, own_batch_size, device) for dataset in (train, valid)]
+    shared = load_statistics(config), n_in, n_out, own_batch_size, device, config.num_data_workers
+    return [Loader(dataset, *shared) for dataset in (train, valid)]

@@ -22,6 +22,7 @@ from torch import Tensor
 from utils.data_loader import Batch, BatchLoader, Indices
 from utils.dataset import FieldDataset, Statistics, YearFile
 from utils.errors import UsageError
+from utils.stop_signals import STOP_SIGNALS
 
 try:
     from nvidia.dali import fn, pipeline_def, types
@@ -31,24 +32,12 @@ except ImportError as error:
         "pip install -r requirements-dali.txt, or choose --data_loader_config=pytorch"
     ) from None
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
 
 class DaliDataLoader(BatchLoader):
-    """The loader over DALI. num_workers: reading processes, for training and for validation; 0 reads in this one."""
+    """The loader over DALI. Its workers are processes, some for training, as many for validation; 0: it reads here."""
 
-    def __init__(
-        self,
-        dataset: FieldDataset,
-        statistics: Statistics,
-        n_in: int,
-        n_out: int,
-        batch_size: int,
-        device: torch.device,
-        num_workers: int,
-    ):
-        super().__init__(dataset, statistics, n_in, n_out, batch_size, device)
-        self.num_workers = num_workers
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.streams: list[BatchStream] = []  # open ones
         # What was asked for -> a stream that gave all of it and can give it again.
         self.idle: dict[tuple[Any, ...], BatchStream] = {}

@@ -21,6 +21,7 @@ import numpy as np
 
 from utils.channels import CHANNELS
 from utils.errors import UsageError
+from utils.grid import Grid, latitudes, longitudes
 from utils.schema import Config
 
 DATASET = "fields"
@@ -190,12 +191,7 @@ class FieldDataset:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of one sample: (2, C, h, w), the input frame and the target frame."""
-        return (
-            2,
-            self.channels,
-            self.rows.stop - self.rows.start,
-            self.columns.stop - self.columns.start,
-        )
+        return 2, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
     def mappable(self) -> bool:
@@ -255,13 +251,13 @@ class FieldDataset:
             return (np.asarray(values) if values is not None else np.asarray(otherwise))[:length]
 
         height, width = self.files[0].shape[2:]
-        poles = height % 2  # an odd number of rows reaches both poles, an even one leaves out the south pole
         era5_names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), self.channels)]
         era5_units = [c.units for c in CHANNELS] + [""] * max(0, self.channels - len(CHANNELS))
         self.channel_names = [str(name) for name in read("channel", self.channels, era5_names)]
         self.channel_units = [str(unit) for unit in read("channel_units", self.channels, era5_units)]
-        self.latitude = read("latitude", img_size[0], 90 - 180 / (height - poles) * np.arange(height))
-        self.longitude = read("longitude", img_size[1], 360 / width * np.arange(width))
+        self.grid = Grid(
+            read("latitude", img_size[0], latitudes(height)), read("longitude", img_size[1], longitudes(width))
+        )
 
 
 class Statistics(NamedTuple):

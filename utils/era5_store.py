@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from utils.atmosphere import GRAVITY
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     import xarray
@@ -202,11 +202,6 @@ class Store:
 def units_of(variable: "xarray.DataArray") -> str:
     """The units a variable gives, powers without ** and ^: 'm s-1'; '' where it gives none."""
     return str(variable.attrs.get("units", "")).replace("**", "").replace("^", "").strip()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message, or its name where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _open(address: str) -> "xarray.Dataset":

@@ -39,6 +39,11 @@ def reported_as_usage_error(kind: type[Exception], where: str) -> Iterator[None]
         raise UsageError(f"{where}: {error}") from None
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or the exception's name where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1.
 

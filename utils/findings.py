@@ -1,13 +1,12 @@
 """What a check found, as a line for people and as JSON."""
 
+import json
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from utils.rollcall import RollCall
-
-import json
-from dataclasses import asdict, dataclass
 
 
 @dataclass

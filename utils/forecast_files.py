@@ -21,6 +21,7 @@ from utils.channels import CHANNELS
 from utils.errors import UsageError
 from utils.files import whole_file
 from utils.frames import HOUR, show
+from utils.grid import Grid
 
 STANDARD_NAMES = {
     "u": "eastward_wind", "v": "northward_wind", "t": "air_temperature", "z": "geopotential",
@@ -109,30 +110,21 @@ def forecast_dataset(
     fields: np.ndarray,
     names: Sequence[str],
     units: Sequence[str],
-    latitude: np.ndarray,
-    longitude: np.ndarray,
+    grid: Grid,
     attributes: dict[str, str],
 ) -> xarray.Dataset:
     """One forecast as an xarray.Dataset that writes itself as CF.
 
     start: datetime64. leads: (L,) hours. fields: (L, C, H, W), float32, in physical units. names, units: of channels.
-    latitude, longitude: degrees. attributes: of the whole, besides Conventions.
+    attributes: of the whole, besides Conventions.
     """
     reference, hours = np.array([start], "datetime64[s]"), np.asarray(leads, np.int32)
     coordinates: dict[str, Any] = {
-        "forecast_reference_time": (
-            "forecast_reference_time",
-            reference,
-            _described("forecast_reference_time"),
-        ),
+        "forecast_reference_time": ("forecast_reference_time", reference, _described("forecast_reference_time")),
         "lead_time": ("lead_time", hours, {**_described("forecast_period"), "units": "hours"}),
-        "latitude": ("latitude", latitude, {**_described("latitude"), "units": "degrees_north", "axis": "Y"}),
-        "longitude": ("longitude", longitude, {**_described("longitude"), "units": "degrees_east", "axis": "X"}),
-        "time": (
-            ("forecast_reference_time", "lead_time"),
-            reference[:, None] + hours * HOUR,
-            _described("time"),
-        ),
+        "latitude": ("latitude", grid.latitude, {**_described("latitude"), "units": "degrees_north", "axis": "Y"}),
+        "longitude": ("longitude", grid.longitude, {**_described("longitude"), "units": "degrees_east", "axis": "X"}),
+        "time": (("forecast_reference_time", "lead_time"), reference[:, None] + hours * HOUR, _described("time")),
     }
     variables = {}
     for c, (name, unit) in enumerate(zip(names, units, strict=True)):

@@ -34,15 +34,15 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
 
     with whole_file(out / pictures[0]) as part:
         skill_figure(result.skill, headline, units, result.leads).savefig(part, format="png", dpi=100)
-    grid, unit, channel = (result.latitude, result.longitude), units[result.channel], result.channel
+    unit, channel = units[result.channel], result.channel
     some = spread(len(result.leads), COLUMNS)[::-2][::-1]  # every other one, the last among them
     leads = [result.leads[i] for i in some]
     title = f"{channel}, forecast from {show(first)}"
     with whole_file(out / pictures[1]) as part:
-        maps = lead_time_figure(result.truth[some], result.forecast[some], leads, *grid, title, unit)
+        maps = lead_time_figure(result.truth[some], result.forecast[some], leads, result.grid, title, unit)
         maps.savefig(part, format="png", dpi=80)
     animate(
-        out / pictures[2], result.truth, result.forecast, result.leads, *grid,
+        out / pictures[2], result.truth, result.forecast, result.leads, result.grid,
         lambda lead: f"{title} + {lead} h = {show(first + lead * HOUR)}", unit,
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ except ImportError as error:
 
 from utils import preflight_files as files
 from utils import preflight_network as network
-from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, run_main
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, run_main
 from utils.failure import exit_at_once
 from utils.findings import Finding, merge
 from utils.launch import read_launch
@@ -160,8 +160,8 @@ def attempt(check: Check, options: argparse.Namespace, ranks: RollCall) -> list[
         limited(2 * options.timeout, lambda: findings.extend(check(options, ranks)))
     except Exception as error:
         kind = "" if isinstance(error, Absent | TimeoutError) else f"{type(error).__name__}: "
-        line = (str(error).splitlines() or [""])[0]
-        findings = [*findings, Finding("FAIL", name, f"{kind}{line}", "the output of the ranks may say more")]
+        found = f"{kind}{first_line(error)}"
+        findings = [*findings, Finding("FAIL", name, found, "the output of the ranks may say more")]
     return [finding.as_dict() for finding in findings]
 
 

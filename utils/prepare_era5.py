@@ -19,6 +19,7 @@ import numpy as np
 from utils.channels import CHANNELS
 from utils.era5_store import QUANTITIES, Store, channel_key, relative_humidity, units_of
 from utils.errors import ArgumentParser, UsageError, run_main
+from utils.grid import Grid
 from utils.year_files import YearFileWriter, parse_days, parse_years
 
 VERSION = 1  # of the conversion; another version makes other values
@@ -145,7 +146,7 @@ def prepare_era5(
     in `out` and too little disk space, before anything is written; for a value that is not sound when it is read.
     """
     era5 = Era5(sources, coarsen)
-    grid = era5.latitude, era5.longitude
+    grid = Grid(era5.latitude, era5.longitude)
     settings: dict[str, Any] = {"version": VERSION, "days": days, "relative_humidity_derived": era5.derived}
     settings |= {"img_size": [len(x) for x in grid], "corners": [float(x[i]) for x in grid for i in (0, -1)]}
     attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
@@ -193,18 +194,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     option = parser.add_argument
     option("sources", metavar="SOURCE", nargs="+", help="Zarr store (folder or URL) or NetCDF file")
     option("--out", default="data/era5", help="folder (default: %(default)s)")
-    option("--train_years", default="1979-2015", help="1979, 1979-1982 or 1979,1981-1983 (default: %(default)s)")
-    option("--valid_years", default="2016-2017", help="(default: %(default)s)")
-    option("--test_years", default="2018", help="(default: %(default)s)")
-    option("--days", default="all", help="of each year, from 1 January, or 'all' (default: %(default)s)")
+    option("--train_years", type=parse_years, default="1979-2015", help="such as 1979-1982,1985 (default: %(default)s)")
+    option("--valid_years", type=parse_years, default="2016-2017", help="(default: %(default)s)")
+    option("--test_years", type=parse_years, default="2018", help="(default: %(default)s)")
+    option(
+        "--days", type=parse_days, default="all", help="of each year, from 1 January, or 'all' (default: %(default)s)"
+    )
     option(
         "--coarsen", type=int, default=1, metavar="N", help="average over N x N points: 2 makes 721 x 1440 360 x 720"
     )
     option("--overwrite", action="store_true", help="replace year files made with other settings")
-    args = vars(parser.parse_args(argv))
-    for name in ("train_years", "valid_years", "test_years"):
-        args[name] = parse_years(args[name])
-    prepare_era5(**args | {"days": parse_days(args["days"])})
+    prepare_era5(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

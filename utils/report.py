@@ -69,7 +69,11 @@ def print_result(summary: dict[str, Any], config: Config) -> None:
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
     print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")
+    if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
+        return
     start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
     command = f"{programs}/{start} {Path(sys.argv[0]).name} --config={config.config}"
-    command += "".join(f" --{name}={getattr(config, name)}" for name in SPLITS if getattr(config, name) != 1)
+    for name in (*SPLITS, "data_parallel", "gradient_accumulation"):
+        if (value := getattr(config, name)) != Config.model_fields[name].default:
+            command += f" --{name}={value}"
     print(f"try next:         {command} --run_num=bf16 --amp_mode=bf16")

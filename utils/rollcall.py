@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from utils.errors import first_line
 from utils.launch import Launch
 
 POLL_SECONDS = 0.05
+LEAVE_SECONDS = 5  # for all ranks to let go of the store
 T = TypeVar("T")
 
 
@@ -86,7 +88,7 @@ class RollCall:
             )
         except (RuntimeError, TimeoutError) as error:
             what = "opened" if serve else "used"
-            message = f"{address} cannot be {what} on {self.node}: {str(error).splitlines()[0]}"
+            message = f"{address} cannot be {what} on {self.node}: {first_line(error)}"
             raise Absent(message, "another MASTER_PORT: another program may have this one") from None
         self.store = dist.PrefixStore(f"preflight{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.nodes = self.exchange("arrival", self.node)
@@ -126,13 +128,10 @@ class RollCall:
             raise TimeoutError
         answer = json.loads(self.store.get(key))
         if isinstance(answer, dict):
-            if key == "arrival":
-                self.nodes = [
-                    json.loads(self.store.get(name)) if self.store.check([name]) else None for name in keys
-                ]  # fmt: skip
             what, advice = f"did not reach '{key}'", "its own output may say why"
             if key == "arrival":
                 what, advice = "did not come", "was it started? its own output may say why"
+                self.nodes = [json.loads(self.store.get(k)) if self.store.check([k]) else None for k in keys]
             raise Absent(f"{self.names(answer['absent'])} {what} within {patience:g} s", advice)
         return answer
 
@@ -144,11 +143,11 @@ class RollCall:
             time.sleep(POLL_SECONDS)
         return True
 
-    def leave(self, seconds: float = 5) -> None:
+    def leave(self) -> None:
         """The store lives in rank 0, which goes last; whoever is gone is not waited for."""
         if self.store:
             with contextlib.suppress(RuntimeError, TimeoutError):
-                limited(seconds, self._leave)
+                limited(LEAVE_SECONDS, self._leave)
 
     def _leave(self):
         left = self.store.add("left", 1)

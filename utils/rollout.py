@@ -1,6 +1,5 @@
 """Autoregressive forecasts: what a model says of one step is its input of the next."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,13 @@ from torch import Tensor
 from distributed.parallel_model import ParallelModel
 from utils import comm
 from utils.config import nearest
-from utils.data_loader import rank_indices, validation_indices
 from utils.errors import UsageError
 from utils.forecast_files import forecast_dataset, write_netcdf
 from utils.frames import HOUR, Frames
+from utils.grid import Grid
 from utils.metrics import ForecastMetrics
 from utils.report import FORECASTS
+from utils.sample_order import rank_indices, validation_counts, validation_indices
 from utils.schema import Config
 from utils.training_step import autocast
 
@@ -32,8 +32,7 @@ class Result:
     leads: list[int]  # hours
     names: list[str]  # of the channels
     units: list[str]
-    latitude: np.ndarray  # (H,) degrees
-    longitude: np.ndarray  # (W,) degrees
+    grid: Grid
     skill: Skill  # of LeadTimeSkill.compute
     channel: str  # the one that is shown
     truth: np.ndarray  # (L, H, W) of it, after the first start, in physical units; on rank 0, elsewhere maybe empty
@@ -48,7 +47,7 @@ def roll_out(
     config: Config,
     channel: str,
     out: Path | str | None,
-    attributes: dict[str, str] | None = None,
+    attributes: dict[str, str],
 ) -> Result:
     """Forecast from every start with a ParallelModel; returns the Result, on every rank.
 
@@ -60,7 +59,7 @@ def roll_out(
     names, units, shown = data.channel_names[:n_out], data.channel_units[:n_out], data.channel_names.index(channel)
     statistics = [values[:n_out] for values in frames.statistics]
     means, stds, _ = map(torch.from_numpy, statistics)
-    skill = LeadTimeSkill(len(leads), data.latitude, statistics, frames.device)
+    skill = LeadTimeSkill(len(leads), data.grid.latitude, statistics, frames.device)
     writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # of the ranks that have the same forecast
     example = None
 
@@ -84,16 +83,13 @@ def roll_out(
                 example = np.concatenate(truths), np.stack([fields[0, shown] for fields in kept])
             if out and writes:
                 for i in range(count):
-                    grid = names, units, data.latitude, data.longitude
                     fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
-                    write_netcdf(out, forecast_dataset(dates[i], leads, fields, *grid, attributes or {}))
+                    write_netcdf(out, forecast_dataset(dates[i], leads, fields, names, units, data.grid, attributes))
     scores = skill.compute(names)  # every rank has written its files when all have come here
-    return Result(
-        starts, leads, names, units, data.latitude, data.longitude, scores, channel, *(example or (np.empty(0),) * 2)
-    )
+    return Result(starts, leads, names, units, data.grid, scores, channel, *(example or (np.empty(0),) * 2))
 
 
-def shown_channel(names: Sequence[str], wanted: str | None = None) -> str:
+def shown_channel(names: Sequence[str], wanted: str | None) -> str:
     """The channel to show: z500 where it is there and none is wanted. Raises UsageError with the nearest name."""
     if wanted is None:
         return "z500" if "z500" in names else names[0]
@@ -137,9 +133,9 @@ def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarra
     Every rank gets as many batches of the same size: models that are sharded over ranks work in step.
     """
     dp, rank, n = comm.get_size("dp"), comm.get_rank("dp"), len(starts)
-    for batch in range(math.ceil(n / (batch_size * dp))):
+    for batch, count in enumerate(validation_counts(n, batch_size, rank, dp)):
         own = rank_indices(validation_indices, (n, batch_size * dp), rank, dp, batch)
-        yield starts[own], min(batch_size, max(0, n - (batch * dp + rank) * batch_size))
+        yield starts[own], count
 
 
 class LeadTimeSkill:

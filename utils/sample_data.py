@@ -3,21 +3,18 @@
     python -m utils.sample_data                                  # data/quick: 7 years of 60 days on 32 x 64
     python -m utils.sample_data data/big --img_size 360 720 --days all
 
-    OUT/{train,valid,test}/YYYY.h5   fields [time, channel, lat, lon] float32, 6-hourly from 1 January 00 UTC
-    OUT/stats/global_means.npy       (1, 20, 1, 1) float32, of the training years only; so global_stds.npy
-    OUT/stats/time_means.npy         (1, 20, H, W) float32, the climatology of the training years
-
-A file appears under its name when it is whole, so the command can be stopped and repeated. The dynamics and
-their sources are in utils/atmosphere.py (Rossby et al. 1939; Haurwitz 1940; Williamson et al. 1992). The
-channels are those of FourCastNet (Pathak et al. 2022, arXiv:2202.11214), with the names and units of ERA5
-(Hersbach et al. 2020, Q. J. R. Meteorol. Soc. 146, 1999-2049).
+The files are laid out as utils/year_files.py says; the command can be stopped and repeated. The dynamics and their
+sources are in utils/atmosphere.py (Rossby et al. 1939; Haurwitz 1940; Williamson et al. 1992). The channels are those
+of FourCastNet (Pathak et al. 2022, arXiv:2202.11214), with the names and units of ERA5 (Hersbach et al. 2020, Q. J. R.
+Meteorol. Soc. 146, 1999-2049).
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from utils.atmosphere import Atmosphere, latitudes, longitudes
+from utils.atmosphere import Atmosphere
 from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, run_main
+from utils.grid import Grid, latitudes, longitudes
 from utils.year_files import YearFileWriter, parse_days, parse_years
 
 VERSION = 1  # of the atmosphere; another version makes other data
@@ -54,7 +51,7 @@ def make_sample_data(
         valid_years,
         test_years,
         days,
-        grid=(latitudes(img_size[0]), longitudes(img_size[1])),
+        grid=Grid(latitudes(img_size[0]), longitudes(img_size[1])),
         settings={"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed},
         title=TITLE,
         attributes={"source": SOURCE, "seed": seed},
@@ -72,16 +69,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     option = parser.add_argument
     option("out", metavar="OUT", nargs="?", default="data/quick", help="folder (default: %(default)s)")
     option("--img_size", type=int, nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points")
-    option("--train_years", default="1979-1983", help="1979, 1979-1982 or 1979,1981-1983")
-    option("--valid_years", default="1984")
-    option("--test_years", default="1985")
-    option("--days", default="60", help="of each year, from 1 January, or 'all' (default: %(default)s)")
+    option("--train_years", type=parse_years, default="1979-1983", help="such as 1979-1982,1985")
+    option("--valid_years", type=parse_years, default="1984")
+    option("--test_years", type=parse_years, default="1985")
+    option(
+        "--days", type=parse_days, default="60", help="of each year, from 1 January, or 'all' (default: %(default)s)"
+    )
     option("--seed", type=int, default=0)
     option("--overwrite", action="store_true", help="replace sample data made with other settings")
-    args = vars(parser.parse_args(argv))
-    for name in ("train_years", "valid_years", "test_years"):
-        args[name] = parse_years(args[name])
-    make_sample_data(**args | {"days": parse_days(args["days"])})
+    make_sample_data(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

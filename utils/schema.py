@@ -129,7 +129,7 @@ class Config(BaseModel):
         return Layout(world_size, *sizes, self.dp_shard or math.gcd(inside, whole.dp), self.parallel_order, domain)
 
 
-ALIASES = {"tensor_parallel": ["row_parallel_size"]}
+ALIASES = {"tensor_parallel": ["row_parallel_size"]}  # other names of an option
 
 # Settings that do not change what is computed: they may differ when a run is resumed.
 FREE_KEYS = {

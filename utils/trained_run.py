@@ -14,7 +14,7 @@ from distributed.parallel_model import ParallelModel
 from utils.checkpoint import CheckpointError, CheckpointFolder, Marker, hush_single_process_warning, read_marker, verify
 from utils.checkpoint_tools import find
 from utils.config import check_config, differing_keys, load_config, read_named_config, yaml
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 from utils.schema import Config
 
 # What says how a run was split, made fast and regularised. A forecast needs none of it and begins with the defaults.
@@ -97,7 +97,8 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     try:
         dcp.load({"model": view["model"]}, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, RuntimeError, ValueError) as error:
-        why = f"{_first_line(error)} (was it trained by another version of the code?)"
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        why = f"{first_line(cause)} (was it trained by another version of the code?)"
         raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
     take_parts(tensors, view, parallel.split)
     set_model_state_dict(model, weights)
@@ -108,9 +109,3 @@ def _val_loss(folder: Path) -> float | None:
         return read_marker(folder)["val_loss"]
     except CheckpointError:
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -6,10 +6,8 @@ iterations, at the end of an epoch and before a checkpoint.
 
 import logging
 import math
-import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +32,7 @@ from utils.profiling import build_profiler, span
 from utils.report import open_writer, print_result, write_validation
 from utils.run_folder import RunFolder
 from utils.schema import Config
+from utils.stop_signals import StopRequest
 from utils.training_step import TrainingStep
 from utils.validation import Validator
 from utils.watchdog import Watchdog
@@ -84,12 +83,13 @@ class Trainer:
 
         self.iteration = 0  # optimizer steps done
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
+        self.train_loss: float | None = None  # mean over the last epoch
         self.best_val_loss = math.inf
         self.validation_due = False  # stopped by a signal before the validation was done
         self.resumed = False  # and no step made since
         self.pending_losses: list[Tensor] = []  # on the device, not read yet
-        self.stop_signal: str | None = None  # this process was asked to stop
-        self.stopping = False  # all ranks know and stop after the same step
+        self.stop_request = StopRequest()  # of this process
+        self.stopping = False  # all ranks know of a request and stop after the same step
         self.clock = Clock()
         self.watchdog = Watchdog(config.watchdog_timeout, run.path)
 
@@ -105,7 +105,7 @@ class Trainer:
         self._log_memory()
         self.writer = open_writer(self.run.path, purge_step=self.iteration + 1)
         batches = self.train_loader.train(config.seed, self.iteration, config.num_iters)
-        with self._catch_signals(), self._progress_bar() as bar, self.watchdog:
+        with self.stop_request, self._progress_bar() as bar, self.watchdog:
             result = None
             if self.validation_due or self.iteration == config.num_iters:
                 result = self._validate()
@@ -144,7 +144,7 @@ class Trainer:
         if finished and not end_of_epoch:  # the run ends within an epoch
             epoch, end_of_epoch = epoch + 1, True
         save_due = finished or done % config.checkpoint_every == 0
-        self.stopping = bool(self.stop_signal) and comm.world_size() == 1  # several ranks agree as they read the losses
+        self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
         if not (save_due or end_of_epoch or self.stopping or done % config.log_every == 0):
             return None
 
@@ -171,7 +171,7 @@ class Trainer:
         """
         own = torch.stack(self.pending_losses)
         self.pending_losses.clear()
-        *losses, stop = comm.all_reduce(torch.cat([own, own.new_tensor([bool(self.stop_signal)])])).tolist()
+        *losses, stop = comm.all_reduce(torch.cat([own, own.new_tensor([self.stop_request.made])])).tolist()
         losses, self.stopping = [loss / comm.world_size() for loss in losses], self.stopping or stop > 0
         samples = len(losses) * self.config.global_batch_size
         speed = self.clock.stop(len(losses), samples)
@@ -215,27 +215,22 @@ class Trainer:
     def _validation_interrupted(self) -> bool:
         """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""
         self.watchdog.beat()
-        return bool(self.stop_signal) and comm.world_size() == 1
+        return self.stop_request.made and comm.world_size() == 1
 
     def _save(self, result: dict[str, Any] | None) -> None:
         state = {
             "epoch_loss": self.epoch_loss,
             "epoch_iterations": self.epoch_iterations,
-            "train_loss": getattr(self, "train_loss", None),
+            "train_loss": self.train_loss,
             "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
             "validation_due": self.validation_due,
             "scaler": self.step.scaler.state_dict(),
         }
         tensors = global_view(collect_state(self.model, self.optimizer), self.step.parallel.split)
-        leaving = self.stopping or self.iteration == self.config.num_iters
+        val_loss = result["val_loss"] if result else None
+        wait = self.stopping or self.iteration == self.config.num_iters or not self.config.async_save
         try:
-            folder = self.checkpoints.save(
-                self.iteration,
-                tensors,
-                state,
-                result["val_loss"] if result else None,
-                wait=leaving or not self.config.async_save,
-            )
+            folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
         except OSError as error:
             raise UsageError(f"iteration {self.iteration}: a checkpoint could not be written: {error}") from None
         log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
@@ -301,19 +296,3 @@ class Trainer:
         total = self.config.num_iters
         hidden = None if comm.is_main() else True  # None: hidden unless this is a terminal
         return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
-
-    @contextmanager
-    def _catch_signals(self) -> Iterator[None]:
-        """SIGTERM, SIGUSR1 and Ctrl-C end the run after the step under way; a second Ctrl-C ends it at once."""
-
-        def request_stop(number, _frame):
-            self.stop_signal = signal.Signals(number).name
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        caught = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        before = [signal.signal(number, request_stop) for number in caught]
-        try:
-            yield
-        finally:
-            for number, handler in zip(caught, before, strict=True):
-                signal.signal(number, handler)

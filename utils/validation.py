@@ -28,7 +28,7 @@ class Validator:
         self.units = loader.dataset.channel_units[:n]
         self.means, self.stds, time_means = (torch.from_numpy(values[:n]) for values in loader.statistics)
         self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
-        self.new_metrics = partial(ForecastMetrics, loader.dataset.latitude, self.stds, self.climatology)
+        self.new_metrics = partial(ForecastMetrics, loader.dataset.grid.latitude, self.stds, self.climatology)
         self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
         self.figures: dict[str, Figure] = {}  # pictured channel -> figure, of the last pass
 
@@ -74,8 +74,7 @@ class Validator:
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def _draw(self, x: Tensor, y: Tensor, prediction: Tensor) -> None:
-        latitude, longitude = self.loader.dataset.latitude, self.loader.dataset.longitude
         for c, name in enumerate(self.names[: len(x)]):
             if name in PICTURED:
                 fields = [(f[c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (x, y, prediction)]
-                self.figures[name] = forecast_figure(fields, latitude, longitude, name, self.units[c])
+                self.figures[name] = forecast_figure(fields, self.loader.dataset.grid, name, self.units[c])

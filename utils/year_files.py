@@ -21,10 +21,10 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.atmosphere import year_frames
 from utils.channels import CHANNELS
 from utils.errors import UsageError
 from utils.files import whole_file
+from utils.grid import Grid, year_frames
 
 SPLITS = ("train", "valid", "test")
 STATS = ("global_means", "global_stds", "time_means")
@@ -57,7 +57,7 @@ class YearFileWriter:
     """The year files of one data set, checked when constructed, written by `make`.
 
     out: folder. train_years, valid_years, test_years: iterables of int. days: of each year, 0 for all.
-    latitude, longitude: the grid in degrees, (H,) and (W,). settings: what else the values depend on (JSON).
+    grid: of all frames. settings: what else the values depend on (JSON).
     title: says what data this is; files with another title are never touched. attributes: for every file.
     overwrite: replace files of this title made with other settings.
     Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
@@ -70,7 +70,7 @@ class YearFileWriter:
         valid_years: Iterable[int],
         test_years: Iterable[int],
         days: int,
-        grid: tuple[np.ndarray, np.ndarray],
+        grid: Grid,
         settings: dict[str, Any],
         title: str,
         attributes: dict[str, Any],

@@ -4,7 +4,7 @@ import threading
 import time
 from types import ModuleType
 
-from exercises.checks.common import Draw, expect
+from exercises.checks.common import Draw, Wrong, expect
 
 WORLD_SIZES = (1,)
 LONG = 2.0  # seconds that a read which should have begun is waited for
@@ -50,7 +50,7 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     except OSError:
         expect(got == broken, f"read({broken}) failed: the error came after {got} batches, not after {broken}")
     else:
-        expect(False, f"read({broken}) failed, and the caller was not told: take the result of every read")
+        raise Wrong(f"read({broken}) failed, and the caller was not told: take the result of every read")
 
 
 def steps(exercise: ModuleType, count: int, depth: int) -> None:

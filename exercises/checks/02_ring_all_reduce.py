@@ -4,7 +4,7 @@ from types import ModuleType
 
 import torch
 
-from exercises.checks.common import Draw, Recorder, expect, expect_tensor, ratio, same
+from exercises.checks.common import Draw, Recorder, Wrong, expect, expect_tensor, ratio, same
 
 WORLD_SIZES = (2, 3)
 
@@ -29,7 +29,7 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
                 hint = f"chunk {right[0]} is, so the reduce-scatter works: do the whole sums go round afterwards?"
             elif (scale := ratio(out, total)) and abs(scale * size - 1) < 1e-3:
                 hint = "it is the mean: all-reduce makes the sum"
-            expect(False, f"chunks {wrong} of {size} are not the sum of the ranks' chunks: {hint}")
+            raise Wrong(f"chunks {wrong} of {size} are not the sum of the ranks' chunks: {hint}")
         expect(torch.equal(x, parts[rank]), "the input was changed: work on a copy")
         sent, ideal = sum(call.sent for call in record.calls), 2 * (size - 1) * n // size * 4
         expect(

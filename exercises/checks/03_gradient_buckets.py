@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from exercises.checks.common import Draw, Recorder, expect, expect_tensor, factor, same
+from exercises.checks.common import Draw, Recorder, Wrong, expect, expect_tensor, factor, same
 
 WORLD_SIZES = (2, 3)
 
@@ -44,7 +44,7 @@ def compare(grad: Tensor | None, i: int, parts: list[Tensor], rank: int) -> None
     elif found := factor(grad, mean, len(parts)):
         taken = "was the mean taken twice?" if "of" in found else "it is the sum: was it divided by the ranks?"
         hint = f"{found} what it should be: {taken}"
-    expect(False, f"{what} is not the mean over the ranks: {hint}")
+    raise Wrong(f"{what} is not the mean over the ranks: {hint}")
 
 
 def compare_messages(record: Recorder, grads: list[Tensor], limit: int, size: int) -> None:
@@ -58,11 +58,11 @@ def compare_messages(record: Recorder, grads: list[Tensor], limit: int, size: in
         buckets[-1].append(grad)
     wanted, got = [4 * sum(g.numel() for g in b) for b in buckets], [4 * c.values.numel() for c in record.calls]
     if len(got) == len(grads) > len(buckets):
-        expect(False, f"{len(got)} all-reduces, one per parameter: buckets of at most {limit} bytes make {len(wanted)}")
+        raise Wrong(f"{len(got)} all-reduces, one per parameter: buckets of at most {limit} bytes make {len(wanted)}")
     over = [n for n in got if n > limit and n not in wanted]
     expect(not over, f"a bucket of {over and over[0]} bytes, where {limit} is the limit")
     if got != wanted and sorted(got) == sorted(buckets_of(grads[::-1], limit)):
-        expect(False, "the first bucket holds the first layer: the backward pass makes the last layer's gradient first")
+        raise Wrong("the first bucket holds the first layer: the backward pass makes the last layer's gradient first")
     expect(got == wanted, f"buckets of {got} bytes, from the last parameter to the first they are {wanted}")
     for call, bucket in zip(record.calls, buckets, strict=True):
         sent, own = call.values.sort().values, torch.cat([g.flatten() for g in bucket]).sort().values

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from exercises.checks.common import Draw, expect
+from exercises.checks.common import Draw, Wrong, expect
 
 WORLD_SIZES = (1,)
 
@@ -57,7 +57,7 @@ def compare_ranks(parts: list[list[int]], size: int, length: int) -> None:
     what = f"of {length} samples on {size} ranks, {len(twice)} come twice and {len(missing)} never"
     if twice and missing:
         equal = all(set(part) == set(parts[0]) for part in parts)
-        expect(False, f"{what}: {'does every rank take the same part?' if equal else 'do the ranks shuffle alike?'}")
+        raise Wrong(f"{what}: {'does every rank take the same part?' if equal else 'do the ranks shuffle alike?'}")
     expect(not twice, f"{what}: was the epoch filled up to a multiple of the ranks, or is each sample on every rank?")
     expect(not missing, f"{what}: {length} is not a multiple of {size}, was the rest forgotten?")
     sizes = sorted(map(len, parts))

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo  # which an optimizer imports, for seconds
 from torch import nn
 
-from exercises.checks.common import Draw, Recorder, expect, same
+from exercises.checks.common import Draw, Recorder, Wrong, expect, same
 
 WORLD_SIZES = (2, 3)
 
@@ -42,7 +42,7 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
                         hint = "it is this rank's own: did a broadcast of somebody else overwrite it?"
                     elif torch.equal(p.detach(), before[i]):
                         hint = f"it is the old value: did its owner, rank {owner}, send it?"
-                    expect(False, f"parameter {i} after step {step + 1} is not that of Adam: {hint}")
+                    raise Wrong(f"parameter {i} after step {step + 1} is not that of Adam: {hint}")
             others = sorted(set(record.kinds()) - {"broadcast", "all_gather"})
             expect(not others, f"{' and '.join(others)} called: gradients are averaged already, only weights are sent")
             before = [p.detach().clone() for p in mine]

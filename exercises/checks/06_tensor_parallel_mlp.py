@@ -55,7 +55,7 @@ def compare_output(out: Tensor, reference: Tensor, part: Tensor, b2: Tensor, siz
         hint = f"b2 was added {size} times, once by each rank: add it after the sum"
     elif same(out, reference - b2):
         hint = "b2 is missing"
-    expect(False, f"the output is not that of the whole MLP: {hint}")
+    raise Wrong(f"the output is not that of the whole MLP: {hint}")
 
 
 def compare_gradient(name: str, grad: Tensor | None, wanted: Tensor, size: int) -> None:
@@ -71,4 +71,4 @@ def compare_gradient(name: str, grad: Tensor | None, wanted: Tensor, size: int) 
         hint = "is it only what this rank's features give? f adds up the ranks' in the backward pass"
     else:
         hint = f"{found} what it should be" if found else "is the gradient of the output passed on as it is by g?"
-    expect(False, f"the gradient of {name} is wrong: {hint}")
+    raise Wrong(f"the gradient of {name} is wrong: {hint}")

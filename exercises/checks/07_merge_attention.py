@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from exercises.checks.common import Draw, expect, expect_tensor, same
+from exercises.checks.common import Draw, Wrong, expect, expect_tensor, same
 
 WORLD_SIZES = (2, 3)
 
@@ -70,7 +70,7 @@ def explain(out: Tensor, lse: Tensor, right: Tensor, right_lse: Tensor, before: 
         hint = "were scores put into exp as they are? Take off the larger lse first"
         if "nothing" in where:
             hint = "-inf - (-inf) is nan: such a row has weight 0"
-        expect(False, f"{where}out is nan in {int(out.isnan().any(-1).sum())} of {out[..., 0].numel()} rows: {hint}")
+        raise Wrong(f"{where}out is nan in {int(out.isnan().any(-1).sum())} of {out[..., 0].numel()} rows: {hint}")
     expect(not lse.isnan().any(), f"{where}lse is nan: -inf - (-inf) is nan, and torch.logaddexp knows that")
     expect(
         not (lse.isinf() & ~empty).any(), f"{where}lse is infinite: exp has overflowed, take off the larger lse first"
@@ -87,7 +87,7 @@ def explain(out: Tensor, lse: Tensor, right: Tensor, right_lse: Tensor, before: 
     hint = "log(exp(lse) + exp(block_lse)), and not their " + (
         "maximum" if same(lse, first_lse.max(second_lse)) else "sum"
     )
-    expect(False, f"{where}lse is not that of both blocks: {hint}")
+    raise Wrong(f"{where}lse is not that of both blocks: {hint}")
 
 
 def swapped(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from exercises.checks.common import Draw, expect, expect_tensor, same
+from exercises.checks.common import Draw, Wrong, expect, expect_tensor, same
 
 WORLD_SIZES = (2, 3)
 
@@ -52,7 +52,7 @@ def compare_rows(got: Tensor, padded: Tensor, first: int, r: int) -> None:
         hint = "the image ends here, they are 0"
     elif same(above, want_below) and same(below, want_above):
         hint = "those from above and from below are swapped"
-    expect(False, f"the {r} rows {side} the band are not those of the image: {hint}")
+    raise Wrong(f"the {r} rows {side} the band are not those of the image: {hint}")
 
 
 def compare_gradient(grad: Tensor | None, want: Tensor, local: Tensor, r: int) -> None:
@@ -68,4 +68,4 @@ def compare_gradient(grad: Tensor | None, want: Tensor, local: Tensor, r: int) -
         hint = "those in the middle need no message: is it the gradient of the band, without the halo?"
     elif all(same(grad[:, row] + own[:, row], want[:, row]) for row in wrong):
         hint = "they have only what the neighbour gives: it is to be added to what is there"
-    expect(False, f"the gradient of rows {wrong} of the band is wrong: {hint}")
+    raise Wrong(f"the gradient of rows {wrong} of the band is wrong: {hint}")

@@ -67,4 +67,4 @@ def compare(mean: Tensor, wanted: Tensor, parts: tuple[Tensor, ...], rank: int, 
         or same(mean, torch.cat(parts).nansum() / sizes.sum())
     ):
         hint = "the gaps were counted as elements: count what is not nan"
-    expect(False, f"nanmean of parts of {[tuple(part.shape) for part in parts]} is not that of the whole: {hint}")
+    raise Wrong(f"nanmean of parts of {[tuple(part.shape) for part in parts]} is not that of the whole: {hint}")

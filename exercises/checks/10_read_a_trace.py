@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exercises.checks.common import Draw, expect
+from exercises.checks.common import Draw, Wrong, expect
 
 WORLD_SIZES = (1,)
 Kernel = tuple[str, int, int]  # name, start, end
@@ -99,7 +99,7 @@ def compare_exposed(exercise: ModuleType, start: int, end: int, compute: list[Ke
     elif got < 0:
         hint = "less than nothing: cut kernels that begin before the collective or end after it"
     near = [(s, e) for _, s, e in sorted(compute, key=lambda k: k[1]) if s < end and e > start]
-    expect(False, f"exposed({start}, {end}) beside compute at {near} is {got}, it is {want}: {hint}")
+    raise Wrong(f"exposed({start}, {end}) beside compute at {near} is {got}, it is {want}: {hint}")
 
 
 def compare_longest(got: str, want: str, communication: list[Kernel], compute: list[Kernel]) -> None:
@@ -128,7 +128,7 @@ def compare_most(got: str, alone: dict[str, int], communication: list[Kernel]) -
     hint = "add up the exposed time of all calls of a name"
     if got == max(total, key=lambda name: total[name]):
         hint = "it takes most time, but part of it is hidden"
-    expect(False, f"most_exposed is {got}: {hint}. Exposed are {dict(alone)}")
+    raise Wrong(f"most_exposed is {got}: {hint}. Exposed are {dict(alone)}")
 
 
 def compare_share(got: float, want: float, communication: list[Kernel], compute: list[Kernel]) -> None:

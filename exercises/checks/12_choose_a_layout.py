@@ -3,7 +3,7 @@
 import shlex
 from types import ModuleType
 
-from exercises.checks.common import Draw, expect
+from exercises.checks.common import Draw, Wrong, expect
 from utils.errors import UsageError
 from utils.planner.hardware import load_gpu
 from utils.planner.request import Request
@@ -34,7 +34,7 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
         try:
             plan = request.plan(gpus)
         except UsageError as error:
-            expect(False, f"{name}: {error}")
+            raise Wrong(f"{name}: {error}") from None
         needed, there = (plan.peak + plan.overhead) / 2**30, gpu.memory / 2**30
         memory = plan.memory
         largest = max(memory, key=lambda name: memory[name])

@@ -19,7 +19,7 @@ class _Messages:
     def __init__(self, part: Part):
         self.part = part
         self.counted: Counter[Message] = Counter()
-        self.used: dict[str, bool] = {}
+        self.used: dict[str, None] = {}  # dimensions, in the order in which they came
         for stage in part.stages:
             self.tensor_parallel(stage)
             self.attention(stage)
@@ -52,7 +52,7 @@ class _Messages:
             "reduce_scatter": lambda: size * (ranks - 1) // ranks,
         }.get(kind, lambda: size)()
         self.counted[Message(phase, kind, name, round(sent))] += calls
-        self.used[dimension] = True
+        self.used[dimension] = None
 
     def tensor_parallel(self, stage: Stage) -> None:
         part, m = self.part, self.part.micro_batches

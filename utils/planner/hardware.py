@@ -1,13 +1,11 @@
 """What a GPU and its node can do, from config/hardware.yaml: data sheets, and the shares of them that are reached."""
 
-import difflib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-from ruamel.yaml.error import MarkedYAMLError
 
-from utils.config import yaml
+from utils.config import explain, nearest, read_mappings
 from utils.errors import UsageError
 from utils.schema import Text, key
 
@@ -65,46 +63,16 @@ def load_gpu(name: str, path: Path = HARDWARE) -> Gpu:
 
     Raises UsageError, naming the nearest one, for a name or a key that is not known, and for values that do not fit.
     """
-    gpus = _read(path)
+    gpus = read_gpus(path)
     if name not in gpus:
-        raise UsageError(f"{path}: no GPU '{name}'{_nearest(name, gpus)}; it has {', '.join(gpus)}")
+        near = next((gpu for gpu in gpus if gpu.startswith(name.lower())), name.lower())
+        raise UsageError(f"{path}: no GPU '{name}'{nearest(near, gpus)}; it has {', '.join(gpus)}")
     try:
         return Gpu.model_validate({**gpus[name], "name": name})
     except ValidationError as error:
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
-        raise UsageError(_explain(problems[0], f"{path}: {name}")) from None
+        raise UsageError(explain(error, Gpu, f"{path}: {name}")) from None
 
 
-def gpu_names(path: Path = HARDWARE) -> list[str]:
-    """Names of the GPUs in a YAML file."""
-    return list(_read(path))
-
-
-def _read(path):
-    try:
-        gpus = yaml().load(Path(path))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise UsageError(f"{path}: line {mark.line + 1 if mark else '?'}: {error.problem}") from None
-    if not isinstance(gpus, dict) or not all(isinstance(gpu, dict) for gpu in gpus.values()):
-        raise UsageError(f"{path}: expected named GPUs, each a mapping of keys to values")
-    return {str(name): gpu for name, gpu in gpus.items() if name != DEFAULTS}
-
-
-def _explain(problem, where):
-    """One line from one pydantic error."""
-    name = str(problem["loc"][0])
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{name}'{_nearest(name, Gpu.model_fields)}"
-    if problem["type"] == "missing":
-        return f"{where}: key '{name}' is missing ({Gpu.model_fields[name].description})"
-    message = problem["msg"].removeprefix("Input ")
-    return f"{where}: {name}: {problem['input']!r} {message}"
-
-
-def _nearest(word, words):
-    word = str(word).lower()
-    near = [w for w in words if w.startswith(word)] or difflib.get_close_matches(word, list(words), n=1)
-    return f" (did you mean '{near[0]}'?)" if near else ""
+def read_gpus(path: Path = HARDWARE) -> dict[str, dict[str, Any]]:
+    """{name: its entry} of the GPUs in a YAML file, unchecked."""
+    return {str(name): gpu for name, gpu in read_mappings(path, "GPUs").items() if name != DEFAULTS}

@@ -4,6 +4,7 @@ Whether a script takes a layout is asked of the code that the scripts run: Layou
 split_images. A split is tried with one block, then the pipeline alone with all blocks, as neither minds the other.
 """
 
+import itertools
 import math
 import shlex
 from collections import Counter
@@ -27,7 +28,7 @@ STRATEGIES = "ddp", "zero1", "zero2", "fsdp", "hsdp"
 CHECKPOINTING = "none", "full"
 SCHEDULES = "1f1b", "interleaved"
 MICRO_BATCHES = 4, 2, 1  # of a pipeline for each stage: the most that the batch allows, for a small bubble
-SCRIPTS = {  # and what starts it on several nodes, and its own file of configs
+SCRIPTS = {  # of the training: what starts each on several nodes, and its file of configs
     "train.py": ("submit_dp.sh", "config/ViT.yaml"),
     "train_mp.py": ("submit_mp.sh", "config/mp.yaml"),
     "train_shard.py": ("submit_shard.sh", "config/shard.yaml"),
@@ -46,7 +47,10 @@ def candidates(
     fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
     found: list[tuple[Config, Layout]] = []
     refused: Counter[str] = Counter()
-    for tp in _steps(gpus, ranks_per_node, "tensor_parallel" in fixed and config.tensor_parallel):
+    sizes = [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]
+    if "tensor_parallel" in fixed:
+        sizes = [config.tensor_parallel]
+    for tp in sizes:
         if tp > ranks_per_node and found:
             break
         try:
@@ -56,12 +60,6 @@ def candidates(
             continue
         _with_tp(config, gpus, ranks_per_node, fixed, tp, found, refused)
     return found, dict(refused)
-
-
-def _steps(gpus, inside, own):
-    if own:
-        return [own]
-    return [n for n in _divisors(gpus) if n <= inside * WIDEST_TP]
 
 
 def _divisors(number: int) -> list[int]:
@@ -123,19 +121,21 @@ def _ways(config, gpus, sizes, fixed):
         dp = max(1, gpus // (tp * cp * pp))
         share = config.global_batch_size // dp
         micro_batches = next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)
-    pipelines = [(schedule, micro_batches) for schedule in values("pp_schedule", SCHEDULES, pp > 1)]
     slices = [False, True] if cp == pp == 1 else [True]  # with them a rank holds less, for the same bytes sent
-    for sequence in values("sequence_parallel", slices, tp > 1 and domain == 1):
-        for cp_method in values("cp_method", METHODS, cp > 1):
-            for domain_method in values("domain_method", METHODS, domain != 1):
-                for schedule, micro_batches in pipelines:
-                    yield {
-                        "sequence_parallel": sequence, "cp_method": cp_method, "domain_method": domain_method,
-                        "pp_schedule": schedule, "gradient_accumulation": micro_batches,
-                    }  # fmt: skip
+    for sequence, cp_method, domain_method, schedule in itertools.product(
+        values("sequence_parallel", slices, tp > 1 and domain == 1),
+        values("cp_method", METHODS, cp > 1),
+        values("domain_method", METHODS, domain != 1),
+        values("pp_schedule", SCHEDULES, pp > 1),
+    ):
+        yield {
+            "sequence_parallel": sequence, "cp_method": cp_method, "domain_method": domain_method,
+            "pp_schedule": schedule, "gradient_accumulation": micro_batches,
+        }  # fmt: skip
 
 
 def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
+    """What the data-parallel ranks of a split share, and what they compute twice, as settings."""
     tp, cp, pp, domain = (sizes[name] for name in SPLITS)
     replicas = max(1, gpus // (tp * pp))
     dp = replicas // (cp * math.prod(tile_counts(domain)))

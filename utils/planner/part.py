@@ -26,12 +26,13 @@ class Stage(NamedTuple):
 
 
 class Part:
-    """The part of a rank of a pipeline's stage that is first along every other dimension of the mesh.
+    """What a rank has: the one at this place along pp that is first along every other dimension of the mesh.
 
-    What is called bytes is in bytes, all else in numbers. Of a micro-batch, unless it says otherwise.
+    Short names are those of utils/planner/closed_form.py. What is called bytes is in bytes, all else in numbers. Of a
+    micro-batch, unless it says otherwise.
     """
 
-    def __init__(self, config: Config, layout: Layout, stage: int = 0):
+    def __init__(self, config: Config, layout: Layout, stage: int):
         self.config, self.layout, self.stage = config, layout, stage
         self.dims = layout.mesh_dims
         self.t, self.p, self.d, self.heads = layout.tp, layout.pp, config.embed_dim, config.num_heads
@@ -59,6 +60,7 @@ class Part:
         points = self.samples * self.tokens * config.patch_size ** len(self.patches)
         self.inputs = points * config.n_in_channels
         self.outputs = 0 if self.classifies else points * config.n_out_channels
+        # Activations of one layer: of all tokens of this rank, and of its slice under sequence parallelism.
         self.whole, self.stream = (self.samples * n * self.d for n in (self.tokens, self.slice))
 
         # Data parallelism.

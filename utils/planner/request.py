@@ -23,7 +23,7 @@ LAYOUT_OPTIONS = (
     "tensor_parallel", "row_parallel_size", "context_parallel", "pipeline_parallel", "domain_parallel", "data_parallel",
     "dp_shard",
 )  # fmt: skip
-SCRIPTS = {  # by which keys each can split a model
+SPLIT_KEYS = {  # by which each script can split a model
     "train_mp.py": ("tensor_parallel", "context_parallel", "pipeline_parallel"),
     "train_shard.py": ("tensor_parallel", "domain_parallel"),
 }
@@ -64,7 +64,7 @@ class Request:
 
     def config(self, gpus: int) -> Config:
         """The config on so many GPUs. Raises UsageError where it does not fit."""
-        return load_config(self.words, world_size=gpus, splits=SCRIPTS[self.script])
+        return load_config(self.words, world_size=gpus, splits=SPLIT_KEYS[self.script])
 
     def any_layout(self) -> Config:
         """The config, whatever the layout. Raises UsageError for local_batch_size, which depends on it."""

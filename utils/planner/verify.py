@@ -13,7 +13,7 @@ from utils.benchmarks.report import format_table
 from utils.benchmarks.team import Team
 from utils.config import load_config
 from utils.layout import Layout
-from utils.planner.request import SCRIPTS
+from utils.planner.request import SPLIT_KEYS
 from utils.planner.trace import Trace, measured, trace_step
 from utils.schema import Config
 
@@ -56,7 +56,7 @@ def build_cases() -> list[Case]:
     for (path, name), layouts in CASES.items():
         for text in layouts:
             options = [f"--{option}" for option in text.replace("=true", "").split()]
-            splits = SCRIPTS["train_shard.py" if path == "config/shard.yaml" else "train_mp.py"]
+            splits = SPLIT_KEYS["train_shard.py" if path == "config/shard.yaml" else "train_mp.py"]
             words = [f"--config={name}", "--depth=4", "--device=cpu", "--local_batch_size=4", *options]
             config = load_config(words, None, RANKS, path, splits)
             cases.append(Case(f"{name} {text}", config, config.layout(RANKS)))

@@ -1,0 +1,28 @@
+"""The points and the times of ERA5: a regular grid, six-hourly frames."""
+
+import calendar
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Grid(NamedTuple):
+    """Where the points of an image are, in degrees: rows (H,) north, columns (W,) east."""
+
+    latitude: np.ndarray
+    longitude: np.ndarray
+
+
+def latitudes(height: int) -> np.ndarray:
+    """Latitudes (height,) in degrees, north first: ERA5's grid, without its last row where height is even."""
+    return 90.0 - np.arange(height) * 180.0 / (height - height % 2)
+
+
+def longitudes(width: int) -> np.ndarray:
+    """Longitudes (width,) in degrees east, from 0."""
+    return np.arange(width) * 360.0 / width
+
+
+def year_frames(year: int) -> int:
+    """Number of 6-hourly frames in a calendar year: 1460, or 1464 in a leap year."""
+    return 4 * (365 + calendar.isleap(year))

@@ -1,0 +1,45 @@
+"""Which samples a rank gets in an iteration: a function of numbers alone, so that a run can go on anywhere."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the samples in one epoch: a permutation drawn from seed and epoch alone."""
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+def training_indices(num_samples: int, batch_size: int, seed: int, iteration: int) -> np.ndarray:
+    """Samples of one training step, (batch_size,).
+
+    The epochs' permutations follow each other in one endless stream, and step i takes its i-th batch: every sample
+    comes once an epoch, every batch is full, and the iteration alone says where a resumed run goes on.
+    """
+    positions = range(iteration * batch_size, (iteration + 1) * batch_size)
+    return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
+
+
+def validation_indices(num_samples: int, batch_size: int, iteration: int) -> np.ndarray:
+    """Samples of one validation batch, (batch_size,): in order; the last batch is filled up from the start."""
+    return np.arange(iteration * batch_size, (iteration + 1) * batch_size) % num_samples
+
+
+def rank_indices(
+    indices: Callable[..., np.ndarray], args: tuple[int, ...], rank: int, world_size: int, iteration: int
+) -> np.ndarray:
+    """This rank's equal part, in order, of the samples indices(*args, iteration) of all ranks."""
+    samples = indices(*args, iteration)
+    own = len(samples) // world_size
+    return samples[rank * own : (rank + 1) * own]
+
+
+def validation_counts(num_samples: int, batch_size: int, rank: int, world_size: int) -> list[int]:
+    """How many samples of each of a rank's validation batches are new: what fills up the last ones comes twice.
+
+    batch_size: of one rank. Every rank has as many batches; a count may be 0.
+    """
+    firsts = range(0, num_samples, batch_size * world_size)
+    return [min(batch_size, max(0, num_samples - first - rank * batch_size)) for first in firsts]

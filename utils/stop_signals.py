@@ -1,0 +1,27 @@
+"""The signals with which a scheduler or a person asks a run to stop."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # SIGINT is Ctrl-C
+
+
+class StopRequest:
+    """Within `with request:`, a stop signal only sets `request.made`; a second Ctrl-C ends the process at once."""
+
+    def __init__(self) -> None:
+        self.made = False
+        self.handlers_before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        self.handlers_before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self.handlers_before.items():
+            signal.signal(number, handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.made = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
