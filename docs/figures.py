@@ -31,6 +31,7 @@ from utils.benchmarks.report import format_table
 
 ROOT = Path(__file__).parents[1]
 ONLY = os.environ.get("ONLY", "")
+LOG_TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 _kept: set[tuple[str, int]] = set()  # blocks that stay as they are; a block may show several things of one command
 
 
@@ -60,9 +61,10 @@ def table(command: str, which: int = 0, columns: str = ".*", rows: str = "", fas
 
 
 def output(command: str, only: str = ".*", fast: bool = False) -> None:
-    """Show what a command prints, or its lines that match the regular expression `only`, as code."""
+    """Show what a command prints (a log without its times), or its lines that match a regular expression, as code."""
     if _chosen(command, fast):
-        lines = [line.rstrip() for line in _output(command).strip("\n").splitlines() if re.match(only, line)]
+        lines = [re.sub(LOG_TIME, "", line).rstrip() for line in _output(command).strip("\n").splitlines()]
+        lines = [line for line in lines if re.match(only, line)]
         _show("```text", *lines, "```")
 
 

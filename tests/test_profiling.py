@@ -56,6 +56,33 @@ def test_a_trace_is_read_as_time_of_each_kind_and_messages_that_are_hidden():
     assert row.split("|")[2:5] == ["      1 ", "         0.01 ", "                      60% "]  # not while it waits
 
 
+def test_the_trace_of_a_gpu_is_read_by_its_kernels(tmp_path, capsys):
+    """Kernels of two streams, an all-reduce half under a matrix product, in each of two steps of 100 us."""
+
+    def span(cat, name, start, stop):
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": stop - start, "tid": 7}
+
+    events = []
+    for begin in (0, 1000):
+        events += [span("gpu_user_annotation", "step", begin, begin + 100)]
+        events += [span("gpu_user_annotation", "nccl:all_reduce", begin + 50, begin + 70)]
+        events += [span("gpu_user_annotation", "forward", begin, begin + 40)]
+        events += [span("gpu_user_annotation", "backward", begin + 40, begin + 90)]
+        events += [
+            span("kernel", "sm90_xmma_gemm", begin + 5, begin + 25),
+            span("cpu_op", "aten::mm", begin, begin + 9),
+        ]
+        events += [span("kernel", "sm90_xmma_gemm", begin + 40, begin + 60)]
+        events += [span("kernel", "ncclDevKernel_AllReduce_Sum_f32", begin + 50, begin + 70)]
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    read_trace.main([str(tmp_path / "trace.json.gz")])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
+    assert ["matrix products", "0.00", "0.02", "0.02", "0.00", "44.4%"] in rows
+    assert ["no operation", "0.00", "0.02", "0.03", "0.00", "55.6%"] in rows
+    assert ["ncclDevKernel_AllReduce_Sum_f32", "1", "0.02", "50%"] in rows
+
+
 def test_a_trace_that_is_not_there_is_one_line():
     with pytest.raises(UsageError, match=r"trace.json.gz: no such file"):
         read_trace.main(["trace.json.gz"])
