@@ -72,7 +72,7 @@ def picture(command: str, made: str, image: str, title: str) -> None:
     """Show a picture that a command leaves behind. made: its path; image: its name in docs/images."""
     if _chosen(command, fast=False):
         _output(command)
-        shutil.copyfile(_workspace() / made, ROOT / "docs/images" / image)
+        shutil.copyfile(Path(_workspace().name) / made, ROOT / "docs/images" / image)
         images = os.path.relpath(ROOT / "docs/images", (ROOT / cog.inFile).parent)
         _show(f"![{title}]({images}/{image})", "")
 
@@ -120,7 +120,7 @@ def _output(command):
     print(f"$ {command}", file=sys.stderr, flush=True)
     path = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=_workspace(), env={**os.environ, "PATH": path}, capture_output=True, text=True
+        ["bash", "-c", command], cwd=_workspace().name, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nerror: status {done.returncode}: {command}")
@@ -131,8 +131,7 @@ def _output(command):
 def _workspace():
     """A folder like this one without runs; it goes when Python ends."""
     folder = tempfile.TemporaryDirectory(prefix="figures-")
-    _workspace.folder = folder
     for path in ROOT.iterdir():
         if path.name not in ("logs", ".git"):
             (Path(folder.name) / path.name).symlink_to(path)
-    return Path(folder.name)
+    return folder

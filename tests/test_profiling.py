@@ -73,17 +73,22 @@ def test_the_trace_of_a_gpu_is_read_by_its_kernels(tmp_path, capsys):
             span("cpu_op", "aten::mm", begin, begin + 9),
         ]
         events += [span("kernel", "sm90_xmma_gemm", begin + 40, begin + 60)]
+        events += [span("kernel", "elementwise", begin + 50, begin + 60)]  # on another stream: covers nothing more
         events += [span("kernel", "ncclDevKernel_AllReduce_Sum_f32", begin + 50, begin + 70)]
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
     read_trace.main([str(tmp_path / "trace.json.gz")])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
-    assert ["matrix products", "0.00", "0.02", "0.02", "0.00", "44.4%"] in rows
-    assert ["no operation", "0.00", "0.02", "0.03", "0.00", "55.6%"] in rows
+    assert ["matrix products", "0.00", "0.02", "0.02", "0.00", "40.0%"] in rows
+    assert ["no operation", "0.00", "0.02", "0.03", "0.00", "50.0%"] in rows
     assert ["ncclDevKernel_AllReduce_Sum_f32", "1", "0.02", "50%"] in rows
 
 
-def test_a_trace_that_is_not_there_is_one_line():
+def test_a_trace_that_is_not_there_or_not_of_training_is_one_line(tmp_path):
+    with gzip.open(tmp_path / "other.json.gz", "wt") as file:
+        json.dump({"traceEvents": []}, file)
+    with pytest.raises(UsageError, match="no range 'step' in it"):
+        read_trace.main([str(tmp_path / "other.json.gz")])
     with pytest.raises(UsageError, match=r"trace.json.gz: no such file"):
         read_trace.main(["trace.json.gz"])
 

@@ -14,6 +14,7 @@ from utils.config import read_named_config
 from utils.data_loader import DataLoader
 from utils.errors import NonFiniteLossError
 from utils.optim import learning_rate
+from utils.report import print_result
 from utils.trainer import Trainer
 
 
@@ -302,3 +303,14 @@ def test_the_ranges_of_a_step_nest(run, monkeypatch):
     monkeypatch.setattr(Trainer, "_train_step", profiled)
     run(num_iters=1, warmup=0)
     assert names == ["step", "data", "forward", "backward", "optimizer"]
+
+
+def test_the_command_to_try_next_keeps_what_the_layout_needs(tiny_config, capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
+    pipeline = {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}
+    print_result(summary, tiny_config(**pipeline))
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("try next:"))
+    assert all(f" --{name}={value}" in command for name, value in pipeline.items())
+    print_result(summary, tiny_config(amp_mode="bf16"))
+    assert "try next" not in capsys.readouterr().out

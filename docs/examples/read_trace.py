@@ -12,6 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from utils.benchmarks.report import format_table
+from utils.benchmarks.team import hidden_share
 from utils.errors import ArgumentParser, UsageError, run_main
 
 RANGES = ("data", "forward", "backward", "optimizer")
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print two tables of a trace."""
     parser = ArgumentParser(description="What a trace of --profile torch says.")
     parser.add_argument("trace", type=Path, help="a trace.json.gz")
-    parser.add_argument("--png", type=Path, help="write a picture of the second step")
+    parser.add_argument("--png", type=Path, help="write a picture of the second step, or of the only one")
     options = parser.parse_args(argv)
     if not options.trace.is_file():
         raise UsageError(f"{options.trace}: no such file; `train.py --profile torch` writes one")
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     on_gpu = any(e.get("cat") == "kernel" for e in events)
     ranges = spans(events, "gpu_user_annotation" if on_gpu else "user_annotation")
     steps = [s for s in ranges if s.name == "step"]
+    if not steps:
+        raise UsageError(f"{options.trace}: no range 'step' in it: was it recorded with --profile torch?")
     work = spans(events, "kernel") if on_gpu else own_time(events)
     messages = [s for s in (work if on_gpu else ranges) if s.name.lower().startswith(("gloo:", "nccl"))]
     work = [s for s in work if s not in messages] if on_gpu else work
@@ -57,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     if messages:
         print(f"\n{message_table(messages, work, steps)}")
     if options.png:
-        write_picture(options.png, steps[1], ranges, work, messages)
+        write_picture(options.png, steps[:2][-1], ranges, work, messages)
 
 
 def spans(events: list[dict], category: str) -> list[Span]:
@@ -96,9 +99,9 @@ def kind(span: Span) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHER)
 
 
-def overlap(span: Span, others: list[Span]) -> float:
-    """Microseconds of a span in which others run; they do not overlap each other."""
-    return sum(max(0.0, min(span.stop, o.stop) - max(span.start, o.start)) for o in others)
+def hidden(spans: list[Span], others: list[Span]) -> float:
+    """Share of the time of spans in which others run too, on however many streams."""
+    return hidden_share([(s.start, s.stop) for s in spans], [(o.start, o.stop) for o in others]) or 0.0
 
 
 def time_table(ranges: list[Span], work: list[Span], steps: int) -> str:
@@ -108,8 +111,7 @@ def time_table(ranges: list[Span], work: list[Span], steps: int) -> str:
         inside = [w for w in work if span.start <= w.start < span.stop]
         for w in inside:
             time[span.name][kind(w)] += (w.stop - w.start) / steps / 1000
-        nothing = span.stop - span.start - sum(w.stop - w.start for w in inside)
-        time[span.name]["no operation"] += nothing / steps / 1000
+        time[span.name]["no operation"] += (span.stop - span.start) * (1 - hidden([span], inside)) / steps / 1000
     whole = sum(sum(time[name].values()) for name in RANGES)
     rows = []
     for row in (*KINDS, OTHER, "no operation"):
@@ -127,9 +129,8 @@ def message_table(messages: list[Span], work: list[Span], steps: list[Span]) -> 
     for name in sorted({m.name for m in messages}):
         of_steps = [m for m in messages if m.name == name and steps[0].start <= m.start < steps[-1].stop]
         time = sum(m.stop - m.start for m in of_steps)
-        hidden = sum(overlap(m, [w for w in compute if w.stop > m.start and w.start < m.stop]) for m in of_steps)
         if of_steps:
-            rows.append([name, len(of_steps) / len(steps), time / len(steps) / 1000, hidden / time])
+            rows.append([name, len(of_steps) / len(steps), time / len(steps) / 1000, hidden(of_steps, compute)])
     return format_table(
         {"messages": "", "a step": ".0f", "ms of a step": ".2f", "while this rank computes": ".0%"}, rows
     )
@@ -141,19 +142,15 @@ def write_picture(path: Path, step: Span, ranges: list[Span], work: list[Span], 
     axes = figure.subplots()
 
     def row(y: float, found: list[Span], colour: str, label: str | None = None) -> None:
-        inside = [s for s in found if step.start <= s.start < step.stop]
-        bars = [((s.start - step.start) / 1000, (s.stop - s.start) / 1000) for s in inside]
+        bars = [((s.start - step.start) / 1000, (s.stop - s.start) / 1000) for s in found]
         axes.broken_barh(bars, (y, 0.8), facecolor=colour, label=label if bars else None)
 
+    ranges, work, messages = ([s for s in f if step.start <= s.start < step.stop] for f in (ranges, work, messages))
     for name, shade in zip(RANGES, ("#777777", "#cccccc", "#999999", "#777777"), strict=True):
         row(2, [r for r in ranges if r.name == name], shade)
-        for r in ranges:
-            if (
-                r.name == name
-                and step.start <= r.start < step.stop
-                and r.stop - r.start > 0.04 * (step.stop - step.start)
-            ):
-                axes.text(((r.start + r.stop) / 2 - step.start) / 1000, 2.4, name, ha="center", va="center")
+    for r in ranges:
+        if r.name in RANGES and r.stop - r.start > 0.04 * (step.stop - step.start):  # else its name has no room
+            axes.text(((r.start + r.stop) / 2 - step.start) / 1000, 2.4, r.name, ha="center", va="center")
     for name, colour in zip((*KINDS, OTHER), COLOURS, strict=True):
         row(1, [w for w in work if kind(w) == name], colour, name)
     row(0, messages, "#222222", "messages")
