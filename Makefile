@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: setup
-	$(BIN)/python -m utils.sample_data data/quick
+	$(BIN)/python -m weather.sample_data data/quick
 	$(BIN)/python train.py --config=quick
 	$(BIN)/python forecast.py --run_folder logs/quick/00
 
@@ -38,7 +38,7 @@ faults: .venv/installed-dev
 	$(BIN)/python -m tests.faults --rounds $(or $(ROUNDS),1)
 
 preflight: .venv/installed
-	@$(BIN)/$(if $(RANKS),torchrun --nproc_per_node $(RANKS),python) -m utils.preflight
+	@$(BIN)/$(if $(RANKS),torchrun --nproc_per_node $(RANKS),python) -m tools.preflight
 
 slurm:
 	@tests/slurm/cluster.sh start

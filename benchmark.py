@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from utils.benchmarks import data_parallel, domain, ladder, loaders, model_parallel, scaling
+from tools.benchmarks import data_parallel, domain, ladder, loaders, model_parallel, scaling
 from utils.config import load_config
 from utils.errors import ArgumentParser, run_main
 

@@ -15,16 +15,16 @@ import time
 
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import split_images
+from tools.forecasting.dated_frames import Frames, choose_starts
+from tools.forecasting.output_files import attributes, prepare_folder
+from tools.forecasting.rollout import lead_times, roll_out, shown_channel
+from tools.forecasting.skill_report import report
+from tools.forecasting.trained_run import find_checkpoint, load_weights_into, run_config
+from training.model import build_model
+from training.speed_options import apply_compute_options
 from utils import comm
-from utils.compute import apply_compute_options
 from utils.errors import ArgumentParser, UsageError, reported_as_usage_error
-from utils.forecast_files import attributes, prepare_folder
-from utils.forecast_report import report
-from utils.frames import Frames, choose_starts
 from utils.launch import read_launch
-from utils.model import build_model
-from utils.rollout import lead_times, roll_out, shown_channel
-from utils.trained_run import find_checkpoint, load_weights_into, run_config
 
 SPLITS = ("tensor_parallel", "domain_parallel")
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.planner import plan_text as report
+from tools.planner.hardware import load_gpu
+from tools.planner.plan import Plan
+from tools.planner.request import Request, gpu_counts
+from tools.planner.search import Point, best_layouts, scaling
+from tools.planner.verify import verify
 from utils.errors import ArgumentParser, UsageError, run_main
 from utils.files import whole_file
-from utils.planner import report
-from utils.planner.hardware import load_gpu
-from utils.planner.plan import Plan
-from utils.planner.request import Request, gpu_counts
-from utils.planner.search import Point, best_layouts, scaling
-from utils.planner.verify import verify
 
 
 def main(argv: list[str] | None = None) -> int:

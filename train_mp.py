@@ -11,16 +11,16 @@ import torch
 
 from distributed.data_parallel import data_parallel
 from distributed.model_parallel import split_model
+from training.model import build_model, initial_weights
+from training.optimizer import build_optimizer
+from training.profiling import restart_under_nsys
+from training.run import train
+from training.speed_options import apply_compute_options
 from utils import comm
-from utils.compute import apply_compute_options
 from utils.config import load_config
 from utils.data_loader import build_loaders
 from utils.errors import reported_as_usage_error
 from utils.launch import read_launch
-from utils.model import build_model, initial_weights
-from utils.optim import build_optimizer
-from utils.profiling import restart_under_nsys
-from utils.trainer import train
 
 SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 

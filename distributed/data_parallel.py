@@ -22,11 +22,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.initialise import initialise
 from distributed.parallel_model import ParallelModel, Split
 from distributed.pipeline import Pipeline
-from distributed.tiles import image_cuts
+from distributed.weight_shards import initialise
 from utils import comm
+from utils.tiles import image_cuts
 
 if TYPE_CHECKING:
     from utils.schema import Config

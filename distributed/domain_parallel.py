@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.context_parallel import check_attention
 from distributed.parallel_model import Split
-from distributed.rules.attention import set_attention_method
+from distributed.shard.rules.attention import set_attention_method
+from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, wrap
-from distributed.sharding import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
 from distributed.tensor_parallel import tensor_parallel
-from distributed.tiles import image_cuts, per_axis
 from networks.vit import Attention, PerAxis, Transformer
 from utils import comm
+from utils.tiles import image_cuts, per_axis
 
 if TYPE_CHECKING:
     from utils.schema import Config

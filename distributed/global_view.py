@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from distributed.parallel_model import Split
+from distributed.shard.spec import part_of
 from distributed.shard_tensor import wrap
-from distributed.sharding import part_of
 from utils import comm
 
 Tensors = dict[str, Any]  # {"model": {name: weight}, "optimizer": {name: {moment: tensor}}, ...}

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from distributed.gradients import average_over_dp, clip_gradients
 from distributed.pipeline import Pipeline, Stage
-from distributed.sharding import Spec
+from distributed.shard.spec import Spec
 from distributed.tensor_parallel import reduce_partial_gradients
-from distributed.tiles import Cut, joined
 from utils import comm
+from utils.tiles import Cut, joined
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ParallelModel:
     """One step or forecast of a model on all its ranks.
 
     model: this rank's part, with the parameters' names of the whole. module: what is called, maybe DDP around it.
-    pipeline: runs the stages of the model instead, or None. cuts: how images are split, see distributed/tiles.py.
+    pipeline: runs the stages of the model instead, or None. cuts: how images are split, see utils/tiles.py.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import cog
 
-from utils.benchmarks.report import format_table
+from tools.tables import format_table
 
 ROOT = Path(__file__).parents[1]
 ONLY = os.environ.get("ONLY", "")

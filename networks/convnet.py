@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.initial import InitialWeights
+from networks.initial_weights import InitialWeights
 
 
 class GlobeConv(nn.Module):

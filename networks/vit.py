@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.initial import InitialWeights
+from networks.initial_weights import InitialWeights
 
 PerAxis = int | Sequence[int]  # one number for all axes, or one for each
 LAYER_NORM_EPS = 1e-6  # the same in every layer, and in every parallel form of it

@@ -9,8 +9,9 @@ script=$1
 shift
 [[ -f $script ]] || fail "$script: not in $PWD"
 program=("$script")
-if [[ $script == utils/* ]]; then # part of a package: python -m utils.name
+if [[ $script == tools/* ]]; then # part of a package: python -m tools.name
     module=${script%.py}
+    module=${module%/__main__}
     program=(-m "${module//\//.}")
 fi
 [[ ${SLURM_JOB_ID:-} ]] || fail "no Slurm job here: submit with sbatch, or run python $script"

@@ -8,9 +8,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors; processes of a test must no
 import pytest
 import torch
 
-from tests.workers import Workers
+from tests.support.workers import Workers
 from utils.config import check_config, read_named_config
-from utils.sample_data import make_sample_data
+from weather.sample_data import make_sample_data
 
 IMG_SIZE = (16, 32)
 TINY = {
@@ -75,7 +75,7 @@ def tiny_options(data_keys, tmp_path):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Call as ranks(world_size, function, ...): see tests/workers.py."""
+    """Call as ranks(world_size, function, ...): see tests/support/workers.py."""
     workers = Workers()
     yield workers
     workers.close()
@@ -88,7 +88,7 @@ def _clean_slate():
     yield
     root = logging.getLogger()
     for handler in root.handlers[:]:
-        if type(handler).__module__.startswith(("utils", "logging")) and not hasattr(handler, "records"):
+        if type(handler).__module__.startswith(("training", "logging")) and not hasattr(handler, "records"):
             root.removeHandler(handler)
             handler.close()
 

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.launch import finish, rank_pids, summary, torchrun
-from utils.sample_data import make_sample_data
+from tests.support.launch import finish, rank_pids, summary, torchrun
+from weather.sample_data import make_sample_data
 
 ITERATIONS, EVERY = 240, 10
 CHECKPOINT_BYTES = 600_000  # of the tiny model below, generously
@@ -149,7 +149,7 @@ def inject(fault, data, folder, undisturbed):
 
 def _unusable(checkpoints):
     """Files of checkpoints that are half written or damaged."""
-    from utils.checkpoint import CheckpointError, verify
+    from training.checkpoint import CheckpointError, verify
 
     for folder in checkpoints.iterdir():
         try:

@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
 from networks.vit import ViT
-from utils.benchmarks import ladder
-from utils.benchmarks.plain_loader import plain_loader
-from utils.benchmarks.report import format_table
+from tools.benchmarks import ladder
+from tools.benchmarks.plain_loader import plain_loader
+from tools.instruments.flops import vit_flops
+from tools.tables import format_table
 from utils.data_loader import build_loaders
 from utils.errors import UsageError
-from utils.flops import vit_flops
 
 CPU = torch.device("cpu")
 

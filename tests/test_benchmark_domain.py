@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import benchmark
-from utils.benchmarks import domain
-from utils.benchmarks.domain import LAYOUTS, ONE, build_points
-from utils.benchmarks.domain_ranks import Teams
-from utils.benchmarks.peak import PeakMemory, is_out_of_memory
+from tools.benchmarks import domain
+from tools.benchmarks.domain import LAYOUTS, ONE, build_points
+from tools.benchmarks.domain_ranks import Teams
+from tools.instruments.peak import PeakMemory, is_out_of_memory
+from training.model import build_model
 from utils.errors import UsageError, run_main
-from utils.model import build_model
 
 WORDS = ["--embed_dim=32", "--depth=2", "--num_heads=2", "--patch_size=4", "--num_classes=1000", "--device=cpu"]
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 import benchmark
-from utils.benchmarks import data_parallel
-from utils.benchmarks.team import Team, hidden_share
+from tools.benchmarks import data_parallel
+from tools.benchmarks.team import Team, hidden_share
 from utils.errors import UsageError, run_main
 
 WORDS = [

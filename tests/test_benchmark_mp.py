@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import benchmark
-from distributed.counting import Collective
-from utils.benchmarks import model_parallel
-from utils.benchmarks.messages import phase_of
-from utils.benchmarks.model_parallel import ONE, build_cases
-from utils.benchmarks.mp_ranks import Ranks
-from utils.benchmarks.mp_tables import HELD
-from utils.benchmarks.phases import phases_of
+from tools.benchmarks import model_parallel
+from tools.benchmarks.model_parallel import ONE, build_cases
+from tools.benchmarks.mp_ranks import Ranks
+from tools.benchmarks.mp_tables import HELD
+from tools.instruments.counting import Collective
+from tools.instruments.messages import phase_of
+from tools.instruments.phases import phases_of
 from utils.errors import UsageError, run_main
 
 # 9 x 8 patches: rows that two ranks share unequally, 5 and 4.

@@ -14,12 +14,12 @@ from torch.utils.tensorboard import SummaryWriter
 import benchmark
 from tests.conftest import TINY
 from tests.test_slurm import cluster  # noqa: F401
-from utils.benchmarks import scaling
-from utils.benchmarks.scaling.figures import collect
-from utils.benchmarks.scaling.report import write_report
-from utils.benchmarks.scaling.runs import place, start, state
-from utils.benchmarks.scaling.slurm import job_lines
-from utils.benchmarks.scaling.study import Target, build_runs, read_study
+from tools.benchmarks import scaling
+from tools.benchmarks.scaling.figures import collect
+from tools.benchmarks.scaling.runs import place, start, state
+from tools.benchmarks.scaling.slurm import job_lines
+from tools.benchmarks.scaling.study import Target, build_runs, read_study
+from tools.benchmarks.scaling.study_report import write_report
 from utils.config import write_config, yaml
 from utils.errors import STOPPED_STATUS, UsageError, run_main
 

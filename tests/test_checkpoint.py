@@ -10,8 +10,9 @@ import threading
 import pytest
 import torch
 
-from utils import checkpoint_files, comm
-from utils.checkpoint import MARKER, CheckpointError, CheckpointFolder, collect_state, restore_state, verify
+from training import checkpoint_files
+from training.checkpoint import MARKER, CheckpointError, CheckpointFolder, collect_state, restore_state, verify
+from utils import comm
 
 
 def model_and_optimizer(seed):
@@ -175,7 +176,7 @@ def full_disk(*_args, **_kwargs):
 def test_a_full_disk_is_an_oserror_and_leaves_the_checkpoint_before(folder, monkeypatch, name, wait):
     save(folder, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(f"utils.{name}", full_disk)
+        patch.setattr(f"training.{name}", full_disk)
         with pytest.raises(OSError, match="No space left"):
             save(folder, 2, wait)
             save(folder, 3)
@@ -234,8 +235,8 @@ def test_a_full_disk_of_one_rank_is_told_to_all_and_nothing_is_lost(ranks, tmp_p
 
 PROGRAM = """
 import os, signal, sys, threading, torch
-from utils import checkpoint, checkpoint_files
-from utils.checkpoint import CheckpointFolder
+from training import checkpoint, checkpoint_files
+from training.checkpoint import CheckpointFolder
 
 checkpoint.EXIT_SECONDS = 2
 folder, tensors = CheckpointFolder(sys.argv[1], keep=2), {"model": {"a": torch.ones(1000)}}

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed import collectives as c
-from distributed.counting import CollectiveCounter
+from tools.instruments.counting import CollectiveCounter
 
 SIZES = [(3, 3, 3), (4, 3, 3), (5, 0, 2)]
 

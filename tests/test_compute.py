@@ -5,11 +5,11 @@ import torch
 
 from distributed.data_parallel import data_parallel
 from networks.vit import ViT
-from utils.compute import apply_compute_options, checkpoint_activations
+from training.model import build_model, initial_weights
+from training.optimizer import build_optimizer
+from training.speed_options import apply_compute_options, checkpoint_activations
+from training.step import TrainingStep
 from utils.errors import UsageError
-from utils.model import build_model, initial_weights
-from utils.optim import build_optimizer
-from utils.training_step import TrainingStep
 
 CPU = torch.device("cpu")
 

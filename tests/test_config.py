@@ -2,10 +2,10 @@
 
 import pytest
 
+from training.optimizer import peak_learning_rate
 from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
 from utils.errors import UsageError
 from utils.layout import Layout
-from utils.optim import peak_learning_rate
 
 
 def test_base_is_the_reference_experiment():

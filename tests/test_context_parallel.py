@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from distributed import attention
 from distributed.collectives import as_group
 from distributed.context_parallel import l2_norms
-from distributed.counting import CollectiveCounter
-from distributed.tiles import own_window
-from tests import parity
+from tests.support import parity
+from tools.instruments.counting import CollectiveCounter
 from utils import comm
 from utils.layout import Layout
+from utils.tiles import own_window
 
 METHODS = ["gather", "ring", "all_to_all"]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from utils.data_loader import DataLoader, build_loaders, reading_threads
-from utils.dataset import FieldDataset, Statistics, read_statistics
 from utils.errors import UsageError
 from utils.sample_order import training_indices
+from weather.dataset import FieldDataset, Statistics, read_statistics
 
 CPU = torch.device("cpu")
 
@@ -238,7 +238,7 @@ def test_bad_data_is_named(tmp_path, sample_folder):
             FieldDataset(folder, channels, img_size, **kwargs)
         assert "\n" not in str(caught.value)
 
-    fails("no such data folder; make sample data with `python -m utils.sample_data .* --img_size 8 16`")
+    fails("no such data folder; make sample data with `python -m weather.sample_data .* --img_size 8 16`")
     (tmp_path / "data").mkdir()
     fails("holds no .h5 file")
     write_years(tmp_path / "data", [4, 4])

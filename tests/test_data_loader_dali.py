@@ -16,11 +16,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from tests.support.workers import NAME
 from tests.test_data_loader import write_years
-from tests.workers import NAME
 from utils.data_loader import build_loaders, loader_class
-from utils.dataset import FieldDataset, Statistics
 from utils.errors import UsageError
+from weather.dataset import FieldDataset, Statistics
 
 CPU = torch.device("cpu")
 absent = find_spec("nvidia") is None or find_spec("nvidia.dali") is None

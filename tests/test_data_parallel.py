@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel, sharded_units
+from tools.instruments.counting import CollectiveCounter
+from training.checkpoint import collect_state, restore_state
+from training.model import build_model, initial_weights
+from training.optimizer import build_optimizer
+from training.speed_options import apply_compute_options
+from training.step import TrainingStep
+from training.tasks.forecast import Validator
 from utils import comm
-from utils.checkpoint import collect_state, restore_state
-from utils.compute import apply_compute_options
 from utils.data_loader import build_loaders
-from utils.model import build_model, initial_weights
-from utils.optim import build_optimizer
-from utils.training_step import TrainingStep
-from utils.validation import Validator
 
 CPU = torch.device("cpu")
 STEPS = 10

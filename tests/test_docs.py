@@ -16,7 +16,7 @@ import forecast
 import plan
 import train_mp
 import train_shard
-from utils import preflight
+from tools.preflight import __main__ as preflight
 from utils.config import load_config, parse_command_line
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ SCRIPTS = {  # file of configs, keys by which the script splits a model
 SUBMITS = {
     "submit_pm.sh": "train.py", "submit_dp.sh": "train.py", "submit_mp.sh": "train_mp.py",
     "submit_shard.sh": "train_shard.py", "submit_forecast.sh": "forecast.py",
-    "submit_preflight.sh": "utils/preflight.py",
+    "submit_preflight.sh": "tools/preflight/__main__.py",
 }  # fmt: skip
 GPUS_PER_NODE = 4
 
@@ -82,9 +82,9 @@ def test_a_command_is_one_that_the_programs_take(line):
     program = SUBMITS.get(program, program)
     if program == "-m":
         assert importlib.util.find_spec(words[0]), words[0]
-        if words[0] == "utils.preflight":
+        if words[0] == "tools.preflight":
             preflight.parse(words[1:])
-    elif program == "utils/preflight.py":
+    elif program == "tools/preflight/__main__.py":
         preflight.parse(words)
     elif program in SCRIPTS:
         if "--help" not in words:

@@ -7,7 +7,7 @@ import torch
 
 from docs.examples import domain_messages, own_model
 from docs.examples.own_rule import CASES
-from tests.shard_parity import check_all
+from tests.support.shard_parity import check_all
 from utils import comm
 
 CHAPTER = Path("docs/domain_parallel.md").read_text()

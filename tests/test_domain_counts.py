@@ -12,22 +12,22 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.attention import METHODS
 from distributed.collectives import shard_sizes
-from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import domain_parallel, shard_parameters, split_images
+from distributed.shard.spec import whole
 from distributed.shard_tensor import ShardTensor
-from distributed.sharding import whole
-from distributed.tiles import per_axis
 from networks.vit import ViT
 from tests.dispatch import OPERATIONS, python_calls, tiny_tensors
-from tests.layout_parity import CPU, build, own_part, train
-from tests.parity import error
+from tests.support.layout_parity import CPU, build, own_part, train
+from tests.support.parity import error
+from tools.instruments.counting import CollectiveCounter
+from tools.instruments.memory import memory_of_a_step
+from training.model import build_model, initial_weights
+from training.optimizer import build_optimizer
+from training.step import TrainingStep
 from utils import comm
-from utils.benchmarks.memory import memory_of_a_step
 from utils.layout import Layout, tile_counts
-from utils.model import build_model, initial_weights
-from utils.optim import build_optimizer
-from utils.training_step import TrainingStep
+from utils.tiles import per_axis
 
 FLOAT = 4  # bytes
 # 9 x 10 patches: rows that no number of ranks divides. 12 heads: all_to_all can split them over 2, 3 and 4 ranks.

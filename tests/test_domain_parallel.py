@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from tests.layout_parity import COMPILED, CPU, RECOMPUTED, build, check_chain, check_mixed_precision, check_training
+from tests.support.layout_parity import (
+    COMPILED,
+    CPU,
+    RECOMPUTED,
+    build,
+    check_chain,
+    check_mixed_precision,
+    check_training,
+)
+from training.tasks.classify import ClassImages, ClassValidator, build_class_loaders
 from utils import comm
-from utils.class_images import ClassImages, ClassValidator, build_class_loaders
 
 # 9 x 10 patches: rows that no number of ranks divides.
 SIZES = {

@@ -20,16 +20,16 @@ from PIL import Image
 import forecast
 import train
 from tests.conftest import TINY
-from tests.launch import finish, torchrun
+from tests.support.launch import finish, torchrun
+from tools.checkpoint import load_weights
+from tools.forecasting.rollout import LeadTimeSkill, own_batches
+from tools.forecasting.trained_run import run_config
+from training.model import build_model
+from training.pictures import animate
 from utils import comm
-from utils.channels import CHANNELS
-from utils.checkpoint_tools import load_weights
 from utils.errors import UsageError, run_main
-from utils.grid import Grid
-from utils.model import build_model
-from utils.plots import animate
-from utils.rollout import LeadTimeSkill, own_batches
-from utils.trained_run import run_config
+from weather.channels import CHANNELS
+from weather.grid import Grid
 
 NAMES = [channel.name for channel in CHANNELS]
 START = np.datetime64("1982-01-02T06")
@@ -260,7 +260,9 @@ def test_equal_fields_are_still_frames_of_their_own(tmp_path):
 
 
 def test_a_rollout_that_breaks_down_says_where(run, tmp_path, capsys):
-    with unittest.mock.patch("utils.rollout.rollout", lambda _, x, steps, __: [x, x * torch.inf, x * torch.nan]):
+    with unittest.mock.patch(
+        "tools.forecasting.rollout.rollout", lambda _, x, steps, __: [x, x * torch.inf, x * torch.nan]
+    ):
         skill, _ = forecast_of(run, tmp_path, "--lead_hours", 18, "--starts", 1)
     assert "not finite from 12 hours on" in capsys.readouterr().out
     assert skill["rmse"]["model"]["u10"][1:] == [None, None]

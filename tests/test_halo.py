@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from distributed.collectives import as_group
-from distributed.counting import CollectiveCounter
 from distributed.halo import METHODS, Fetch, bounds, halo_exchange
-from tests.shard_parity import domain_mesh
+from tests.support.shard_parity import domain_mesh
+from tools.instruments.counting import CollectiveCounter
 
 
 class Halo(NamedTuple):

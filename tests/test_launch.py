@@ -9,7 +9,7 @@ import time
 import h5py
 import pytest
 
-from tests.launch import bare_ranks, finish, rank_pids, summary, torchrun
+from tests.support.launch import bare_ranks, finish, rank_pids, summary, torchrun
 
 COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4}
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.loss import relative_l2_loss
-from utils.metrics import ForecastMetrics, latitude_weights
+from training.losses import relative_l2_loss
+from training.metrics import ForecastMetrics, latitude_weights
 
 
 def test_relative_l2_loss_is_the_mean_of_ratios_of_norms():

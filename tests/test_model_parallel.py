@@ -6,8 +6,7 @@ import unittest.mock
 import pytest
 import torch
 
-from distributed.counting import CollectiveCounter
-from tests.layout_parity import (
+from tests.support.layout_parity import (
     COMPILED,
     CPU,
     RECOMPUTED,
@@ -18,9 +17,10 @@ from tests.layout_parity import (
     own_part,
     train,
 )
+from tools.instruments.counting import CollectiveCounter
 from utils import comm
 from utils.data_loader import build_loaders
-from utils.dataset import FieldDataset
+from weather.dataset import FieldDataset
 
 # 9 x 10 patches: rows that no number of ranks divides.
 SIZES = {

@@ -15,9 +15,9 @@ from nbclient import NotebookClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from utils import tensorboard_server
+from tools import tensorboard_server
+from tools.tensorboard_server import find_log_folder
 from utils.errors import UsageError
-from utils.tensorboard_server import find_log_folder
 
 NOTEBOOK = Path("start_tensorboard.ipynb")
 
@@ -54,7 +54,7 @@ def wait_for(condition, seconds=30):
 
 def servers(kernel):
     """Children of the kernel that run the server."""
-    return [p for p in kernel.children(recursive=True) if "utils.tensorboard_server" in p.cmdline()]
+    return [p for p in kernel.children(recursive=True) if "tools.tensorboard_server" in p.cmdline()]
 
 
 def is_gone(process):

@@ -8,10 +8,10 @@ import time
 import pytest
 
 import plan
+from tools.planner import verify
+from tools.planner.fake import Replica
 from utils.config import load_config, write_config
 from utils.errors import UsageError
-from utils.planner import verify
-from utils.planner.fake import Replica
 
 MP = ["--yaml_config", "config/mp.yaml", "--config", "mp"]
 KEYS = {

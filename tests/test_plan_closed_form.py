@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
+from tools.planner.formulas import closed_form
+from tools.planner.trace import trace_step
 from utils.config import load_config
-from utils.planner.closed_form import closed_form
-from utils.planner.trace import trace_step
 
 SPLITS = {
     "config/ViT.yaml": (),

@@ -8,13 +8,13 @@ import pytest
 
 from distributed.domain_parallel import split_images
 from distributed.model_parallel import split_model
+from tools.planner.fake import fake_rank
+from tools.planner.formulas import closed_form
+from tools.planner.layouts import SCRIPTS, Trial, candidates, command, script_of, split_refusal
+from training.model import build_model
 from utils.config import load_config
 from utils.errors import UsageError
 from utils.layout import Layout, tile_counts
-from utils.model import build_model
-from utils.planner.closed_form import closed_form
-from utils.planner.fake import fake_rank
-from utils.planner.layouts import SCRIPTS, Trial, candidates, command, script_of, split_refusal
 
 SPLITS = {
     "train.py": (),

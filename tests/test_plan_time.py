@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from distributed.collectives import copy_to_region, reduce_from_region
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
+from tools.planner.collective_time import collective_time, node_shapes
+from tools.planner.hardware import load_gpu, read_gpus
+from tools.planner.step_time import CALIBRATED, UNCALIBRATED, calibrate, step_time
+from tools.planner.trace import Trace, trace_step
+from tools.planner.tracker import Message, Operation
 from utils.config import SPLITS, load_config
 from utils.errors import UsageError
-from utils.planner.collective_time import collective_time, node_shapes
-from utils.planner.hardware import load_gpu, read_gpus
-from utils.planner.step_time import CALIBRATED, UNCALIBRATED, calibrate, step_time
-from utils.planner.trace import Trace, trace_step
-from utils.planner.tracker import Message, Operation
 
 A100 = load_gpu("a100-40gb")
 PEAK = A100.fp16 * A100.matmul_efficiency  # FLOP/s of matrix products

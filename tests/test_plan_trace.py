@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from distributed import attention
+from tools.planner.hardware import load_gpu
+from tools.planner.plan import plan_layout
+from tools.planner.trace import trace_step
 from utils.config import load_config
-from utils.planner.hardware import load_gpu
-from utils.planner.plan import plan_layout
-from utils.planner.trace import trace_step
 
 GIB = 2**30
 RUNG3 = ("tensor_parallel", "context_parallel", "pipeline_parallel")
@@ -64,7 +64,7 @@ DEEP = {
 def test_a_few_blocks_tell_of_many(words, monkeypatch):
     config, layout = settings("config/mp.yaml", f"--config=mp --depth=10 {words}", 8)
     few = trace_step(config, layout)
-    monkeypatch.setattr("utils.planner.trace.MOST", 99)
+    monkeypatch.setattr("tools.planner.trace.MOST", 99)
     for short, whole in zip(few, trace_step(config, layout), strict=True):
         for name, size in whole.memory.items():
             assert short.memory[name] == pytest.approx(size, rel=1e-3), name

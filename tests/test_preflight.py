@@ -1,4 +1,4 @@
-"""utils.preflight: what holds is ok, what does not is named, with what to do, and nobody waits for ever."""
+"""tools.preflight: what holds is ok, what does not is named, with what to do, and nobody waits for ever."""
 
 import json
 import os
@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tests.launch import finish, torchrun
-from tests.workers import free_port
-from utils import preflight, preflight_files, preflight_network
+from tests.support.launch import finish, torchrun
+from tests.support.workers import free_port
+from tools.preflight import __main__ as preflight
+from tools.preflight import file_system as preflight_files
+from tools.preflight import network as preflight_network
+from tools.preflight.check_results import Finding, merge
+from tools.preflight.rendezvous import RollCall, limited, shortened
 from utils.errors import UsageError
-from utils.findings import Finding, merge
 from utils.launch import Launch
-from utils.rollcall import RollCall, limited, shortened
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,7 @@ def lines_of(output, what):
 
 def started(ranks, of, words, port):
     """Start some ranks, without a launcher that would end the others."""
-    command = [sys.executable, "-m", "utils.preflight", *words]
+    command = [sys.executable, "-m", "tools.preflight", *words]
     common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(of), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
@@ -79,7 +81,7 @@ def test_one_process_finds_nothing_wrong_and_leaves_nothing(check, words, tmp_pa
 
 
 def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
-    status, output = finish(torchrun(["utils.preflight", *words, "--json", str(tmp_path / "found.json")], script="-m"))
+    status, output = finish(torchrun(["tools.preflight", *words, "--json", str(tmp_path / "found.json")], script="-m"))
     assert status == 0, output
     report = json.loads((tmp_path / "found.json").read_text())
     found = {}

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.era5_examples import (
+from tests.support.era5_examples import (
     FRAMES,
     LEVELS,
     SETTINGS,
@@ -25,14 +25,14 @@ from tests.era5_examples import (
     wb2_hourly,
     wb2_regridded,
 )
-from utils import prepare_era5, year_files
-from utils.atmosphere import GRAVITY
-from utils.channels import CHANNELS
-from utils.dataset import FieldDataset, read_statistics
-from utils.era5_store import relative_humidity
 from utils.errors import UsageError
-from utils.prepare_era5 import Era5
-from utils.sample_data import make_sample_data
+from weather import prepare_era5, year_files
+from weather.atmosphere import GRAVITY
+from weather.channels import CHANNELS
+from weather.dataset import FieldDataset, read_statistics
+from weather.era5_store import relative_humidity
+from weather.prepare_era5 import Era5
+from weather.sample_data import make_sample_data
 
 
 def read(out, year):

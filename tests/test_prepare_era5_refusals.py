@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.era5_examples import H, W, build, convert, save_netcdf, save_zarr, wb2_regridded
-from utils import era5_store, year_files
+from tests.support.era5_examples import H, W, build, convert, save_netcdf, save_zarr, wb2_regridded
 from utils.errors import UsageError
+from weather import era5_store, year_files
 
 
 def put(data, name, value, **where):
@@ -133,7 +133,7 @@ def test_without_its_packages_the_command_says_how_to_install_them(tmp_path, mon
 
 def test_the_command_says_one_line_and_exits_2(tmp_path):
     source = save_netcdf(build().drop_vars("u10"), tmp_path / "a.nc")
-    command = [sys.executable, "-m", "utils.prepare_era5", source, "--out", str(tmp_path / "out"), "--days=2"]
+    command = [sys.executable, "-m", "weather.prepare_era5", source, "--out", str(tmp_path / "out"), "--days=2"]
     root = Path(__file__).parents[1]
     run = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.startswith("error: no source holds u10") and run.stderr.count("\n") == 1

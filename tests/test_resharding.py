@@ -8,9 +8,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from networks.vit import ViT
+from tools.checkpoint import export, find, load_weights, stored_tensors
+from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils import comm
-from utils.checkpoint import CheckpointFolder, collect_state, restore_state
-from utils.checkpoint_tools import export, find, load_weights, stored_tensors
 
 SAVED, END, BATCH = 3, 6, 12
 WRITTEN = [("serial", 1), ("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp", 4), ("hsdp", 4), ("offload", 3)]

@@ -9,12 +9,12 @@ import h5py
 import numpy as np
 import pytest
 
-from utils import atmosphere, grid, year_files
-from utils.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
-from utils.channels import CHANNELS
 from utils.errors import UsageError
-from utils.sample_data import make_sample_data
-from utils.year_files import parse_years
+from weather import atmosphere, grid, year_files
+from weather.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
+from weather.channels import CHANNELS
+from weather.sample_data import make_sample_data
+from weather.year_files import parse_years
 
 C = {channel.name: i for i, channel in enumerate(CHANNELS)}
 SMALL = {
@@ -374,7 +374,7 @@ def test_years_are_read_as_ranges_and_lists():
 def test_the_command_says_one_line_and_exits_2(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    command = [sys.executable, "-m", "utils.sample_data", str(file), "--img_size", "8", "16", "--days", "1"]
+    command = [sys.executable, "-m", "weather.sample_data", str(file), "--img_size", "8", "16", "--days", "1"]
     root = Path(__file__).parents[1]
     run = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1

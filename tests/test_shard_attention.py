@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distributed.rules.attention import set_attention_method
-from tests.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
+from distributed.shard.rules.attention import set_attention_method
+from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
 
 METHODS = ["gather", "ring", "all_to_all"]
 

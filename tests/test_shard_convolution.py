@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed.collectives import as_group
-from distributed.counting import CollectiveCounter
-from distributed.rules.convolution import convolve
-from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
-from tests.spatial_cases import BANDS, check_all_of, images
+from distributed.shard.rules.convolution import convolve
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tests.support.spatial_cases import BANDS, check_all_of, images
+from tools.instruments.counting import CollectiveCounter
 
 CONVOLUTIONS = [
     {"kernel": 3, "padding": 1},

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from distributed.counting import CollectiveCounter
+from distributed.shard.spec import part_of
 from distributed.shard_tensor import ShardTensor, local
-from distributed.sharding import part_of
-from tests.parity import error
-from tests.shard_parity import Case, X, check_all, close, domain_mesh, draw, split
-from utils.loss import relative_l2_loss
+from tests.support.parity import error
+from tests.support.shard_parity import Case, X, check_all, close, domain_mesh, draw, split
+from tools.instruments.counting import CollectiveCounter
+from training.losses import relative_l2_loss
 
 SPLITS = [X((3, 6, 5, 4), (2,)), X((3, 6, 5, 4), (2,), {0: (5, 0)}), X((3, 6, 5, 4), (1,)), X((3, 6, 5, 4), (0,)),
           X((1, 6, 5, 4), (3,), {0: (1, 3)}), X((3, 6, 5, 4))]  # fmt: skip

@@ -14,8 +14,8 @@ from networks.classifier import Classifier
 from networks.convnet import ConvNet
 from networks.neighborhood import NeighborhoodBlock, neighborhood_attention
 from networks.vit import ViT
-from tests.parity import error
-from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tests.support.parity import error
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from utils import comm
 from utils.layout import Layout
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.shard_parity import Case, X, check_all
+from tests.support.shard_parity import Case, X, check_all
 
 TOKENS = (3, 6, 5, 4)  # (B, C, H, W)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.shard_parity import Case, X, check_all
+from tests.support.shard_parity import Case, X, check_all
 
 
 def call(x, name, args=(), **keywords):

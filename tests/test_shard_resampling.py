@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.shard_parity import check_all
-from tests.spatial_cases import cases, check_all_of
+from tests.support.shard_parity import check_all
+from tests.support.spatial_cases import cases, check_all_of
 
 MAX = [
     {"kernel_size": 2},

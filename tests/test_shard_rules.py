@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.shard_parity import Case, X, check, domain_mesh, draw, split
+from tests.support.shard_parity import Case, X, check, domain_mesh, draw, split
 
 
 def evaluate(*tensors, code):
@@ -293,7 +293,7 @@ WITHOUT = [  # module, the collective that is taken out of it, an expression, wh
 
 def missed(module, name, code):
     """What the comparison says of a rule that does not communicate."""
-    module = importlib.import_module(f"distributed.rules.{module}")
+    module = importlib.import_module(f"distributed.shard.rules.{module}")
     communicate = getattr(module, name)
     setattr(module, name, lambda x, *args: x)
     try:

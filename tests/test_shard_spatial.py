@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from distributed.counting import CollectiveCounter
+from distributed.shard.spec import as_mesh, spec_of
 from distributed.shard_tensor import ShardTensor, local, wrap
-from distributed.sharding import as_mesh, spec_of
-from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
-from tests.spatial_cases import operation
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tests.support.spatial_cases import operation
+from tools.instruments.counting import CollectiveCounter
 
 
 def test_samples_or_channels_may_be_split_and_samples_may_be_missing(ranks):

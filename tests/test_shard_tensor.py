@@ -7,10 +7,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from distributed.counting import CollectiveCounter
+from distributed.shard.spec import Axis, Spec, as_mesh, merged, part_of, spec_of
 from distributed.shard_tensor import ShardTensor, local, scatter_tensor
-from distributed.sharding import Axis, Spec, as_mesh, merged, part_of, spec_of
-from tests.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tools.instruments.counting import CollectiveCounter
 
 # How a tensor (6, 7, 5) may lie on a mesh of one dimension of 3 ranks, and on one of 2 x 2.
 ONE = [[Shard(0)], [Shard(1)], [Shard(2)], [Replicate()], [Partial()]]

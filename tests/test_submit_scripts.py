@@ -77,8 +77,8 @@ def test_without_a_container_a_task_is_python_and_the_words_given(launch):
 
 
 def test_a_part_of_a_package_is_started_as_a_module(launch):
-    result = launch("--timeout", "5", program="utils/preflight.py", PYTHON="python")
-    assert result.stdout.splitlines()[1:] == ["python", "-m", "utils.preflight", "--timeout", "5"]
+    result = launch("--timeout", "5", program="tools/preflight/__main__.py", PYTHON="python")
+    assert result.stdout.splitlines()[1:] == ["python", "-m", "tools.preflight", "--timeout", "5"]
 
 
 def test_folders_of_the_site_come_before_the_words_given(launch, tmp_path):

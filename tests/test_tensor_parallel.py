@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from distributed.collectives import shard, shard_sizes
-from distributed.counting import CollectiveCounter
 from distributed.tensor_parallel import reduce_partial_gradients, tensor_parallel
-from tests import parity
+from tests.support import parity
+from tools.instruments.counting import CollectiveCounter
 
 SERIAL = {"all_reduce": 2}
 SEQUENCE = {"all_gather": 2, "reduce_scatter": 2}

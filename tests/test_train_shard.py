@@ -11,7 +11,7 @@ import unittest.mock
 import pytest
 import torch
 
-from tests.launch import finish, rank_pids, summary, torchrun
+from tests.support.launch import finish, rank_pids, summary, torchrun
 from utils import comm
 from utils.errors import run_main
 

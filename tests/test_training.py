@@ -10,12 +10,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from training.optimizer import learning_rate
+from training.results import print_result
+from training.run import Trainer
 from utils.config import read_named_config
 from utils.data_loader import DataLoader
 from utils.errors import NonFiniteLossError
-from utils.optim import learning_rate
-from utils.report import print_result
-from utils.trainer import Trainer
 
 
 @pytest.fixture

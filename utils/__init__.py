@@ -1,1 +1,1 @@
-"""What the scripts rest on: processes, settings, data, training, checkpoints, metrics and what is written of a run."""
+"""What everything else stands on: processes, mesh layout, launch, device, settings, errors, data loaders."""

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from utils.device import select_device
 from utils.errors import ArgumentParser, UsageError, first_line, run_main
-from utils.failure import FailureListener
 from utils.launch import read_launch
 from utils.layout import ORDER, Layout, tile_counts
+from utils.rank_failure import FailureListener
 
 DOMAIN = {"domain_lat", "domain_lon"}
 IMAGE = {"cp", *DOMAIN}

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.tiles import own_window
 from utils import comm
-from utils.dataset import FieldDataset, Statistics, load_statistics
 from utils.errors import UsageError
 from utils.sample_order import rank_indices, training_indices, validation_counts, validation_indices
 from utils.schema import Config
+from utils.tiles import own_window
+from weather.dataset import FieldDataset, Statistics, load_statistics
 
 # A frame seen in its file is only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
@@ -246,7 +246,7 @@ def loader_class(name: str) -> type[BatchLoader]:
 def build_loaders(config: Config, device: torch.device) -> list[BatchLoader]:
     """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
     if config.model == "classifier":
-        from utils.class_images import build_class_loaders
+        from training.tasks.classify import build_class_loaders
 
         return build_class_loaders(config, device)
     Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader

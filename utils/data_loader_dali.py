@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from utils.data_loader import Batch, BatchLoader, Indices
-from utils.dataset import FieldDataset, Statistics, YearFile
 from utils.errors import UsageError
 from utils.stop_signals import STOP_SIGNALS
+from weather.dataset import FieldDataset, Statistics, YearFile
 
 try:
     from nvidia.dali import fn, pipeline_def, types

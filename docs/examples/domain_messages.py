@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from distributed.attention import METHODS
-from distributed.counting import CollectiveCounter
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import split_images
-from distributed.tiles import own_window
+from tools.instruments.counting import CollectiveCounter
+from tools.tables import format_table
 from train_shard import SPLITS
+from training.model import build_model, initial_weights
+from training.step import LOSSES
 from utils import comm
-from utils.benchmarks.report import format_table
 from utils.config import load_config
-from utils.model import build_model, initial_weights
 from utils.schema import Config
-from utils.training_step import LOSSES
+from utils.tiles import own_window
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 python -m docs.examples.layout_costs
 """
 
-from utils.benchmarks.model_parallel import build_cases
-from utils.benchmarks.mp_theory import local_parameters, predicted_activations, predicted_messages
-from utils.benchmarks.report import format_table
+from tools.benchmarks.model_parallel import build_cases
+from tools.benchmarks.mp_theory import local_parameters, predicted_activations, predicted_messages
+from tools.tables import format_table
 
 CONFIGS = ("mp", "mp_patch4")  # 4,050 and 16,200 tokens
 LAYOUTS = (

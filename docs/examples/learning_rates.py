@@ -3,9 +3,9 @@
 python -m docs.examples.learning_rates
 """
 
-from utils.benchmarks.report import format_table
+from tools.tables import format_table
+from training.optimizer import peak_learning_rate
 from utils.config import load_config
-from utils.optim import peak_learning_rate
 
 BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from distributed.counting import CollectiveCounter
 from distributed.shard_tensor import ShardTensor, local, no_rule, redistributed, reduced, rule, wrap
-from tests.shard_parity import Case, X, check, domain_mesh, draw, split
+from tests.support.shard_parity import Case, X, check, domain_mesh, draw, split
+from tools.instruments.counting import CollectiveCounter
 
 
 @rule(torch.fft.rfft)

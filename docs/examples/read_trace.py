@@ -11,8 +11,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from utils.benchmarks.report import format_table
-from utils.benchmarks.team import hidden_share
+from tools.benchmarks.team import hidden_share
+from tools.tables import format_table
 from utils.errors import ArgumentParser, UsageError, run_main
 
 RANGES = ("data", "forward", "backward", "optimizer")

@@ -4,10 +4,10 @@ import shlex
 from types import ModuleType
 
 from exercises.checks.common import Draw, Wrong, expect
+from tools.planner.hardware import load_gpu
+from tools.planner.request import Request
+from tools.planner.search import best_layouts
 from utils.errors import UsageError
-from utils.planner.hardware import load_gpu
-from utils.planner.request import Request
-from utils.planner.search import best_layouts
 
 WORLD_SIZES = (1,)
 PATIENCE_SECONDS = 120  # the planner traces some layouts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.counting import collective
+from tools.instruments.counting import collective
 
 
 class Wrong(Exception):
@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Context: the collectives that this rank calls, in `calls`, as in distributed/counting.py."""
+    """Context: the collectives that this rank calls, in `calls`, as in tools/instruments/counting.py."""
 
     def __init__(self) -> None:
         super().__init__()

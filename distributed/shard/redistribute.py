@@ -1,0 +1,186 @@
+"""From one split of a tensor to another, one dimension of the mesh after the other, with the gradients of each step.
+
+A gradient is split as its tensor is. The gradient of a copy is the whole gradient, on every rank; so is that of a part
+of a sum (Partial).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from distributed.collectives import (
+    Sizes,
+    all_to_all,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter,
+    scatter_to_region,
+    shard_sizes,
+)
+from distributed.shard.spec import Axis, Pieces, Spec, merged, spec_of, whole
+
+
+def redistribute(
+    local: Tensor, spec: Spec, placements: Sequence[Placement], sizes: Pieces | None = None
+) -> tuple[Tensor, Spec]:
+    """The local part and the Spec of the same tensor, split as `placements` say; differentiable.
+
+    sizes: {mesh dimension: sizes of its ranks}; for a piece of a dimension that is split already by the same mesh
+    dimension they stay as they are, else they are as even as can be.
+    """
+    sizes = sizes or {}
+    if len(placements) != len(spec.mesh.groups):
+        raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
+    placements = [Shard(p.dim % len(spec.dims)) if isinstance(p, Shard) else p for p in placements]
+    # What is gathered comes first.
+    pending = sorted(
+        range(len(placements)), key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard()
+    )
+    while pending:
+        m = next((m for m in pending if _is_free(spec, placements[m], m)), pending[0])
+        if not _is_free(spec, placements[m], m) and spec.placements[m].is_shard():  # two change places
+            local, spec = _gather(local, spec, m)
+            continue
+        pending.remove(m)
+        local, spec = _change(local, spec, m, placements[m], sizes.get(m))
+    return local, spec
+
+
+def _is_free(spec, target, m):
+    """Whether no other mesh dimension splits the dimension that mesh dimension m is to split."""
+    return not target.is_shard() or all(axis.mesh_dim in (None, m) for axis in spec.dims[target.dim])
+
+
+def _change(local, spec, m, target, sizes):
+    source, group = spec.placements[m], spec.mesh.groups[m]
+    if source == target and (sizes is None or not target.is_shard() or tuple(sizes) == sizes_over(spec, m)):
+        return local, spec
+    without = spec.with_dims(spec.dims, tuple(p for p in spec.partial if p != m))
+    if source.is_shard() and target.is_shard():
+        return _exchange(local, spec, m, target.dim, sizes)
+    if source.is_shard():
+        local, spec = _gather(local, spec, m)
+        return (local, spec) if target.is_replicate() else _to_partial(local, spec, m)
+    if target.is_partial():
+        return _to_partial(local, spec, m)
+    if target.is_replicate():
+        return reduce_from_region(local, group), without
+    axes, sizes = _new_split(spec, target.dim, m, sizes)
+    split = reduce_scatter if source.is_partial() else scatter_to_region
+    return split(local, target.dim, sizes, group), without.with_axes(target.dim, axes)
+
+
+def sizes_over(spec: Spec, m: int) -> Sizes | None:
+    """The sizes of the pieces into which mesh dimension m splits a tensor; None where it does not."""
+    return next((axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m), None)
+
+
+def _new_split(spec, dim, m, sizes):
+    """(axes, sizes) of a dimension that mesh dimension m is to split."""
+    size = spec.shape[dim]
+    if any(axis.sizes for axis in spec.dims[dim]):
+        raise ValueError(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
+    sizes = tuple(sizes or shard_sizes(size, spec.mesh.groups[m].size))
+    if sum(sizes) != size:
+        raise ValueError(f"sizes {sizes} do not make up dimension {dim} of {size}")
+    return (Axis(size, m, sizes),), sizes
+
+
+def _gather(local, spec, m):
+    """Make the axis that mesh dimension m splits whole."""
+    dim = next(d for d, axes in enumerate(spec.dims) if any(a.mesh_dim == m for a in axes))
+    axes = spec.dims[dim]
+    place = next(i for i, a in enumerate(axes) if a.mesh_dim == m)
+    if len(axes) > 1:
+        local = local.unflatten(dim, spec.local_axes(axes))
+    local = gather_from_region(local, dim + place, axes[place].sizes, spec.mesh.groups[m])
+    if len(axes) > 1:
+        local = local.flatten(dim, dim + len(axes) - 1)
+    axes = merged((*axes[:place], Axis(axes[place].size), *axes[place + 1 :]))
+    return local, spec.with_axes(dim, axes)
+
+
+def _exchange(local, spec, m, dim, sizes):
+    """Move the split of mesh dimension m to another dimension, or to other sizes: every pair of ranks swaps a block."""
+    group = spec.mesh.groups[m]
+    old = next(d for d, axes in enumerate(spec.dims) if any(a.mesh_dim == m for a in axes))
+    if len(spec.dims[old]) > 1:
+        return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
+    (before,) = spec.dims[old]
+    unsplit = spec.with_axes(old, whole(before.size))
+    axes, sizes = _new_split(unsplit, dim, m, sizes)
+    me, starts, old_starts = group.rank, _starts(sizes), _starts(before.sizes)
+    if old == dim:  # other sizes: own rows that lie in each rank's new piece
+        overlap = lambda i, j: _overlap(old_starts[i], before.sizes[i], starts[j], sizes[j])  # noqa: E731
+        blocks = [local.narrow(dim, *overlap(me, j)) for j in range(group.size)]
+        shapes = [_with(local.shape, dim, overlap(i, me)[1]) for i in range(group.size)]
+    else:
+        blocks = [local.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        shapes = [_with(_with(local.shape, old, n), dim, sizes[me]) for n in before.sizes]
+    sent, received = tuple(b.numel() for b in blocks), tuple(map(math.prod, shapes))
+    flat = all_to_all(torch.cat([b.flatten() for b in blocks]), sent, received, group)
+    parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
+    return torch.cat(parts, old), unsplit.with_axes(dim, axes)
+
+
+def _overlap(start, size, new_start, new_size):
+    """(place in the piece, rows) of what a piece has in common with another."""
+    first, last = max(start, new_start), min(start + size, new_start + new_size)
+    return (first - start, last - first) if last > first else (0, 0)
+
+
+def _starts(sizes):
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def _with(shape, dim, size):
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _to_partial(local, spec, m):
+    """A copy on each of n ranks is the sum of n equal parts."""
+    return _Part.apply(local, spec.mesh.groups[m].size), spec.with_dims(spec.dims, (*spec.partial, m))
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        return x / parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def to_dtensor(local: Tensor, spec: Spec) -> DTensor:
+    """The DTensor of a local part, rearranged where the pieces are not those of torch.chunk."""
+    even = {
+        m: chunk_sizes_of(spec.shape[p.dim], group.size)
+        for m, (p, group) in enumerate(zip(spec.placements, spec.mesh.groups, strict=True))
+        if isinstance(p, Shard)
+    }
+    local, spec = redistribute(local, spec, spec.placements, even)
+    strides = [math.prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
+    return DTensor.from_local(
+        local, spec.mesh.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=tuple(strides)
+    )
+
+
+def chunk_sizes_of(size: int, parts: int) -> Sizes:
+    """The pieces that torch.chunk makes, and DTensor: (10, 4) -> (3, 3, 3, 1)."""
+    piece = -(-size // parts)
+    return tuple(max(0, min(piece, size - i * piece)) for i in range(parts))
+
+
+def spec_of_dtensor(tensor: DTensor) -> Spec:
+    """The Spec of a DTensor, on its own mesh."""
+    sizes = {
+        m: chunk_sizes_of(tensor.shape[p.dim], n)
+        for m, (p, n) in enumerate(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
+        if isinstance(p, Shard)
+    }
+    return spec_of(tensor.device_mesh, tensor.shape, tensor.placements, sizes)

@@ -1,0 +1,115 @@
+"""Attention over tokens that are split: by the methods of distributed/attention.py, whichever tokens a rank has."""
+
+# mypy: allow-redefinition
+# (q, k and v are ShardTensors, then their local parts)
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
+
+from distributed.attention import METHODS
+from distributed.collectives import copy_to_region
+from distributed.shard.tensor import ShardTensor, local, no_rule, part_of, reduced, replicated, rule, shared, wrap
+
+_chosen = "gather"
+
+
+def set_attention_method(method: str) -> None:
+    """Choose how attention over split tokens sees all keys: gather, ring or all_to_all. For all models, from now on."""
+    if method not in METHODS:
+        raise ValueError(f"attention: no method '{method}', there are {', '.join(METHODS)}")
+    global _chosen
+    _chosen = method
+
+
+@rule(F.scaled_dot_product_attention)
+def attention(
+    func: Callable, q: ShardTensor, k: ShardTensor, v: ShardTensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> ShardTensor:  # fmt: skip
+    """Of q (B, heads, N, d), k, v (B, heads, M, d); samples and heads may be split, in the same way in all three."""
+    if not all(isinstance(x, ShardTensor) and len(x.spec.dims) == 4 for x in (q, k, v)):
+        raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors of four dimensions")
+    q, k, v = reduced(q), reduced(k), reduced(v)
+    _check(func, q, k, v)
+    if k.spec.is_split(2) and k.spec.dims[2] != q.spec.dims[2]:
+        k, v = _whole_tokens(k), _whole_tokens(v)
+    rows, columns = q.spec, k.spec
+    out = rows.with_dims((*rows.dims[:3], columns.dims[3]))
+    q, k, v, attn_mask = local(q), local(k), local(v), _of_own_heads(attn_mask, rows)
+    if scale is not None:
+        q = q * (scale * math.sqrt(q.shape[-1]))
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if not rows.is_split(2):
+        return wrap(F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal), out)
+    mask = _mask(attn_mask, is_causal, rows, columns, q.device)
+    sizes, group = rows.shares(2)
+    if columns.is_split(2):
+        mask = mask if _chosen == "all_to_all" else _own_rows(mask, rows)
+        return wrap(METHODS[_chosen](q, k, v, dropout_p, sizes=sizes, group=group, mask=mask), out)
+    k, v = copy_to_region(k, group), copy_to_region(v, group)  # every rank has queries of its own
+    return wrap(F.scaled_dot_product_attention(q, k, v, _own_rows(mask, rows), dropout_p), out)
+
+
+def _check(func, q, k, v):
+    if k.spec.dims[:3] != v.spec.dims[:3] or any(x.spec.is_split(3) for x in (q, k, v)):
+        raise no_rule(func, (q, k, v), {}, "features must be whole, and keys split as values are")
+    for dim in (0, 1):
+        if (q.spec.is_split(dim) or k.spec.is_split(dim)) and q.spec.dims[dim] != k.spec.dims[dim]:
+            raise no_rule(func, (q, k, v), {}, "samples and heads must be split in the same way")
+
+
+def _whole_tokens(x):
+    return x.redistribute([Replicate() if p == Shard(2) else p for p in x.spec.placements])
+
+
+def _of_own_heads(mask, rows):
+    """A plain mask, of this rank's samples and heads, and of all queries and keys; its gradient is a part."""
+    if mask is None:
+        return None
+    if isinstance(mask, ShardTensor):
+        mask = local(replicated(mask))
+        for group, placement in zip(rows.mesh.groups, rows.placements, strict=True):
+            if placement.is_shard():  # each rank goes on with the mask of its own queries
+                mask = copy_to_region(mask, group)
+    else:
+        mask = shared(mask, rows)
+    return part_of(mask, rows.with_dims(rows.dims[4 - mask.dim() : 2]))
+
+
+def _mask(mask, is_causal, rows, columns, device):
+    """The mask of all queries and keys, (..., N, M), both in the order in which ranks hold them."""
+    if is_causal:
+        places = [torch.arange(spec.shape[2], device=device) for spec in (rows, columns)]
+        mask = places[0][:, None] >= places[1]
+    if mask is None:
+        return None
+    for dim, spec in ((-2, rows), (-1, columns)):
+        if mask.shape[dim] > 1 and len(spec.dims[2]) > 1:
+            mask = mask.index_select(dim, torch.cat([_tokens(spec, rank, device) for rank in _ranks(spec)]))
+    return mask if mask.shape[-1] > 1 else mask.expand(*mask.shape[:-1], columns.shape[2])
+
+
+def _ranks(spec):
+    """The ranks of the mesh, as Spec.coordinate counts them, among which the tokens are split."""
+    over = [axis.mesh_dim for axis in spec.dims[2] if axis.sizes is not None]
+    steps = 1 if len(over) > 1 else math.prod([group.size for group in spec.mesh.groups[over[0] + 1 :]] if over else [])
+    count = spec.shares(2)[1].size if over else 1
+    return [rank * steps for rank in range(count)]
+
+
+def _tokens(spec, rank, device):
+    """Which tokens a rank of the mesh has."""
+    return part_of(torch.arange(spec.shape[2], device=device), spec.with_dims((spec.dims[2],)), rank)
+
+
+def _own_rows(mask, rows):
+    sizes, group = rows.shares(2)
+    if mask is None or mask.shape[-2] == 1:
+        return mask
+    return mask.narrow(-2, sum(sizes[: group.rank]), sizes[group.rank])

@@ -1,0 +1,105 @@
+"""What is asked of a tensor without computing with it, and what leaves the world of ShardTensors."""
+
+# mypy: disable-error-code="attr-defined,union-attr"
+# (which takes Tensor.shape for a value of the class, not for the descriptor that it is)
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.shard.tensor import ShardTensor, local, named, replicated, rule, wrap
+
+
+@rule(
+    Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__, Tensor.requires_grad.__get__,
+    Tensor.requires_grad.__set__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__, Tensor.output_nr.__get__,
+    Tensor._version.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_sparse.__get__,
+    Tensor.is_meta.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__, Tensor.retains_grad.__get__,
+    Tensor._backward_hooks.__get__, Tensor._backward_hooks.__set__, Tensor.is_mps.__get__, Tensor.is_xpu.__get__,
+    *named("is_floating_point", "is_complex", "element_size", "get_device", "register_hook", "retain_grad",
+           "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "_is_view", "is_pinned"),
+)  # fmt: skip
+def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    """The same for the whole tensor as for the local part."""
+    return func(x, *args, **kwargs)
+
+
+@rule(Tensor._base.__get__)
+def base(func: Callable, x: ShardTensor) -> None:
+    """None: that a ShardTensor is a view of its local part is nobody's concern."""
+
+
+@rule(Tensor.shape.__get__)
+def shape(func: Callable, x: ShardTensor) -> torch.Size:
+    """The global shape."""
+    return x.spec.shape
+
+
+@rule(Tensor.size)
+def size(func: Callable, x: ShardTensor, dim: int | None = None) -> torch.Size | int:
+    """The global shape, or one size of it."""
+    return x.spec.shape if dim is None else x.spec.shape[dim]
+
+
+@rule(Tensor.ndim.__get__, *named("dim", "ndimension"))
+def ndim(func: Callable, x: ShardTensor) -> int:
+    """As many as the local part has."""
+    return len(x.spec.dims)
+
+
+@rule(*named("numel", "nelement"))
+def numel(func: Callable, x: ShardTensor) -> int:
+    """Elements on all ranks together."""
+    return x.spec.shape.numel()
+
+
+@rule(Tensor.__len__)
+def length(func: Callable, x: ShardTensor) -> int:
+    """The global size of the first dimension. Raises TypeError for a scalar, as torch does."""
+    if not x.spec.dims:
+        raise TypeError("len() of a 0-d tensor")
+    return x.spec.shape[0]
+
+
+@rule(Tensor.grad.__get__)
+def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
+    """Split as x is: each rank has its part of the serial gradient."""
+    found = func(x)
+    return found if found is None else wrap(found, x.spec)
+
+
+@rule(Tensor.grad.__set__)
+def set_grad(func: Callable, x: ShardTensor, value: Tensor | None) -> None:
+    """value: split as x is."""
+    func(x, local(value))
+
+
+@rule(Tensor.backward)
+def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """gradient: split as x is."""
+    if gradient is None and x.spec.split_dims and x.spec.shape.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    with torch._C._EnableTorchFunction():  # hooks and recomputation compute with ShardTensors
+        local(x).backward(local(gradient), *args, **kwargs)
+
+
+@rule(*named("requires_grad_"))
+def in_place_flag(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Set on the local part; returns x."""
+    func(x, *args, **kwargs)
+    return x
+
+
+@rule(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
+      Tensor.__format__, Tensor.__contains__, Tensor.__array__)  # fmt: skip
+def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    """For the host: the value of the whole tensor, on every rank."""
+    return func(local(replicated(x)), *args, **kwargs)
+
+
+@rule(torch.is_tensor)
+def is_tensor(func: Callable, x: ShardTensor) -> bool:
+    """True: a ShardTensor is a torch.Tensor."""
+    return True

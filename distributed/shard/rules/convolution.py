@@ -1,0 +1,169 @@
+"""Convolution and transposed convolution of a tensor whose spatial dimensions are cut: see windows.py.
+
+The weights are plain tensors, whole on every rank. Each rank fetches the rows that its outputs read, with the padding
+where the whole ends, and calls the plain operation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from distributed.collectives import Sizes
+from distributed.halo import Fetch, Interval, bounds
+from distributed.shard.rules.windows import (
+    Output,
+    Splits,
+    Window,
+    cropped,
+    cut,
+    is_empty,
+    no_outputs,
+    spatial,
+    whole_length,
+)
+from networks.vit import PerAxis
+
+Padding = PerAxis | Literal["same", "valid"]
+
+
+def convolve(
+    func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
+    stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1, groups: int = 1, overlap: bool | None = None,
+) -> Output:  # fmt: skip
+    """conv1d, conv2d, conv3d: x (B, C, ...) or (C, ...), weight (D, C / groups, ...) -> (B, D, ...).
+
+    padding: numbers, 'same' or 'valid'. overlap: while rows travel, compute the outputs that read this rank's only; by
+    default on an accelerator where they are most of the outputs. Raises ValueError where a window is longer than the
+    padded input.
+    """
+    count = weight.ndim - 2
+    x, ahead = autocast(x), x.ndim - count
+    windows = conv_windows(weight.shape[2:], stride, padding, dilation, count)
+    new, left, shape = {}, [0] * count, [*x.shape[: ahead - 1], weight.shape[0]]
+    for i, w in enumerate(windows):
+        length = w.length(whole_length(x, ahead + i, splits))
+        if length < 1:
+            rows = whole_length(x, ahead + i, splits)
+            raise ValueError(
+                f"{func.__name__}: a window of {w.reach + 1} rows on {rows}, padded by {w.before + w.after}"
+            )
+        if ahead + i in splits:
+            sizes, group = splits[ahead + i]
+            new[ahead + i] = w.output_sizes(sizes, length)
+            length = new[ahead + i][group.rank]
+        elif w.before == w.after:
+            left[i] = w.before
+        else:
+            x = F.pad(x, [0, 0] * (count - 1 - i) + [w.before, w.after])
+        shape.append(length)
+
+    def compute(part: Tensor) -> Tensor:
+        return func(part, weight, bias, stride, left, dilation, groups)
+
+    *others, last = sorted(splits)
+    for dim in others:
+        x = request(x, dim, splits, new, windows[dim - ahead]).rows()
+    w, coming = windows[last - ahead], request(x, last, splits, new, windows[last - ahead])
+    if is_empty(shape, new):
+        return no_outputs(coming.rows(), shape, weight, bias), new
+    sizes, group = splits[last]
+    outputs = bounds(new[last])[group.rank]
+    inner = inside(w, bounds(sizes)[group.rank], outputs)
+    if overlap is None:
+        # A CPU exchanges on the cores that it computes on, and a compiler orders the operations itself.
+        overlap = x.device.type != "cpu" and not torch.compiler.is_compiling()
+        overlap = overlap and 4 * (inner[1] - inner[0]) > 3 * (outputs[1] - outputs[0])
+    if not (overlap and coming.traffic and inner[0] < inner[1] and inner != outputs):
+        return compute(coming.rows()), new
+    return overlapped(compute, coming, w, last, bounds(sizes)[group.rank][0], outputs, inner), new
+
+
+def overlapped(
+    compute: Callable[[Tensor], Tensor], coming: Fetch, window: Window, dim: int, start: int, outputs: Interval,
+    inner: Interval,
+) -> Tensor:  # fmt: skip
+    """The outputs of a rank whose shard begins at row `start`, the inner ones first."""
+    first, last = window.interval(*inner)
+    middle = compute(coming.own.narrow(dim, first - start, last - first))
+    parts = [middle]
+    if outputs[0] < inner[0]:
+        parts.insert(0, compute(coming.rows(*window.interval(outputs[0], inner[0]))))
+    if inner[1] < outputs[1]:
+        parts.append(compute(coming.rows(*window.interval(inner[1], outputs[1]))))
+    return torch.cat(parts, dim)
+
+
+def request(x: Tensor, dim: int, splits: Splits, new: dict[int, Sizes], window: Window) -> Fetch:
+    """The rows that every rank's outputs read, on their way."""
+    sizes, group = splits[dim]
+    return Fetch(x, dim, sizes, [window.interval(*b) if b[0] < b[1] else (0, 0) for b in bounds(new[dim])], group)
+
+
+def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
+    """Of the outputs [first, last), those that read nothing but the given rows."""
+    first = -((-rows[0] - window.before) // window.stride)
+    last = (rows[1] - 1 - window.reach + window.before) // window.stride + 1
+    first = min(max(first, outputs[0]), outputs[1])
+    return first, max(first, min(last, outputs[1]))
+
+
+def conv_windows(
+    kernel: Sequence[int], stride: PerAxis, padding: Padding, dilation: PerAxis, count: int
+) -> list[Window]:
+    """The Window of every spatial dimension. Raises ValueError for padding='same' with a stride."""
+    stride, dilation = spatial(stride, count), spatial(dilation, count)
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        pads = [(n // 2, n - n // 2) for n in totals]
+        if any(s != 1 for s in stride):
+            raise ValueError("padding='same' is not supported for strided convolutions")
+    else:
+        pads = [(p, p) for p in spatial(0 if padding == "valid" else padding, count)]
+    return [Window(k, s, *p, d) for k, s, p, d in zip(kernel, stride, pads, dilation, strict=True)]
+
+
+def convolve_transposed(
+    func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
+    stride: PerAxis = 1, padding: PerAxis = 0, output_padding: PerAxis = 0, groups: int = 1, dilation: PerAxis = 1,
+) -> Output:  # fmt: skip
+    """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...)."""
+    count = weight.ndim - 2
+    x, ahead = autocast(x), x.ndim - count
+    strides, crops, extras = spatial(stride, count), list(spatial(padding, count)), list(spatial(output_padding, count))
+    new, surplus, shape = {}, {}, [*x.shape[: ahead - 1], weight.shape[1] * groups]
+    for i, (kernel, d) in enumerate(zip(weight.shape[2:], spatial(dilation, count), strict=True)):
+        dim, s, p, reach = ahead + i, strides[i], crops[i], d * (kernel - 1)
+        length = (whole_length(x, dim, splits) - 1) * s - 2 * p + reach + extras[i] + 1
+        if extras[i] >= max(s, d) or length < 1:
+            raise ValueError(f"{func.__name__}: {length} rows, output_padding {extras[i]}, stride {s}")
+        if dim in splits:
+            sizes, group = splits[dim]
+            # Row j spreads over the outputs j * s - p + d * t: its rank has those around their middle.
+            middle = reach // 2 - (s - 1) // 2 - p
+            new[dim] = cut(sizes, length, lambda end, s=s, middle=middle: end * s + middle)
+            outputs = [(first + p, last + p) for first, last in bounds(new[dim])]
+            intervals = [spread_over(*b, s, reach) if b[0] < b[1] else (0, 0) for b in outputs]
+            x = Fetch(x, dim, sizes, intervals, group).rows()
+            (first, last), (row, end) = outputs[group.rank], intervals[group.rank]
+            ahead_of, behind = first - row * s, (end - 1) * s + reach + 1 - last  # computed too many
+            crops[i], extras[i] = max(0, min(ahead_of, behind)), max(0, -behind)
+            surplus[dim], length = ahead_of - crops[i], last - first
+        shape.append(length)
+    if is_empty(shape, new):
+        return no_outputs(x, shape, weight, bias), new
+    y = func(x, weight, bias, stride, crops, extras, groups, dilation)
+    return cropped(y, {dim: (surplus[dim], shape[dim]) for dim in new}), new
+
+
+def spread_over(first: int, last: int, stride: int, reach: int) -> Interval:
+    """The rows [a, b) of the input whose unpadded transposed convolution has the outputs [first, last)."""
+    return max(0, min(-((reach - first) // stride), first // stride)), (last - 1) // stride + 1
+
+
+def autocast(x: Tensor) -> Tensor:
+    """In the dtype in which the convolution will run: rows travel in half the bytes."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x

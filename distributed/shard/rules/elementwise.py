@@ -1,0 +1,203 @@
+"""Operations on one element after another: each rank computes its own part; operands are brought to one split first."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.collectives import copy_to_region, reduce_from_region
+from distributed.shard.redistribute import sizes_over
+from distributed.shard.spec import Axes, Spec, whole
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    local,
+    named,
+    no_rule,
+    part_of,
+    redistributed,
+    reduced,
+    replicated,
+    rule,
+    shared,
+    wrap,
+)
+
+UNARY = named(
+    "abs", "absolute", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
+    "rsqrt", "square", "reciprocal", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh",
+    "acosh", "atanh", "erf", "erfc", "sigmoid", "logit", "floor", "ceil", "round", "trunc", "frac", "sign", "sgn",
+    "isnan", "isinf", "isfinite", "logical_not", "bitwise_not", "nan_to_num", "relu", "relu_", "relu6", "gelu", "silu",
+    "mish", "elu", "elu_", "selu", "celu", "leaky_relu", "leaky_relu_", "softplus", "hardtanh", "hardswish",
+    "hardsigmoid", "logsigmoid", "softsign", "tanhshrink", "softshrink", "threshold", "clone", "detach", "detach_",
+    "contiguous", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "zero_",
+    "fill_", "exp_", "sqrt_", "neg_", "abs_", "tanh_", "sigmoid_", "square_", "rsqrt_", "reciprocal_", "clamp_",
+    "log_", "floor_", "ceil_", "round_", "sin_", "cos_", "dropout", "alpha_dropout", "dropout_", "bernoulli", "normal_",
+    "uniform_", "cpu", "cuda", "pin_memory", "__invert__",
+)  # fmt: skip
+BINARY = named(
+    "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder",
+    "fmod", "pow", "float_power", "maximum", "minimum", "fmax", "fmin", "atan2", "hypot", "eq", "ne", "lt", "le", "gt",
+    "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "isclose", "where",
+    "lerp", "addcmul", "addcdiv", "clamp", "clip", "masked_fill", "xlogy", "add_", "sub_", "mul_", "div_", "pow_",
+    "addcmul_", "addcdiv_", "lerp_", "masked_fill_", "copy_", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__",
+    "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__div__", "__rdiv__",
+    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__ipow__", "__eq__", "__ne__",
+    "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__",
+)  # fmt: skip
+IN_PLACE = {
+    f for f in (*UNARY, *BINARY)
+    if (f.__name__.endswith("_") and not f.__name__.endswith("__"))
+    or (f.__name__.startswith("__i") and f.__name__ != "__invert__")
+}  # fmt: skip
+CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
+DROPOUT = set(named("dropout"))
+SHARED_RANDOM = DROPOUT | set(named("rand_like", "randn_like"))
+RANDOM = SHARED_RANDOM | set(named("dropout_", "alpha_dropout", "bernoulli", "normal_", "uniform_"))
+# f(a + b) = f(a) + f(b): these keep a partial tensor partial.
+LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
+SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
+ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
+
+
+@rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__)
+def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Of ShardTensors, plain tensors and numbers, broadcast against each other; in-place forms too."""
+    spec = None
+    for x in args:
+        if isinstance(x, ShardTensor):
+            spec = x.spec if spec is None else spec
+            if x.spec is not spec and x.spec != spec:
+                break
+        elif isinstance(x, Tensor):
+            break
+    else:
+        if spec is not None and plain_numbers(kwargs):
+            if func in RANDOM and (spec.partial or spec.copies > 1):
+                return alike_on_copies(func, reduced(args[0]), *args[1:], **kwargs)
+            if not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))):
+                out = func(*args, **kwargs)  # the common case: all operands are split in the same way
+                return wrap(out, spec) if out is not args[0] else out
+    return broadcast(func, args, kwargs)
+
+
+def plain_numbers(kwargs: Mapping[str, Any]) -> bool:
+    """Whether no keyword is a tensor, nor the place of the result."""
+    return not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items())
+
+
+def alike_on_copies(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Random numbers for a tensor of which several ranks hold a copy: those of the first of them, on all."""
+    if func not in SHARED_RANDOM:
+        raise no_rule(func, (x,), {}, "random numbers for a tensor of which several ranks hold a copy")
+    drawn = func(torch.ones_like(x), *args, **kwargs)
+    for placement, group in zip(x.spec.placements, x.spec.mesh.groups, strict=True):
+        if placement.is_replicate():
+            drawn = reduce_from_region(drawn if group.rank == 0 else torch.zeros_like(drawn), group)
+    drawn = wrap(drawn, x.spec)
+    return dispatch(torch.mul, x, drawn) if func in DROPOUT else drawn
+
+
+def scales(func: Callable, args: Sequence[Any]) -> bool:
+    """Whether func multiplies the one tensor by a number."""
+    return func in SCALING and isinstance(args[0], ShardTensor) and not isinstance(args[1], Tensor)
+
+
+def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
+    """The general case."""
+    if "out" in kwargs:
+        raise no_rule(func, args, kwargs, "out= is not supported")
+    in_place = func in IN_PLACE
+    if kwargs or not all_partial_sums(func, args):  # rounding_mode= is not linear
+        if in_place and isinstance(args[0], ShardTensor) and args[0].spec.partial:
+            raise no_rule(func, args, kwargs, "in place on a partial tensor")
+        args = [reduced(x) if isinstance(x, ShardTensor) else x for x in args]
+        kwargs = {key: reduced(x) if isinstance(x, ShardTensor) else x for key, x in kwargs.items()}
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    spec = args[0].spec if in_place else common_spec(tensors)
+    fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
+    if in_place and not isinstance(args[0], ShardTensor):
+        raise no_rule(func, args, kwargs, "a plain tensor cannot take the values of a split one")
+    out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
+    return args[0] if in_place else wrap(out, spec)
+
+
+def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:
+    """Whether func adds partial tensors that are partial in the same way, or scales or passes one on."""
+    if func in LINEAR or scales(func, args):
+        return True
+    found = [x.spec if isinstance(x, ShardTensor) else None for x in args[:2]]
+    return func in ADDING and len(args) == 2 and all(s is not None for s in found) and found[0] == found[1]
+
+
+def common_spec(tensors: Sequence[Tensor]) -> Spec:
+    """The spec of the result of broadcasting: along each dimension the first split that an operand has."""
+    specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
+    shape = torch.broadcast_shapes(*(x.spec.shape if isinstance(x, ShardTensor) else x.shape for x in tensors))
+    used: set[int] = set()
+    found: list[Axes | None] = [None] * len(shape)
+    for spec in specs:
+        for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
+            over = {a.mesh_dim for a in axes if a.sizes is not None}
+            if found[dim] is None and over and not over & used and spec.shape[dim - len(shape)] == shape[dim]:
+                found[dim] = axes
+                used |= over
+    for spec in specs:  # the axes of a whole dimension are of no account
+        for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
+            if found[dim] is None and spec.shape[dim - len(shape)] == shape[dim] and not any(a.sizes for a in axes):
+                found[dim] = axes
+    dims = [whole(n) if axes is None else axes for n, axes in zip(shape, found, strict=True)]
+    partial = specs[0].partial if all(s.partial == specs[0].partial for s in specs) else ()
+    return Spec(specs[0].mesh, tuple(dims), partial)
+
+
+def fitted(x: Tensor, spec: Spec) -> Tensor:
+    """The local part of an operand, such that it broadcasts against the local part of the result."""
+    ahead = len(spec.dims) - x.dim()
+    aligned = spec.with_dims(spec.dims[ahead:])
+    if not isinstance(x, ShardTensor):
+        return part_of(shared(x, spec), aligned) if x.dim() else shared(x, spec)
+    # Split as the result is, where it does not broadcast; whole elsewhere.
+    wanted = aligned.with_dims(
+        [
+            () if n == 1 and size != 1 else a
+            for n, size, a in zip(x.spec.shape, aligned.shape, aligned.dims, strict=True)
+        ]
+    )
+    part = local(x if split_alike(x.spec, wanted) else to_spec(x, wanted))
+    for mesh_dim, (p, q) in enumerate(zip(wanted.placements, spec.placements, strict=True)):
+        if p.is_replicate() and not q.is_replicate():  # each rank uses its copy with another part
+            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
+    return part
+
+
+def split_alike(spec: Spec, other: Spec) -> bool:
+    """Whether every rank has the same elements of two tensors of one shape; the axes of whole dimensions may differ."""
+    return spec.partial == other.partial and all(
+        a == b or not (spec.is_split(d) or other.is_split(d))
+        for d, (a, b) in enumerate(zip(spec.dims, other.dims, strict=True))
+    )
+
+
+def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
+    """The tensor split as spec says; dimensions of several axes are reached by taking a slice of the whole."""
+    if all(len(axes) < 2 for axes in spec.dims):
+        sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
+        return redistributed(x, spec.placements, sizes)
+    part = local(replicated(x))
+    for mesh_dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
+    return wrap(part_of(part, spec), spec)
+
+
+@rule(*CASTS)
+def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Another dtype or device."""
+    if not isinstance(x, ShardTensor):  # type_as a ShardTensor
+        return func(x, *(local(a) for a in args), **kwargs)
+    out = func(x, *args, **kwargs)
+    if x.spec.partial and isinstance(out, Tensor) and not out.is_floating_point():  # no integers, or bools, of parts
+        return cast(func, reduced(x), *args, **kwargs)
+    return wrap(out, x.spec) if isinstance(out, Tensor) else out

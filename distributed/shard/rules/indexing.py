@@ -1,0 +1,298 @@
+"""Parts of a tensor: a slice of a split dimension is taken where it lies, by each rank of its own piece."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from distributed.shard.rules.elementwise import fitted
+from distributed.shard.spec import Axis, whole
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    global_shape,
+    local,
+    named,
+    no_rule,
+    one_axis,
+    reduced,
+    rule,
+    shared,
+    wrap,
+)
+
+
+@rule(Tensor.__getitem__)
+def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
+    """Numbers, slices, None and Ellipsis on any dimension; tensors and lists of indices on whole ones.
+
+    One row of a split dimension is a partial tensor: its owner has it, the others have zeros.
+    """
+    if not isinstance(x, ShardTensor):
+        return _rows_of_plain(func, x, index)
+    spec, own = _located(func, x, index)
+    if spec.partial != x.spec.partial and x.dtype == torch.bool:  # sums are for numbers
+        return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
+    if own is None:
+        return wrap(_Zeros.apply(local(x), spec.local_shape), spec)
+    return wrap(x[own], spec)
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros of a shape, that hang on x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: torch.Size) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape), None
+
+
+def _located(func, x, index):
+    """(the spec of what an index selects, the index of this rank's part; None where another rank has it)."""
+    spec = x.spec
+    dims, own, owned, partial, dim = [], [], True, list(spec.partial), 0
+    shapes, places, at = [], [], 0  # of tensors of indices: their dimensions come where the first one is
+    for item in _items(func, x, index):
+        if item is None:
+            dims.append(())
+        elif isinstance(item, slice):
+            axes, item = _sliced(func, x, dim, item)
+            dims.append(axes)
+        elif isinstance(item, Tensor):
+            if spec.is_split(dim):
+                raise no_rule(func, (x,), {}, f"a tensor of indices, and dimension {dim} is split")
+            at = at if shapes else len(dims)
+            shapes.append(item.shape)
+            places.append(sum(not isinstance(i, int) for i in own))
+        else:
+            size = spec.shape[dim]
+            if not -size <= item < size:
+                raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
+            partial += [axis.mesh_dim for axis in spec.dims[dim] if axis.sizes is not None]
+            item = _place(spec, dim, item % size)
+            owned = owned and item is not None
+            own.append(0 if item is None else item)
+            dim += 1
+            continue
+        own.append(item)
+        dim += item is not None
+    if shapes:
+        at = at if places[-1] - places[0] < len(places) else 0  # in front, if they are not next to each other
+        dims[at:at] = [whole(n) for n in torch.broadcast_shapes(*shapes)]
+    return spec.with_dims(dims, tuple(sorted(partial))), tuple(own) if owned else None
+
+
+def _items(func, x, index):
+    """A slice, a number or a tensor of indices for each dimension of x, and None for each new one."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    for i, item in enumerate(items):
+        if isinstance(item, list | range):
+            items[i] = item = torch.as_tensor(list(item))
+        if isinstance(item, ShardTensor):
+            raise no_rule(func, (x, item), {}, "indices that are a ShardTensor; take their full_tensor()")
+        if isinstance(item, bool) or (isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)):
+            raise no_rule(func, (x,), {}, "of a mask it is not known how many elements it selects")
+        if isinstance(item, Tensor) and item.dim() > 0:
+            items[i] = item.to(x.device)
+        elif item is not None and item is not Ellipsis and not isinstance(item, int | slice):
+            items[i] = item.__index__()
+    missing = len(x.spec.dims) - sum(item is not None and item is not Ellipsis for item in items)
+    if missing < 0:
+        raise IndexError(f"too many indices for tensor of dimension {len(x.spec.dims)}")
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+
+
+def _sliced(func, x, dim, item):
+    """(axes, the slice of the local tensor) of a slice of a dimension."""
+    spec = x.spec
+    if item == slice(None):
+        return spec.dims[dim], item
+    start, stop, step = item.indices(spec.shape[dim])
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    size = len(range(start, stop, step))
+    if size == spec.shape[dim]:
+        return spec.dims[dim], slice(None)
+    if not spec.is_split(dim):
+        return whole(size), slice(start, stop, step)
+    axis = one_axis(func, x, dim)
+    sizes, pieces, end = [], [], 0
+    for rank_size in axis.sizes:
+        begin, end = end, end + rank_size
+        first = start if start >= begin else begin + (start - begin) % step  # the first at or after the piece's begin
+        last = min(stop, end)
+        sizes.append(len(range(first, last, step)))
+        pieces.append(slice(first - begin, max(last, first) - begin, step))
+    return (Axis(size, axis.mesh_dim, tuple(sizes)),), pieces[spec.mesh.groups[axis.mesh_dim].rank]
+
+
+def _place(spec, dim, index):
+    """Where in this rank's piece an index of a dimension is; None where another rank has it."""
+    place, inner = 0, spec.shape[dim]
+    for axis in spec.dims[dim]:
+        inner //= axis.size
+        at = index // inner % axis.size - spec.offset(axis)
+        (size,) = spec.local_axes((axis,))
+        if not 0 <= at < size:
+            return None
+        place = place * size + at
+    return place
+
+
+def _rows_of_plain(func, x, index):
+    """A plain table looked up by a ShardTensor of indices."""
+    index = index if isinstance(index, tuple) else (index,)
+    if len(index) != 1 or index[0].dtype == torch.bool:
+        raise no_rule(func, (x, *index), {}, "of a plain tensor, by more than one ShardTensor of indices")
+    index = reduced(index[0])
+    spec = index.spec.with_dims((*index.spec.dims, *map(whole, x.shape[1:])))
+    return wrap(shared(x, spec)[local(index)], spec)
+
+
+@rule(Tensor.__setitem__)
+def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
+    """Into slices of any dimension, and rows of whole ones; every rank writes its part of the value."""
+    if not isinstance(x, ShardTensor) or x.spec.partial:
+        raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
+    spec, own = _located(func, x, index)
+    if spec.partial:
+        raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
+    if isinstance(value, Tensor):
+        value = reduced(value) if isinstance(value, ShardTensor) else value
+        while value.dim() > len(spec.dims) and global_shape(value)[0] == 1:
+            value = select(func, value, 0, 0) if isinstance(value, ShardTensor) else value[0]
+        value = fitted(value, spec)
+    x[own] = value
+
+
+@rule(*named("select"))
+def select(func: Callable, input: ShardTensor, dim: int, index: int) -> ShardTensor:
+    """One row, without its dimension; of a split dimension a partial tensor."""
+    return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), int(index)))
+
+
+@rule(*named("narrow"))
+def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
+    """A slice of rows; start may be a tensor of one number."""
+    dim = dim % len(input.spec.dims)
+    size, start = input.spec.shape[dim], int(start)
+    start = start + size if start < 0 else start
+    if not 0 <= start <= start + length <= size:
+        raise RuntimeError(f"narrow: rows {start} to {start + length} of {size}")
+    return getitem(func, input, (*[slice(None)] * dim, slice(start, start + length)))
+
+
+@rule(*named("index_select"))
+def index_select(func: Callable, input: Tensor, dim: int, index: Tensor) -> ShardTensor:
+    """Rows of a whole dimension, by plain indices."""
+    if not isinstance(input, ShardTensor):
+        raise no_rule(func, (input, index), {}, "of a plain tensor")
+    return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), index.reshape(-1)))
+
+
+@rule(*named("unbind"))
+def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
+    """All rows, each without its dimension; of a split dimension partial tensors."""
+    spec, dim = input.spec, dim % len(input.spec.dims)
+    if spec.is_split(dim):
+        return tuple([select(func, input, dim, i) for i in range(spec.shape[dim])])
+    left = spec.derived(("unbind", dim), lambda: spec.with_dims([*spec.dims[:dim], *spec.dims[dim + 1 :]]))
+    return tuple([wrap(part, left) for part in input.unbind(dim)])
+
+
+@rule(*named("split", "split_with_sizes"))
+def split(
+    func: Callable, tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None,
+    split_sizes: Any = None,
+) -> tuple[ShardTensor, ...]:  # fmt: skip
+    """Along a split dimension each rank has its own part of every piece."""
+    dim, sizes = dim % len(tensor.spec.dims), split_size_or_sections
+    sizes = split_size if sizes is None else sizes
+    sizes = split_sizes if sizes is None else sizes
+    size = tensor.spec.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, size - i) for i in range(0, size, sizes)] or [0]
+    if sum(sizes) != size:
+        raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
+    return _pieces(func, tensor, dim, sizes)
+
+
+@rule(*named("chunk"))
+def chunk(func: Callable, input: ShardTensor, chunks: int, dim: int = 0) -> tuple[ShardTensor, ...]:
+    """Pieces of one size, the last one shorter; along a split dimension each rank has its own part of every piece."""
+    dim = dim % len(input.spec.dims)
+    size = input.spec.shape[dim]
+    piece = max(1, -(-size // chunks))
+    sizes = [min(piece, size - i) for i in range(0, size, piece)] if size else [0] * chunks
+    return _pieces(func, input, dim, sizes)
+
+
+@rule(*named("tensor_split"))
+def tensor_split(
+    func: Callable, input: ShardTensor, indices_or_sections: int | Sequence[int] | None = None, dim: int = 0, *,
+    sections: int | None = None, indices: Sequence[int] | None = None,
+) -> tuple[ShardTensor, ...]:  # fmt: skip
+    """Pieces as even as can be, or between given rows."""
+    dim = dim % len(input.spec.dims)
+    size = input.spec.shape[dim]
+    cuts = next(c for c in (indices_or_sections, sections, indices) if c is not None)
+    if isinstance(cuts, int):
+        return _pieces(func, input, dim, [size // cuts + (i < size % cuts) for i in range(cuts)])
+    ends = [0, *cuts, size]
+    return tuple([getitem(func, input, (*[slice(None)] * dim, slice(*ends[i : i + 2]))) for i in range(len(ends) - 1)])
+
+
+def _pieces(func, x, dim, sizes):
+    if x.spec.is_split(dim):
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        before = [slice(None)] * dim
+        return tuple([getitem(func, x, (*before, slice(a, a + n))) for a, n in zip(starts, sizes, strict=True)])
+    parts = local(x).split(list(sizes), dim)
+    return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
+
+
+@rule(*named("gather", "take_along_dim"))
+def gather(
+    func: Callable, input: Tensor, dim: Any, index: Any = None, *, sparse_grad: bool = False, **kwargs: Any
+) -> ShardTensor:
+    """Along a whole dimension; the indices are split as the tensor is, or plain and of its size elsewhere."""
+    if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
+        dim, index = kwargs.get("dim", index), dim
+    if dim is None or not isinstance(input, ShardTensor) or input.spec.is_split(dim):
+        raise no_rule(func, (input, index), {}, "of a plain tensor, or along a split dimension")
+    dim, x = dim % len(input.spec.dims), reduced(input)
+    if any(d != dim and size != x.spec.shape[d] for d, size in enumerate(global_shape(index))):
+        raise no_rule(func, (input, index), {}, "the indices must have the tensor's size in all other dimensions")
+    out = x.spec.with_dims([whole(global_shape(index)[d]) if d == dim else axes for d, axes in enumerate(x.spec.dims)])
+    index = fitted(reduced(index) if isinstance(index, ShardTensor) else index, out)
+    return wrap(local(x).gather(dim, index.expand(out.local_shape)), out)
+
+
+@rule(F.embedding)
+def embedding(
+    func: Callable, input: ShardTensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> ShardTensor:  # fmt: skip
+    """Of split indices in a whole plain table: (...) -> (..., D)."""
+    if isinstance(weight, ShardTensor) or max_norm is not None or scale_grad_by_freq:
+        raise no_rule(func, (input, weight), {}, "indices must be a ShardTensor, the table plain, without max_norm")
+    input = reduced(input)
+    spec = input.spec.with_dims((*input.spec.dims, whole(weight.shape[1])))
+    return wrap(F.embedding(local(input), shared(weight, spec), padding_idx, sparse=sparse), spec)
+
+
+@rule(F.one_hot)
+def one_hot(func: Callable, tensor: ShardTensor, num_classes: int = -1) -> ShardTensor:
+    """One more dimension, of num_classes; -1: as many as the largest index on any rank asks for."""
+    if num_classes == -1:
+        num_classes = int(local(dispatch(torch.amax, tensor))) + 1
+    tensor = reduced(tensor)
+    spec = tensor.spec.with_dims((*tensor.spec.dims, whole(num_classes)))
+    return wrap(F.one_hot(local(tensor), num_classes), spec)

@@ -1,0 +1,213 @@
+"""Several tensors in one, and one tensor in another order."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.collectives import Sizes, all_to_all
+from distributed.shard.redistribute import redistribute
+from distributed.shard.rules.elementwise import common_spec, fitted
+from distributed.shard.rules.reductions import numpy_names
+from distributed.shard.spec import Axis, Spec, merged, shard_sizes, whole
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    global_shape,
+    local,
+    named,
+    no_rule,
+    one_axis,
+    reduced,
+    rule,
+    wrap,
+)
+
+
+def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, partial only if all are, and in the same way."""
+    specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
+    if len(specs) == len(tensors) and all(s.partial == specs[0].partial for s in specs):
+        return list(tensors)
+    return [reduced(x) if isinstance(x, ShardTensor) else x for x in tensors]
+
+
+@rule(*named("stack"))
+@numpy_names
+def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
+    """Along a new dimension, which is whole; the tensors are brought to one split first."""
+    tensors = alike(tensors)
+    shapes = [tuple(global_shape(x)) for x in tensors]
+    if any(shape != shapes[0] for shape in shapes):
+        raise RuntimeError(f"stack expects each tensor to be equal size, not {shapes}")
+    spec = common_spec(tensors)
+    dim = dim % (len(spec.dims) + 1)
+    parts = [fitted(x, spec) for x in tensors]
+    return wrap(torch.stack(parts, dim), spec.with_dims((*spec.dims[:dim], whole(len(parts)), *spec.dims[dim:])))
+
+
+@rule(*named("cat", "concat", "concatenate"))
+@numpy_names
+def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
+    """Along a split dimension the result is in global order: rows move to where they belong."""
+    tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # as torch, which has kept this for long
+    count = tensors[0].dim()
+    if not -count <= dim < count:
+        raise IndexError(f"Dimension out of range: {dim} of tensors of {count} dimensions")
+    dim = dim % count
+    shapes = [tuple(global_shape(x)) for x in tensors]
+    rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
+    if any(shape != rest[0] for shape in rest):
+        raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
+    parts = [x for x in tensors if isinstance(x, ShardTensor)]
+    cut = [x for x in parts if x.spec.is_split(dim)]
+    base = _others(parts, dim, (cut or parts)[0].spec)
+    if not cut:
+        specs = [base.with_axes(dim, whole(global_shape(x)[dim])) for x in tensors]
+        out = torch.cat([_brought(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
+        return wrap(out, base.with_axes(dim, whole(out.size(dim))))
+    axes = [one_axis(func, x, dim) for x in cut]
+    mesh_dim = axes[0].mesh_dim
+    return joined(tensors, dim, mesh_dim, _new_sizes(tensors, dim, mesh_dim, base), base)
+
+
+def _others(parts, dim, base):
+    """base, in which dimensions that it leaves whole are split as in another of the tensors."""
+    used = {axis.mesh_dim for axes in base.dims for axis in axes if axis.sizes is not None}
+    dims = list(base.dims)
+    for x in parts:
+        for d, axes in enumerate(x.spec.dims):
+            over = {axis.mesh_dim for axis in axes if axis.sizes is not None}
+            if d != dim and over and not base.is_split(d) and not over & used:
+                dims[d] = axes
+                used |= over
+    return base.with_dims(dims)
+
+
+def _brought(x, spec):
+    """The local part of x, split as spec says, which has its shape."""
+    return local(x) if isinstance(x, ShardTensor) and x.spec == spec else fitted(x, spec)
+
+
+def _new_sizes(tensors, dim, mesh_dim, base):
+    """Sizes of the ranks' pieces: a large split tensor stays where it is, what is beside it goes to the outer ranks."""
+    size, group = sum(global_shape(x)[dim] for x in tensors), base.mesh.groups[mesh_dim]
+    lengths = [global_shape(x)[dim] + 1 if _is_cut(x, dim, mesh_dim) else 0 for x in tensors]
+    largest = lengths.index(max(lengths))
+    kept = global_shape(tensors[largest])[dim]
+    if (size - kept) * group.size > kept:
+        return shard_sizes(size, group.size)
+    sizes = list(tensors[largest].spec.dims[dim][0].sizes)
+    sizes[0] += sum(global_shape(x)[dim] for x in tensors[:largest])
+    sizes[-1] += sum(global_shape(x)[dim] for x in tensors[largest + 1 :])
+    return tuple(sizes)
+
+
+def _is_cut(x, dim, mesh_dim):
+    return isinstance(x, ShardTensor) and any(axis.mesh_dim == mesh_dim for axis in x.spec.dims[dim])
+
+
+def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, base: Spec) -> ShardTensor:
+    """Tensors in a row along a dimension that a mesh dimension splits into the given sizes; base: the other splits."""
+    parts, start = [], 0
+    for x in tensors:
+        pieces, end = [], 0
+        for size in sizes:  # what each rank's piece of the result has of x
+            begin, end = end, end + size
+            pieces.append(max(0, min(end, start + global_shape(x)[dim]) - max(begin, start)))
+        start += global_shape(x)[dim]
+        spec = base.with_axes(dim, (Axis(global_shape(x)[dim], mesh_dim, tuple(pieces)),))
+        if isinstance(x, ShardTensor) and x.spec.with_axes(dim, ()) == base.with_axes(dim, ()):
+            parts.append(redistribute(local(x), x.spec, spec.placements, {mesh_dim: tuple(pieces)})[0])
+        else:
+            parts.append(_brought(x, spec))
+    return wrap(torch.cat(parts, dim), base.with_axes(dim, (Axis(start, mesh_dim, tuple(sizes)),)))
+
+
+@rule(*named("flip"))
+def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+    """Turn around dimensions, given as numbers or as one tuple."""
+    dims = dims or tuple(keywords.values())
+    dims = dims[0] if dims and not isinstance(dims[0], int) else dims
+    for dim in dims:
+        input = flipped(func, input, dim % len(input.spec.dims))
+    return input
+
+
+def flipped(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
+    """Turn around one dimension: of a split one each rank sends its piece to its opposite."""
+    spec, part = x.spec, local(x)
+    part = part.flip(dim)
+    if spec.is_split(dim):
+        one_axis(func, x, dim)  # or no rule
+        sizes, group = spec.shares(dim)
+        spec = spec.resized({dim: sizes[::-1]})
+        sent, received = [0] * group.size, [0] * group.size
+        sent[-1 - group.rank], received[-1 - group.rank] = part.numel(), spec.local_shape.numel()
+        part = all_to_all(part.reshape(-1), tuple(sent), tuple(received), group).view(spec.local_shape)
+    return wrap(part, spec)
+
+
+@rule(*named("roll"))
+def roll(
+    func: Callable, input: ShardTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
+) -> ShardTensor:
+    """Rows move on, those at the end to the front; without dims in the tensor flattened."""
+    if dims is None or dims == ():
+        flat = dispatch(torch.flatten, input)
+        return dispatch(torch.reshape, roll(func, flat, shifts, 0), input.spec.shape)
+    shifts, dims = ((v,) if isinstance(v, int) else v for v in (shifts, dims))
+    for shift, dim in zip(shifts, dims, strict=True):
+        input = rolled(func, input, shift, dim % len(input.spec.dims))
+    return input
+
+
+def rolled(func: Callable, x: ShardTensor, shift: int, dim: int) -> ShardTensor:
+    """Rows move on by `shift`, and around: the pieces stay as large as they are."""
+    spec, size = x.spec, x.spec.shape[dim]
+    if not spec.is_split(dim):
+        return wrap(local(x).roll(shift, dim), spec)
+    axis = one_axis(func, x, dim)
+    if not size:
+        return x
+    head, tail = dispatch(torch.split, x, [size - shift % size, shift % size], dim)
+    return joined([tail, head], dim, axis.mesh_dim, spec.shares(dim)[0], spec)
+
+
+@rule(*named("repeat", "tile"))
+def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
+    """Of split dimensions too: every rank repeats its piece."""
+    repeats = repeats or tuple(keywords.values())
+    repeats = repeats[0] if repeats and not isinstance(repeats[0], int) else repeats
+    count = len(input.spec.dims)
+    if len(repeats) < count:
+        if func.__name__ == "repeat":
+            raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")
+        repeats = (*[1] * (count - len(repeats)), *repeats)
+    ahead = len(repeats) - count
+    dims = [merged((Axis(n), *(input.spec.dims[d - ahead] if d >= ahead else ()))) for d, n in enumerate(repeats)]
+    return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
+
+
+@rule(*named("repeat_interleave"))
+def repeat_interleave(
+    func: Callable, input: ShardTensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
+) -> ShardTensor:
+    """Every row `repeats` times."""
+    if not isinstance(repeats, int):
+        raise no_rule(func, (input,), {}, "a number of repetitions for each row")
+    if dim is None:
+        input, dim = dispatch(torch.flatten, input), 0
+    spec, dim = input.spec, dim % len(input.spec.dims)
+    return wrap(input.repeat_interleave(repeats, dim), spec.with_axes(dim, merged((*spec.dims[dim], Axis(repeats)))))
+
+
+@rule(*named("tril", "triu"))
+def triangle(func: Callable, input: ShardTensor, diagonal: int = 0) -> ShardTensor:
+    """Split rows and columns count from where they are in the whole."""
+    spec = input.spec
+    if any(len(axes) > 1 and any(axis.sizes for axis in axes) for axes in spec.dims[-2:]):
+        raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
+    row, column = (sum(spec.offset(axis) for axis in axes) for axes in spec.dims[-2:])
+    return wrap((torch.tril if func.__name__ == "tril" else torch.triu)(input, diagonal + row - column), spec)

@@ -1,0 +1,175 @@
+"""Linear layers and matrix products.
+
+A product is a sum over the dimensions that its result does not have. Where such a dimension is split, each rank sums
+over its part: the result is partial. Of two dimensions that one mesh dimension splits, one is made whole before.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from distributed.collectives import copy_to_region
+from distributed.shard.rules.elementwise import split_alike, to_spec
+from distributed.shard.spec import Spec, part_of, whole
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    global_shape,
+    local,
+    named,
+    no_rule,
+    reduced,
+    rule,
+    shared,
+    wrap,
+)
+
+
+def contracted(
+    compute: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Sequence[str]], result: Sequence[str],
+    bias: Tensor | None = None,
+) -> ShardTensor:  # fmt: skip
+    """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
+
+    labels: for each operand one label a dimension, equal where dimensions are summed over or run together; a dimension
+    of size 1 broadcasts. result: those of the result. bias: plain, of its last dimension, one more argument.
+    """
+    if sum(isinstance(x, ShardTensor) for x in operands) > 1:
+        operands = [reduced(x) if isinstance(x, ShardTensor) else x for x in operands]
+    parts = [(x.spec, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
+    sizes = common_sizes(operands, labels)
+    mesh, partial = parts[0][0].mesh, parts[0][0].partial
+    axes, used = {name: whole(size) for name, size in sizes.items()}, set(partial)
+    for split in (True, False):  # what is split first; the axes of a whole dimension stay too
+        for spec, names in parts:
+            for dim, name in enumerate(names):
+                over = {axis.mesh_dim for axis in spec.dims[dim] if axis.sizes is not None}
+                taken = any(axis.sizes is not None for axis in axes[name])
+                if bool(over) == split and not taken and not over & used and spec.shape[dim] == sizes[name]:
+                    axes[name] = spec.dims[dim]
+                    used |= over
+    summed = {axis.mesh_dim for name, a in axes.items() if name not in result for axis in a if axis.sizes is not None}
+    out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted({*partial, *summed})))
+    own = [_operand(x, [axes[name] for name in names], out, used) for x, names in zip(operands, labels, strict=True)]
+    if bias is not None:
+        own.append(own_bias(bias, out))
+    return wrap(compute(*own), out)
+
+
+def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The size of each label."""
+    sizes: dict[str, int] = {}
+    for x, names in zip(operands, labels, strict=True):
+        for name, size in zip(names, global_shape(x), strict=True):
+            before = sizes.get(name, 1)
+            if 1 not in (before, size) and before != size:
+                raise RuntimeError(f"sizes {before} and {size} of one dimension of a product differ")
+            sizes[name] = size if before == 1 else before
+    return sizes
+
+
+def _operand(x, axes, out, used):
+    """The local part of an operand, whose dimensions are to be split as axes say."""
+    grown = [n == 1 and math.prod([b.size for b in a]) != 1 for n, a in zip(global_shape(x), axes, strict=True)]
+    wanted = [() if grows else a for grows, a in zip(grown, axes, strict=True)]
+    if not isinstance(x, ShardTensor):
+        return part_of(shared(x, out), out.with_dims(wanted, ()))
+    spec = x.spec.with_dims(wanted)
+    part = local(x if split_alike(x.spec, spec) else to_spec(x, spec))
+    for mesh_dim in sorted(used):
+        if spec.placements[mesh_dim].is_replicate():  # each rank uses its copy with another part
+            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
+    return part
+
+
+def own_bias(bias: Tensor, out: Spec) -> Tensor:
+    """This rank's part of a bias; into a sum over ranks it goes in equal parts."""
+    bias = shared(bias, out)
+    if out.is_split(-1):
+        bias = part_of(bias, out.with_dims(out.dims[-1:], ()))
+    for mesh_dim in out.partial:
+        bias = bias / out.mesh.groups[mesh_dim].size
+    return bias
+
+
+@rule(F.linear)
+def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> ShardTensor:
+    """(..., D) x (E, D) -> (..., E); where D is split, the result is a sum over the ranks."""
+    if isinstance(bias, ShardTensor) or weight.dim() != 2:
+        raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
+    if isinstance(weight, ShardTensor) or input.spec.is_split(-1):
+        rows = [f"b{i}" for i in range(input.dim() - 1)]
+        return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
+    spec, features = input.spec, weight.shape[0]
+    out = spec.derived(("linear", features), lambda: spec.with_dims((*spec.dims[:-1], whole(features))))
+    weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
+    return wrap(F.linear(input, weight, bias), out)
+
+
+@rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
+def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
+    """(..., N, D) x (..., D, M) -> (..., N, M), batches broadcast; vectors as torch has it."""
+    if func.__name__ == "__rmatmul__":
+        input, other = other, input
+    rows, columns = input.dim() > 1, other.dim() > 1
+    first = [*_batch(input), "n", "d"] if rows else ["d"]
+    second = [*_batch(other), "d", "m"] if columns else ["d"]
+    ahead = _batch(input if input.dim() > other.dim() else other)
+    result = [*ahead, *["n"] * rows, *["m"] * columns]
+    return contracted(torch.matmul, (input, other), (first, second), result)
+
+
+def _batch(x):
+    """Labels of the dimensions before the last two, counted from the last."""
+    return [f"b{i}" for i in range(x.dim() - 2, 0, -1)]
+
+
+@rule(*named("addmm", "baddbmm", "addmv"))
+def add_product(
+    func: Callable, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
+) -> ShardTensor:
+    """The result of beta * input + alpha * first @ second."""
+    if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
+        raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
+    product = matmul(torch.matmul, first, second)
+    if alpha != 1:
+        product = dispatch(torch.mul, product, alpha)
+    if beta != 1:
+        input = dispatch(torch.mul, input, beta) if isinstance(input, ShardTensor) else input * beta
+    return dispatch(torch.add, product, input)
+
+
+@rule(*named("outer", "ger"))
+def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
+    """(N,) x (M,) -> (N, M)."""
+    return contracted(torch.outer, (input, vec2), (["n"], ["m"]), ["n", "m"])
+
+
+@rule(torch.einsum)
+def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
+    """By an equation in which an operand has every letter at most once."""
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if not isinstance(equation, str):
+        raise no_rule(func, operands, {}, "give the equation as a string")
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(operands):
+        raise RuntimeError(f"einsum: {len(operands)} operands for '{equation}'")
+    counts = [x.dim() - len(t) + 3 if "..." in t else 0 for t, x in zip(terms, operands, strict=True)]
+    dots = [f"b{i}" for i in range(max(counts), 0, -1)]
+    labels = [_letters(t, dots[len(dots) - n :]) for t, n in zip(terms, counts, strict=True)]
+    if any(len(set(names)) != len(names) for names in labels):
+        raise no_rule(func, operands, {}, f"a diagonal, '{equation}'")
+    if not arrow:
+        every = [c for t in terms for c in t.replace("...", "")]
+        right = "..." * ("..." in left) + "".join(sorted([c for c in set(every) if every.count(c) == 1]))
+    return contracted(lambda *parts: torch.einsum(equation, *parts), operands, labels, _letters(right, dots))
+
+
+def _letters(term, dots):
+    before, found, after = term.partition("...")
+    return [*before, *(dots if found else []), *after]

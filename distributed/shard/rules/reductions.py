@@ -1,0 +1,279 @@
+"""Sums, means, norms, variances and the like.
+
+A sum over a split dimension is a partial tensor: the parts are added up where an operation follows that is not linear,
+so several means in a row cost one all-reduce. All other reductions gather one number of each rank that has elements,
+and every rank combines them in the same way.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from distributed.collectives import Group, Sizes, all_gather, gather_from_region
+from distributed.shard.spec import Axes, Spec
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, one_axis, reduced, rule, wrap
+
+Result = TypeVar("Result")
+Dims = int | Sequence[int] | None  # None: all
+Sharers = tuple[Group, Sizes] | None  # the ranks that share a statistic, and how many of its elements each has
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def numpy_names(implementation: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorator: the rule takes axis and keepdims for dim and keepdim, as torch does."""
+
+    def renamed(func: Callable, *args: Any, **kwargs: Any) -> Result:
+        return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
+
+    return renamed
+
+
+def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
+    """The dimensions named, none of them negative; all, where none is."""
+    count = len(spec.dims)
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(count))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    if any(not -max(count, 1) <= d < max(count, 1) for d in dims):
+        raise IndexError(f"Dimension out of range: {dims} of a tensor of {count} dimensions")
+    return tuple([d % count for d in dims]) if count else ()
+
+
+def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
+    """The spec of a sum over dims: partial where a split dimension goes."""
+    partial = [a.mesh_dim for d in dims for a in spec.dims[d] if a.sizes is not None]
+    return spec.with_dims(kept_dims(spec, dims, keepdim), tuple(sorted({*spec.partial, *partial})))
+
+
+def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
+    """The spec without dims, or with dims of size 1."""
+    return spec.with_dims(kept_dims(spec, dims, keepdim))
+
+
+def kept_dims(spec: Spec, dims: Sequence[int], keepdim: bool) -> list[Axes]:
+    """The axes of all dimensions without dims, or with dims of size 1."""
+    return [() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims]
+
+
+def sharers(spec: Spec, dims: Sequence[int]) -> Sharers:
+    """(Group, elements of dims on each of its ranks) of the ranks among which dims are split; None where whole."""
+    cuts = {axis.mesh_dim: axis.sizes for d in dims for axis in spec.dims[d] if axis.sizes is not None}
+    if not cuts:
+        return None
+    counts = [math.prod([axis.size for d in dims for axis in spec.dims[d] if axis.sizes is None])]
+    for mesh_dim in sorted(cuts):
+        counts = [count * size for count in counts for size in cuts[mesh_dim]]
+    joint = len(cuts) == len(spec.mesh.groups)
+    return spec.mesh.joint if joint else spec.mesh.groups[next(iter(cuts))], tuple(counts)
+
+
+def gathered(
+    x: Tensor, summary: Callable[[Tensor], Tensor], group: Group, counts: Sizes, dims: tuple[int, ...]
+) -> Tensor:
+    """What summary(local tensor) is on each rank that has elements in dims, in order: (ranks, ...).
+
+    Every rank must go on in the same way with the result.
+    """
+    empty = [d for d in dims if x.shape[d] == 0]
+    if empty:  # the summary of one element instead of none is not sent
+        x = x.sum(empty, keepdim=True, dtype=x.dtype)
+    sizes = tuple([int(count > 0) for count in counts])
+    return gather_from_region(summary(x)[None][: sizes[group.rank]], 0, sizes, group)
+
+
+def reduce_by(
+    x: ShardTensor, dims: tuple[int, ...], keepdim: bool, summary: Callable[[Tensor], Tensor],
+    combine: Callable[[Tensor], Tensor],
+) -> ShardTensor:  # fmt: skip
+    """summary(local tensor) keeps dims at size 1; combine joins those of several ranks, (ranks, ...) -> (...)."""
+    x = reduced(x)
+    spec, part = x.spec, local(x)
+    shared_by = sharers(spec, dims)
+    out = summary(part) if shared_by is None else combine(gathered(part, summary, *shared_by, dims))
+    return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
+
+
+@rule(*named("sum"))
+@numpy_names
+def total(
+    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> ShardTensor:
+    """A partial tensor where a split dimension is summed over: nothing is communicated."""
+    dims = dims_of(input.spec, dim)
+    return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
+
+
+@rule(*named("mean"))
+@numpy_names
+def mean(
+    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> ShardTensor:
+    """Of all elements: a rank with more of them counts for more."""
+    spec = input.spec
+    if dtype is None and not (input.is_floating_point() or input.is_complex()):  # also where a rank has no elements
+        raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
+    dims = dims_of(spec, dim)
+    count, own = (math.prod([shape[d] for d in dims]) for shape in (spec.shape, spec.local_shape))
+    if own == count:
+        out = input.mean(dims, keepdim, dtype=dtype)
+    elif own == 0:
+        out = input.sum(dims, keepdim, dtype=dtype)
+    else:  # the sum of all elements might not fit into 16 bits
+        out = input.mean(dims, keepdim, dtype=dtype) * (own / count)
+    return wrap(out, reduced_spec(spec, dims, keepdim))
+
+
+@rule(*named("count_nonzero"))
+def count_nonzero(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
+    """A partial tensor, as a sum."""
+    return dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)
+
+
+@rule(*named("any", "all"))
+@numpy_names
+def any_or_all(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
+    """One gather of the value of each rank."""
+    reduce = torch.any if func.__name__ == "any" else torch.all
+    dims = dims_of(input.spec, dim)
+    return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
+
+
+@rule(*named("prod"))
+@numpy_names
+def prod(
+    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> ShardTensor:
+    """One gather of the product of each rank; of integers it is int64, as torch's."""
+    dims = dims_of(input.spec, dim)
+
+    def product(x: Tensor) -> Tensor:
+        for d in dims:
+            x = x.prod(d, keepdim=True)
+        return x if x.is_floating_point() or x.is_complex() else x.long()
+
+    input = input if dtype is None else dispatch(Tensor.to, input, dtype)
+    return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))
+
+
+@rule(*named("logsumexp"))
+@numpy_names
+def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
+    """One gather of the value of each rank."""
+    dims = dims_of(input.spec, dim)
+    return reduce_by(input, dims, keepdim, lambda x: x.logsumexp(dims, True), lambda parts: parts.logsumexp(0))
+
+
+@rule(torch.linalg.vector_norm)
+@numpy_names
+def vector_norm(
+    func: Callable, x: ShardTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,
+    dtype: torch.dtype | None = None,
+) -> ShardTensor:  # fmt: skip
+    """One gather of the norm of each rank; of these the norm is taken once more."""
+    if ord in (math.inf, -math.inf):
+        x = dispatch(torch.abs, x if dtype is None else dispatch(Tensor.to, x, dtype))
+        return dispatch(torch.amax if ord > 0 else torch.amin, x, dims_of(x.spec, dim), keepdim)
+    x, dims, norm = reduced(x), dims_of(x.spec, dim), torch.linalg.vector_norm
+    if ord == 0:  # how many are not 0
+        return wrap(norm(local(x), 0, dims, keepdim, dtype=dtype), reduced_spec(x.spec, dims, keepdim))
+    return reduce_by(
+        x, dims, keepdim, lambda part: norm(part, ord, dims, True, dtype=dtype), lambda parts: norm(parts, ord, 0)
+    )
+
+
+@rule(*named("norm"))
+@numpy_names
+def norm(
+    func: Callable, input: ShardTensor, p: float | str | None = None, dim: Dims = None, keepdim: bool = False,
+    dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
+) -> ShardTensor:  # fmt: skip
+    """torch.norm, Tensor.norm and torch.linalg.norm, as far as they are norms of vectors."""
+    if out is not None:
+        raise no_rule(func, (input,), {}, "out= is not supported")
+    order = p if ord is None else ord
+    if func is torch.linalg.norm and order is not None:
+        if not isinstance(dim, int) and len(dim or input.spec.dims) != 1:
+            raise no_rule(func, (input,), {}, "a norm of matrices")
+    elif order in (None, "fro"):
+        order = 2
+    if isinstance(order, str):
+        raise no_rule(func, (input,), {}, f"a norm of matrices, {order}")
+    return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
+
+
+def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tensor, Tensor, int]:
+    """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
+
+    dims stay, with size 1. Each rank's own mean and deviations are put together (Chan et al. 1979): unlike the mean of
+    squares minus the square of the mean, that loses nothing where the mean is large.
+    """
+
+    def summary(x: Tensor) -> Tensor:
+        if x.numel() == 0:  # and so is the summary; torch would warn
+            return x.sum(dims, keepdim=True).expand(2, *[1 if d in dims else n for d, n in enumerate(x.shape)])
+        var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        return torch.stack([mean, var * math.prod([x.shape[d] for d in dims])])
+
+    if shared_by is None:
+        mean, deviations = summary(x).unbind()
+        return mean, deviations, math.prod([x.shape[d] for d in dims])
+    group, counts = shared_by
+    means, deviations = gathered(x, summary, group, counts, dims).unbind(1)
+    count, present = sum(counts), [n for n in counts if n]
+    weight = torch.tensor(present, dtype=x.dtype, device=x.device).view(-1, *[1] * x.dim())
+    apart = means - means[:1]
+    shift = (apart * weight).sum(0) / count
+    return means[0] + shift, deviations.sum(0) + ((apart - shift).square() * weight).sum(0), count
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """float32 for float16 and bfloat16, which have too few digits for a statistic; others as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def root(var: Tensor) -> Tensor:
+    """Where the variance is 0, so is the gradient, as torch's."""
+    return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
+
+
+@rule(*named("var", "std", "var_mean", "std_mean"))
+@numpy_names
+def var(
+    func: Callable, input: ShardTensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False,
+    *, correction: float | None = 1,
+) -> ShardTensor | tuple[ShardTensor, ShardTensor]:  # fmt: skip
+    """Variance or standard deviation, alone or with the mean; one gather of two numbers of each rank."""
+    if isinstance(dim, bool):  # var(x, unbiased)
+        dim, unbiased = None, dim
+    if unbiased is not None:
+        correction = int(unbiased)
+    elif correction is None:
+        correction = 1
+    input = reduced(input)
+    spec, part = input.spec, local(input)
+    dims = dims_of(spec, dim)
+    average, deviations, count = moments(at_least_float32(part), dims, sharers(spec, dims))
+    out = deviations / (count - correction) if count > correction else deviations * math.nan
+    if func.__name__ in ("std", "std_mean"):
+        out = root(out)
+    left = kept(spec, dims, keepdim)
+    out, average = (wrap((y if keepdim else y.squeeze(dims)).to(part.dtype), left) for y in (out, average))
+    return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
+
+
+@rule(*named("cumsum"))
+@numpy_names
+def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
+    """Along a split dimension each rank adds what the ranks before it sum up to."""
+    input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
+    spec, part = input.spec, local(input)
+    (dim,) = dims_of(spec, dim)
+    out = part.cumsum(dim)
+    if spec.is_split(dim):
+        group = spec.mesh.groups[one_axis(func, input, dim).mesh_dim]
+        sums = all_gather(part.sum(dim, keepdim=True)[None], 0, (1,) * group.size, group)
+        out = out + sums[: group.rank].sum(0)
+    return wrap(out, spec)

@@ -1,0 +1,160 @@
+"""Convolution, pooling, interpolation and padding of images of which every rank has a part.
+
+Samples may be split as well, and channels where each of them is treated alone: not by convolution.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from distributed.collectives import Sizes
+from distributed.shard.rules import resampling
+from distributed.shard.rules.convolution import convolve, convolve_transposed
+from distributed.shard.rules.pooling import adaptive_pool, avg_pool, max_pool
+from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, of_kind
+from distributed.shard.spec import Spec, whole
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, shared, wrap
+from networks.vit import PerAxis
+
+
+def splits_of(func: Callable, x: ShardTensor, dims: Iterable[int]) -> Splits:
+    """{dimension: (sizes, Group)} of those dims that are split."""
+    try:
+        found = {dim: x.spec.split(dim) for dim in dims}
+    except ValueError as error:
+        raise no_rule(func, (x,), {}, str(error)) from error
+    return {dim: split for dim, split in found.items() if split is not None}
+
+
+def images(x: ShardTensor, func: Callable) -> range:
+    """The spatial dimensions of x, (B, C, ...) or (C, ...)."""
+    count, ndim = DIMENSIONS[func], len(x.spec.dims)
+    if ndim not in (count + 1, count + 2):
+        raise ValueError(f"{func.__name__}: a tensor of {count + 1} or {count + 2} dimensions, not {ndim}")
+    return range(ndim - count, ndim)
+
+
+def result(
+    x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes], dims: Iterable[int], spec: Spec | None = None
+) -> ShardTensor:
+    """The local output y as a ShardTensor: split as x is, dims with new sizes."""
+    return wrap(y, (spec or x.spec).resized({dim: sizes.get(dim, y.shape[dim]) for dim in dims}))
+
+
+@rule(*of_kind("conv"))
+def convolution(
+    func: Callable, input: ShardTensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+) -> ShardTensor:
+    """Each rank fetches the rows that its outputs read, and computes them with its copy of the weights."""
+    return convolved(convolve, func, input, weight, bias, args, kwargs)
+
+
+@rule(*of_kind("conv_transpose"))
+def transposed_convolution(
+    func: Callable, input: ShardTensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+) -> ShardTensor:
+    """Each rank fetches the rows that spread over its outputs, and computes them with its copy of the weights."""
+    return convolved(convolve_transposed, func, input, weight, bias, args, kwargs)
+
+
+def convolved(
+    implementation: Callable[..., Output], func: Callable, x: ShardTensor, weight: Tensor, bias: Tensor | None,
+    args: Sequence[Any], kwargs: Mapping[str, Any],
+) -> ShardTensor:  # fmt: skip
+    """A convolution by an implementation of convolution.py, by the plain one where no spatial dimension is split."""
+    if not isinstance(x, ShardTensor) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        raise no_rule(func, (x, weight, bias), {}, "the weights of a layer are plain tensors")
+    x, dims = reduced(x), images(x, func)
+    channels = dims[0] - 1
+    if x.spec.is_split(channels):
+        raise no_rule(func, (x,), {}, "channels are split")
+    splits, part = splits_of(func, x, dims), local(x)
+    weights = shared(weight, x.spec), shared(bias, x.spec)
+    if splits:
+        y, sizes = implementation(func, part, splits, *weights, *args, **kwargs)
+    else:
+        y, sizes = func(part, *weights, *args, **kwargs), {}
+    spec = x.spec.with_dims(whole(y.shape[d]) if d == channels else axes for d, axes in enumerate(x.spec.dims))
+    return result(x, y, sizes, dims, spec)
+
+
+def pooled(
+    implementation: Callable[..., Output], func: Callable, x: ShardTensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ShardTensor:
+    """Pooling by an implementation of pooling.py, by the plain one where no spatial dimension is split."""
+    if kwargs.pop("return_indices", False):
+        with_indices(func, x)
+    x, dims = reduced(x), images(x, func)
+    splits, part = splits_of(func, x, dims), local(x)
+    y, sizes = implementation(func, part, splits, *args, **kwargs) if splits else (func(part, *args, **kwargs), {})
+    return result(x, y, sizes, dims)
+
+
+@rule(*of_kind("max_pool"))
+def max_pooling(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """The largest of each window, whose rows of other ranks are fetched."""
+    return pooled(max_pool, func, input, args, kwargs)
+
+
+@rule(*of_kind("avg_pool"))
+def avg_pooling(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """The mean of each window, whose rows of other ranks are fetched."""
+    return pooled(avg_pool, func, input, args, kwargs)
+
+
+@rule(*of_kind("adaptive_max_pool"))
+def adaptive_max_pooling(func: Callable, input: ShardTensor, output_size: PerAxis, **kwargs: Any) -> ShardTensor:
+    """Outputs are shared out over the ranks as evenly as the rows are."""
+    return pooled(partial(adaptive_pool, average=False), func, input, (output_size,), kwargs)
+
+
+@rule(*of_kind("adaptive_avg_pool"))
+def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
+    """Outputs are shared out over the ranks as evenly as the rows are; the mean of all rows is a partial tensor."""
+    if output_size in (1, (1,) * DIMENSIONS[func], [1] * DIMENSIONS[func]):
+        # A sum over the ranks instead of all rows on one.
+        return dispatch(torch.mean, input, tuple(images(input, func)), keepdim=True)
+    return pooled(partial(adaptive_pool, average=True), func, input, (output_size,), {})
+
+
+@rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
+@rule(torch.adaptive_max_pool1d)  # gives them always
+def with_indices(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raises: the indices of a part are not those of the whole."""
+    raise no_rule(func, (x,), {}, "return_indices")
+
+
+@rule(F.interpolate)
+def interpolate(
+    func: Callable, input: ShardTensor, size: PerAxis | None = None,
+    scale_factor: float | Sequence[float] | None = None, mode: str = "nearest", align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> ShardTensor:  # fmt: skip
+    """By nearest, nearest-exact, linear, bilinear, trilinear and area; any mode where no spatial dimension is split."""
+    x, dims = reduced(input), range(2, len(input.spec.dims))
+    splits, part = splits_of(func, x, dims), local(x)
+    if not splits:
+        y = func(part, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return result(x, y, {}, dims)
+    if mode == "area":
+        lengths, _ = resampling.wanted_lengths(part, splits, size, scale_factor, True)
+        return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{len(dims)}d"), x, lengths)
+    if antialias or not resampling.supported(mode, len(dims)):
+        raise no_rule(func, (x,), {}, f"mode '{mode}'" + antialias * " with antialias")
+    y, sizes = resampling.interpolate(part, splits, size, scale_factor, mode, align_corners, recompute_scale_factor)
+    return result(x, y, sizes, dims)
+
+
+@rule(*named("pad"))
+def pad(
+    func: Callable, input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> ShardTensor:
+    """What is added to a split dimension belongs to the first and the last rank that has rows."""
+    x, ndim = reduced(input), len(input.spec.dims)
+    dims = [ndim - 1 - i for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])]
+    y, sizes = resampling.pad(local(x), splits_of(func, x, dims), pad, mode, value)
+    return result(x, y, sizes, dims)

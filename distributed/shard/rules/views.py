@@ -1,0 +1,239 @@
+"""The same elements in other dimensions: the axes of the dimensions are regrouped, nothing is communicated."""
+
+# mypy: disable-error-code="attr-defined"
+# (which takes Tensor.mT for a value of the class, not for the descriptor that it is)
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.shard.spec import Axes, Axis, Spec, merged, whole
+from distributed.shard.tensor import ShardTensor, dispatch, global_shape, named, no_rule, rule, wrap
+
+
+def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | None:
+    """The axes of each dimension of `shape`, which has as many elements in the same order.
+
+    None where a piece of a split axis would be broken up.
+    """
+    left, dims = list(axes)[::-1], []
+    for size in shape:
+        taken, missing = [], size
+        while missing != 1:
+            if not left:
+                return None
+            axis = left.pop()
+            if missing == 0:  # all that comes before an axis without elements, and the axis
+                taken.append(axis)
+                missing = 1 if axis.size == 0 else 0
+            elif axis.size and missing % axis.size == 0:
+                taken.append(axis)
+                missing //= axis.size
+            elif axis.size and axis.size % missing == 0:
+                inner = axis.size // missing
+                if axis.sizes is not None and any(n % inner for n in axis.sizes):
+                    return None
+                sizes = axis.sizes and tuple(n // inner for n in axis.sizes)
+                taken.append(Axis(missing, axis.mesh_dim, sizes))
+                left.append(Axis(inner))
+                missing = 1
+            else:
+                return None
+        dims.append(taken)
+    if any(axis.sizes is not None for axis in left):  # a split axis of size 1 at the end
+        if not dims:
+            return None
+        dims[-1] += left[::-1]
+    return tuple(merged(taken) for taken in dims)
+
+
+def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> Spec:
+    """The spec of x in a global shape, in which one size may be -1."""
+    spec = x.spec
+    if -1 in shape:
+        known = -math.prod(shape)
+        shape[shape.index(-1)] = spec.shape.numel() // known if known else 0
+    if math.prod(shape) != spec.shape.numel():
+        raise RuntimeError(f"shape '{shape}' is invalid for input of size {spec.shape.numel()}")
+    dims = regrouped([axis for axes in spec.dims for axis in axes], shape)
+    if dims is None:
+        raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
+    return spec.with_dims(dims)
+
+
+def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
+    """The tensor in a global shape, in which one size may be -1."""
+    shape = tuple(shape)
+    new = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
+    out = x.view(new.local_shape) if func == Tensor.view else x.reshape(new.local_shape)
+    return wrap(out, new)
+
+
+@rule(*named("reshape", "view", "view_as", "reshape_as"))
+def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
+    """Into a global shape, given as numbers, as one tuple, or as another tensor's."""
+    shape = shape or tuple(keywords.values())
+    if isinstance(shape[0], torch.dtype):
+        raise no_rule(func, (input,), {}, "a view as another dtype")
+    return reshaped(func, input, _sizes(shape))
+
+
+def _sizes(shape):
+    """(2, 3), ((2, 3),) or (tensor,) as a tuple of numbers."""
+    if len(shape) == 1 and isinstance(shape[0], Tensor):
+        return tuple(global_shape(shape[0]))
+    return tuple(shape[0] if shape and isinstance(shape[0], tuple | list) else shape)
+
+
+@rule(*named("ravel"))
+def ravel(func: Callable, input: ShardTensor) -> ShardTensor:
+    """One dimension of all axes."""
+    return reshaped(func, input, (input.spec.shape.numel(),))
+
+
+@rule(*named("flatten"))
+def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
+    """One dimension of the axes of several, which it remembers."""
+    count = len(x.spec.dims)
+    if not count:
+        return reshaped(func, x, (1,))
+    start, end, shape = start_dim % count, end_dim % count, x.spec.shape
+    return reshaped(func, x, (*shape[:start], shape[start : end + 1].numel(), *shape[end + 1 :]))
+
+
+@rule(*named("unflatten"))
+def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) -> ShardTensor:
+    """Several dimensions, into which the axes of one are shared out again; one size may be -1."""
+    shape, dim = x.spec.shape, dim % len(x.spec.dims)
+    sizes = list(sizes)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
+    if math.prod(sizes) != shape[dim]:
+        raise RuntimeError(f"unflatten: sizes {sizes} do not multiply up to {shape[dim]}, the size of dimension {dim}")
+    return reshaped(func, x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
+
+
+@rule(*named("permute"))
+def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+    """Dimensions take their axes along; given as numbers or as one tuple."""
+    dims = _sizes(dims or tuple(keywords.values()))
+    spec = input.spec
+    if len(dims) != len(spec.dims):
+        raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
+    new = spec.derived(("permute", dims), lambda: spec.with_dims([spec.dims[d] for d in dims]))
+    return wrap(input.permute(dims), new)
+
+
+@rule(*named("transpose", "swapaxes", "swapdims"))
+def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
+    """Two dimensions change places, and their axes."""
+    spec = input.spec
+
+    def swapped() -> Spec:
+        dims = list(spec.dims)
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+        return spec.with_dims(dims)
+
+    return wrap(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
+
+
+@rule(Tensor.mT.__get__, *named("t", "adjoint"))
+def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
+    """The last two dimensions change places; of a vector nothing. t() takes no more than two dimensions."""
+    count = len(input.spec.dims)
+    if count > 2 and func.__name__ == "t":
+        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {count}D")
+    return input if count < 2 else transpose(func, input, -2, -1)
+
+
+@rule(Tensor.T.__get__)
+def reversed_dims(func: Callable, input: ShardTensor) -> ShardTensor:
+    """All dimensions in the opposite order."""
+    return permute(func, input, tuple(range(len(input.spec.dims)))[::-1])
+
+
+@rule(Tensor.H.__get__, Tensor.mH.__get__)
+def conjugate_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
+    """Of real numbers: the transpose."""
+    if input.is_complex():
+        raise no_rule(func, (input,), {}, "complex numbers")
+    return transpose(func, input, -2, -1)
+
+
+@rule(*named("movedim", "moveaxis"))
+def movedim(
+    func: Callable, x: ShardTensor, source: int | Sequence[int], destination: int | Sequence[int]
+) -> ShardTensor:
+    """Some dimensions go to other places, the rest keep their order."""
+    count = len(x.spec.dims)
+    source, destination = (
+        [d % count for d in ((dims,) if isinstance(dims, int) else dims)] for dims in (source, destination)
+    )
+    order = [d for d in range(count) if d not in source]
+    for place, dim in sorted(zip(destination, source, strict=True)):
+        order.insert(place, dim)
+    return permute(func, x, order)
+
+
+@rule(*named("unsqueeze"))
+def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
+    """A new dimension of size 1, without axes."""
+    dim = dim % (len(x.spec.dims) + 1)
+    return wrap(x.unsqueeze(dim), x.spec.with_dims((*x.spec.dims[:dim], (), *x.spec.dims[dim:])))
+
+
+@rule(*named("squeeze"))
+def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
+    """Dimensions of global size 1 go; one of them may be split, one rank having the element."""
+    spec = x.spec
+    dims = (
+        range(len(spec.dims)) if dim is None else [d % len(spec.dims) for d in ([dim] if isinstance(dim, int) else dim)]
+    )
+    gone = [d for d in dims if spec.shape[d] == 1]
+    cut = next((d for d in gone if spec.is_split(d)), None)
+    if cut is not None:  # its one row is one rank's
+        x = dispatch(torch.select, x, cut, 0)
+        return squeeze(func, x, [d - (d > cut) for d in gone if d != cut])
+    return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
+
+
+@rule(*named("expand", "expand_as", "broadcast_to"))
+def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
+    """To a global shape, -1 where a size stays; no split dimension of size 1 can grow."""
+    shape = _sizes(shape or tuple(keywords.values()))
+    ahead = len(shape) - len(x.spec.dims)
+    dims, sizes = [], []
+    for dim, size in enumerate(shape):
+        axes = x.spec.dims[dim - ahead] if dim >= ahead else ()
+        grows = dim < ahead or (size != -1 and size != x.spec.shape[dim - ahead])
+        if grows and any(axis.sizes is not None for axis in axes):
+            raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
+        dims.append(whole(size) if grows else axes)
+        sizes.append(size if grows else -1)
+    return wrap(x.expand(sizes), x.spec.with_dims(dims))
+
+
+@rule(torch.broadcast_tensors)
+def broadcast_tensors(func: Callable, *tensors: ShardTensor) -> list[ShardTensor]:
+    """ShardTensors alone: a plain tensor is expanded where it meets a ShardTensor."""
+    if not all(isinstance(x, ShardTensor) for x in tensors):
+        raise no_rule(func, tensors, {}, "of plain tensors too")
+    shape = torch.broadcast_shapes(*[x.spec.shape for x in tensors])
+    return [expand(func, x, shape) for x in tensors]
+
+
+@rule(*named("pixel_shuffle", "pixel_unshuffle"))
+def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
+    """(..., C r^2, H, W) -> (..., C, H r, W r), and back."""
+    *ahead, channels, height, width = input.spec.shape
+    n, first = len(ahead), tuple(range(len(ahead)))
+    if func.__name__ == "pixel_shuffle":
+        x = reshaped(func, input, (*ahead, channels // factor**2, factor, factor, height, width))
+        x = permute(func, x, *first, n, n + 3, n + 1, n + 4, n + 2)
+        return reshaped(func, x, (*ahead, channels // factor**2, height * factor, width * factor))
+    x = reshaped(func, input, (*ahead, channels, height // factor, factor, width // factor, factor))
+    x = permute(func, x, *first, n, n + 2, n + 4, n + 1, n + 3)
+    return reshaped(func, x, (*ahead, channels * factor**2, height // factor, width // factor))

@@ -1,0 +1,44 @@
+"""The same initial weights for every layout, without ever holding the whole model."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distributed.collectives import shard
+from distributed.parallel_model import Split
+from distributed.shard.spec import part_of
+from utils import comm
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, weights: Iterable[tuple[str, Tensor]], split: Split) -> None:
+    """Fill the parameters of a model, whole or parts of whole ones, with their initial values.
+
+    weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split: what model
+    parallelism has made of the model. Nothing is communicated.
+    """
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    for name, value in weights:
+        if name not in parameters:  # of another stage
+            continue
+        parameter = parameters[name]
+        if name in split.dims:
+            value = shard(value, split.dims[name], comm.get_rank("tp"), comm.get_size("tp"))
+        if name in split.specs:
+            value = part_of(value, split.specs[name])
+        if isinstance(parameter, DTensor):
+            value, parameter = local_part(value, parameter), parameter.to_local()
+        parameter.copy_(value)
+
+
+def local_part(full: Tensor, parameter: DTensor) -> Tensor:
+    """This rank's part of the full value of a DTensor: split over tp first, then over the data-parallel ranks."""
+    mesh = parameter.device_mesh
+    dims = zip(mesh.mesh_dim_names or (), parameter.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)
+    for _, placement, size, rank in sorted(dims, key=lambda item: item[0] != "tp"):
+        if hasattr(placement, "dim"):  # sharded
+            chunks = full.chunk(size, placement.dim)
+            full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
+    return full

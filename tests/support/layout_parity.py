@@ -1,0 +1,133 @@
+"""A layout of rung 3 or 4 against one device: the losses and the weights of the same training."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from distributed.collectives import shard
+from distributed.data_parallel import data_parallel
+from distributed.domain_parallel import split_images
+from distributed.global_view import global_view, take_parts
+from distributed.model_parallel import split_model
+from distributed.shard_tensor import wrap
+from tests.test_data_parallel import train as train_data_parallel
+from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.model import build_model, initial_weights
+from training.optimizer import build_optimizer
+from training.speed_options import apply_compute_options
+from training.step import TrainingStep
+from utils import comm
+from utils.tiles import own_window
+
+CPU = torch.device("cpu")
+RECOMPUTED = {"activation_checkpointing": "selective"}
+COMPILED = {"enable_jit": True}
+_serial = {}  # {options and steps: losses, weights}
+
+
+def build(config):
+    comm.build_mesh(CPU, config.layout(comm.world_size()))
+    model = build_model(config)
+    split = split_model(model, config) if config.domain_parallel == 1 else split_images(model, config)
+    apply_compute_options(config, CPU, model)
+    parallel = data_parallel(model, config, CPU, initial_weights(config), split)
+    torch.manual_seed(comm.dropout_stream(config.sequence_parallel))
+    return TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU))
+
+
+def own_part(batch, config):
+    """This rank's samples of a global batch, and its part of them."""
+    rows, columns = own_window(config.img_size, config.patch_size)
+    return batch[comm.get_rank("dp") :: comm.get_size("dp"), :, rows, columns]
+
+
+def train_steps(step, config, start, stop):
+    """Losses of the steps from start to stop, averaged over the ranks; a step's batch is the same in every layout."""
+    random, losses = torch.Generator().manual_seed(1), []
+    for i in range(stop):
+        x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
+        if i >= start:
+            losses.append(step(i, own_part(x, config), own_part(y, config)))
+    return comm.all_reduce(torch.stack(losses)) / comm.world_size()
+
+
+def train(config, steps=10):
+    """Losses, this rank's part of the weights: {name: (value, dim that is split over tp or None)}, tp rank and size."""
+    step, whole = build(config), {}
+    losses, split = train_steps(step, config, 0, steps), step.parallel.split
+    for name, p in step.parallel.model.named_parameters():
+        value = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+        if name in split.specs:
+            value = wrap(value, split.specs[name]).full_tensor()
+        whole[name] = value.clone(), split.dims.get(name)
+    return losses, whole, comm.get_rank("tp"), comm.get_size("tp")
+
+
+def train_from(config, folder, start, stop):
+    """Resume at step `start`, from the checkpoint that another layout left, train to `stop` and save.
+
+    Returns the losses of these steps.
+    """
+    step = build(config)
+    checkpoints, split = CheckpointFolder(folder, keep=9), step.parallel.split
+    if start:
+        tensors = collect_state(step.parallel.model, step.optimizer)
+        view = global_view(tensors, split)
+        assert checkpoints.load_newest(view)["iteration"] == start
+        take_parts(tensors, view, split)
+        restore_state(tensors | {"random": {}}, step.parallel.model, step.optimizer)
+    losses = train_steps(step, config, start, stop)
+    tensors = global_view(collect_state(step.parallel.model, step.optimizer), split)
+    checkpoints.save(stop, tensors, {}, wait=True)
+    return losses
+
+
+def train_serially(tiny_config, options, steps):
+    """Losses and weights of one device, computed once."""
+    key = repr(sorted(options.items())), steps
+    if key not in _serial:
+        _serial[key] = train_data_parallel(tiny_config(**options), steps)
+    return _serial[key]
+
+
+def assert_serial(results, serial, tolerance=1e-5):
+    """Every rank holds the serial run's weights, or its part of them, and together they hold all."""
+    seen = set()
+    for losses, weights, rank, size in results:
+        seen |= set(weights)
+        for name, (value, dim) in weights.items():
+            expected = serial[1][name] if dim is None else shard(serial[1][name], dim, rank, size)
+            error = (value - expected).norm() / expected.norm().clamp_min(1e-3)
+            assert error < tolerance, (name, error)
+        torch.testing.assert_close(losses, serial[0], rtol=tolerance, atol=0)
+    assert seen == set(serial[1])
+
+
+def check_training(ranks, tiny_config, layout, options, steps=10, **extra):
+    """Losses and weights are those of one device.
+
+    layout: (number of ranks, its options). options: of the layout and of one device. extra: of the layout alone.
+    """
+    size, own = layout
+    results = ranks(size, train, tiny_config(**options, **own, **extra), steps=steps)
+    assert_serial(results, train_serially(tiny_config, options, steps))
+
+
+def check_mixed_precision(ranks, tiny_config, layout, options, amp_mode):
+    """Losses are those of one device in the same precision; layout and options as in check_training."""
+    (size, own), steps = layout, 4
+    mixed = options | {"amp_mode": amp_mode}
+    serial, _ = train_serially(tiny_config, mixed, steps)
+    results = ranks(size, train, tiny_config(**mixed, **own), steps=steps)
+    for losses, *_ in results:
+        torch.testing.assert_close(losses, serial, rtol=2e-4, atol=0)
+    with pytest.raises(AssertionError):  # it is on
+        assert_serial(results, train_serially(tiny_config, options, steps), tolerance=1e-4)
+
+
+def check_chain(ranks, tiny_config, layouts, options, folder):
+    """Each of the layouts trains three steps from the checkpoint of the one before: the losses are those of one run."""
+    losses, serial = [], train_serially(tiny_config, options, 3 * len(layouts))[0]
+    for part, (size, own) in enumerate(layouts):
+        losses.append(ranks(size, train_from, tiny_config(**options, **own), folder, 3 * part, 3 * part + 3)[0])
+    torch.testing.assert_close(torch.cat(losses), serial, rtol=1e-5, atol=0)

@@ -1,0 +1,114 @@
+"""Split against whole: a function of ShardTensors and the same function of the whole tensors, on every rank."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from distributed.shard.spec import spec_of
+from distributed.shard_tensor import ShardTensor, local, part_of, wrap
+from tests.support.parity import error
+
+TOLERANCE = 1e-5
+_meshes: dict[tuple, Any] = {}
+
+
+class X(NamedTuple):
+    """An input: its global shape, which dimension each mesh dimension splits (None: none), and into which sizes."""
+
+    shape: tuple
+    splits: tuple = ()
+    sizes: Any = None  # {mesh dimension: sizes}
+
+
+class Case(NamedTuple):
+    """function(*inputs, *weights); weights: shapes of plain tensors. Functions are at module level, to be sent."""
+
+    function: Any
+    inputs: tuple
+    weights: tuple = ()
+    mesh: tuple = ()  # shape of the mesh; () is one dimension of all ranks
+    dtype: Any = torch.float32
+    keywords: Any = None
+    gradients: bool = True
+
+
+def domain_mesh(shape=()):
+    """A mesh of all ranks of the test, made once for every process group."""
+    shape = tuple(shape) or (dist.get_world_size(),)
+    key = (dist.group.WORLD, shape)
+    if key not in _meshes:
+        _meshes.clear()
+        _meshes[key] = init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"domain_{i}" for i in range(len(shape))))
+    return _meshes[key]
+
+
+def split(full, x, mesh):
+    """The ShardTensor of a whole tensor that every rank has, a leaf."""
+    splits = x.splits + (None,) * (mesh.ndim - len(x.splits))
+    spec = spec_of(mesh, full.shape, [Replicate() if d is None else Shard(d) for d in splits], x.sizes)
+    part = wrap(part_of(full, spec).detach().clone(), spec)
+    return part.requires_grad_(full.requires_grad)
+
+
+def draw(shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def check(case):
+    """Output, gradients of the inputs and the sum of the ranks' weight gradients are those of the whole."""
+    mesh, keywords = domain_mesh(case.mesh), case.keywords or {}
+    xs = [draw(x.shape, case.dtype, i) for i, x in enumerate(case.inputs)]
+    weights = [draw(shape, case.dtype, 50 + i) for i, shape in enumerate(case.weights)]
+    parts = [split(x, how, mesh) for x, how in zip(xs, case.inputs, strict=True)]
+    own = [w.detach().clone().requires_grad_() for w in weights]
+    whole, found = case.function(*xs, *weights, **keywords), case.function(*parts, *own, **keywords)
+    what = f"{case}: "
+    wholes, founds = (list(y) if isinstance(y, list | tuple) else [y] for y in (whole, found))
+    assert len(wholes) == len(founds), what + "number of outputs"
+    total, total_found = 0, 0
+    for i, (y, z) in enumerate(zip(wholes, founds, strict=True)):
+        assert isinstance(z, ShardTensor), what + f"output {i} is no ShardTensor"
+        assert z.shape == y.shape and z.dtype == y.dtype, what + f"output {i}: {z.shape} {z.dtype}, not {y.shape}"
+        assert local(z).shape == z.spec.local_shape, what + f"output {i}: local {local(z).shape}, spec {z.spec}"
+        close(z.full_tensor(), y, case, what + f"output {i}")
+        if y.requires_grad and case.gradients:
+            weight = draw(y.shape, case.dtype, 90 + i).detach()
+            total = total + (y * weight).sum()
+            total_found = total_found + (z * weight).sum()
+    if not isinstance(total, torch.Tensor):  # nothing to differentiate
+        return
+    total.backward()
+    total_found.backward()
+    for x in (*xs, *weights):
+        x.grad = torch.zeros_like(x) if x.grad is None else x.grad
+    for i, (x, part) in enumerate(zip(xs, parts, strict=True)):
+        expected = part_of(x.grad, part.spec)
+        got = local(part.grad) if part.grad is not None else torch.zeros_like(expected)
+        scale = expected.new_full((), x.grad.abs().max().item() or 1.0)  # a part may have a gradient near 0
+        assert (got - expected).abs().max().item() <= tolerance(case) * scale if got.numel() else True, (
+            what + f"gradient of input {i}"
+        )
+    for i, (w, mine) in enumerate(zip(weights, own, strict=True)):
+        grad = mine.grad if mine.grad is not None else torch.zeros_like(mine)
+        dist.all_reduce(grad)
+        close(grad, w.grad, case, what + f"gradient of weight {i}")
+
+
+def tolerance(case):
+    return TOLERANCE if case.dtype == torch.float32 else 5e-2
+
+
+def close(found, expected, case, what):
+    if expected.numel() and expected.is_floating_point():
+        assert error(found, expected) < tolerance(case), f"{what}: error {error(found, expected):.1e}"
+    else:
+        assert torch.equal(found, expected), what
+
+
+def check_all(cases):
+    """Run on every rank: all cases, one after the other."""
+    for case in cases:
+        check(case)

@@ -1,0 +1,111 @@
+"""Tables, CSV and picture of `benchmark.py domain`, from its rows."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from tools.tables import format_table
+from utils.files import whole_file
+
+MIB = 2**20
+TABLES = {  # title: (figure of a row, factor, format)
+    "Latency: ms of a forward pass, or of a training step": ("seconds", 1e3, ".1f"),
+    "Speed-up: images/s to those of one device, in the same round": ("speedup", 1, ".2f"),
+    "CPU time: ms of a step, mean over the ranks": ("cpu_seconds", 1e3, ".1f"),
+    "Memory: MiB at most, on the rank that holds most": ("peak", 1 / MIB, ".1f"),
+    "Memory: of one device / of a rank": ("memory_reduction", 1, ".2f"),
+    "Activations: MiB kept for the backward pass": ("activations", 1 / MIB, ".1f"),
+}
+COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+
+
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """A table of each figure, image sizes x layouts; with several batches, one of throughput."""
+    points: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for r in results:
+        points.setdefault((r["mode"], r["precision"], r["batch"], in_points(r["image"])), {})[r["layout"]] = r
+    points = dict(sorted(points.items(), key=lambda item: item[0][0]))  # forward, training; else as measured
+    layouts = list(next(iter(points.values())))
+    for title, (name, factor, spec) in TABLES.items():
+        rows = [
+            (*point, *(_cell(of_layout[layout], name, factor, spec) for layout in layouts))
+            for point, of_layout in points.items()
+            if name != "activations" or point[0] == "training"
+        ]
+        _print_table(title, ("", "precision", "batch", "image", *layouts), rows)
+    batches = list(dict.fromkeys(r["batch"] for r in results))
+    if len(batches) > 1:
+        rows = [
+            (mode, precision, image, layout, r["devices_of_an_image"], r["ranks"],
+             *(_cell(points[mode, precision, n, image][layout], "images_per_sec", 1, ".2f") for n in batches))
+            for (mode, precision, batch, image), of_layout in points.items() if batch == batches[0]
+            for layout, r in of_layout.items()
+        ]  # fmt: skip
+        columns = ("", "precision", "image", "layout", "devices of an image", "all", *(f"batch {n}" for n in batches))
+        _print_table(
+            "Throughput: images/s of all devices; batch: what those of one image take at a time", columns, rows
+        )
+
+
+def _print_table(title: str, columns: Sequence[str], rows: list[tuple[Any, ...]]) -> None:
+    print(f"{title}\n\n{format_table(dict.fromkeys(columns, ''), rows)}\n")
+
+
+def in_points(image: Sequence[int]) -> str:
+    """Size of an image in words: 32 x 64."""
+    return " x ".join(map(str, image))
+
+
+def _cell(row: dict[str, Any], name: str, factor: float, spec: str) -> str:
+    if row["out_of_memory"]:
+        return "out of memory"
+    return "-" if row[name] is None else format(row[name] * factor, spec)
+
+
+def write_csv(path: str, results: list[dict[str, Any]]) -> None:
+    """One line for every row; what has several values is left to the JSON."""
+    single = [name for name in results[0] if not name.endswith("_of_rounds")]
+    with whole_file(Path(path)) as part, open(part, "w", newline="") as file:
+        table = csv.DictWriter(file, single, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(r | {"image": in_points(r["image"])} for r in results)
+
+
+def write_picture(path: str, results: list[dict[str, Any]]) -> None:
+    """Time and memory over the size of an image: above of a forward pass, below of a training step."""
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    grid = figure.subplots(2, 2, sharex=True)
+    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in results:
+        lines.setdefault((r["layout"], r["precision"], r["batch"]), []).append(r)
+    layouts = list(dict.fromkeys(r["layout"] for r in results))
+    sides = {r["tokens"]: in_points(r["image"]) for r in results}
+    styles = list(dict.fromkeys((r["precision"], r["batch"]) for r in results))
+    for row, mode in zip(grid, ("forward", "training"), strict=True):
+        for axes, (name, factor, label) in zip(
+            row, (("seconds", 1e3, "ms"), ("peak", 1 / MIB, "MiB at most, of a rank")), strict=True
+        ):
+            for (layout, precision, batch), rows in lines.items():
+                fit = [r for r in rows if r["mode"] == mode and not r["out_of_memory"]]
+                words = f"{layout}{f', {precision}, batch {batch}' if len(styles) > 1 else ''}"
+                axes.plot(
+                    [r["tokens"] for r in fit], [r[name] * factor for r in fit], marker="o", label=words,
+                    color=COLORS[layouts.index(layout) % len(COLORS)],
+                    linestyle=("-", "--", ":", "-.")[styles.index((precision, batch)) % 4],
+                )  # fmt: skip
+            axes.set(title=f"{mode}: {'time' if name == 'seconds' else 'memory'}", ylabel=label, yscale="log")
+            axes.set_xscale("log")
+            axes.set_xticks(list(sides), sides.values(), minor=False)
+            axes.set_xticks([], minor=True)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[1]:
+        axes.set_xlabel("points of an image; where a line ends, memory has run out")
+    handles, names = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    with whole_file(Path(path)) as part:
+        figure.savefig(part, format="png", dpi=120)

@@ -1,0 +1,179 @@
+"""Data loaders alone: every loader x workers x layout on disk, beside the plain design and plain reading.
+
+All take turns in every round, and a ratio is taken within a round, so that the machine's own ups and downs cancel.
+"""
+
+import importlib.util
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import torch
+
+from tools.benchmarks.plain_loader import plain_loader
+from tools.tables import format_table, machine, write_json
+from utils.data_loader import BatchLoader, DataLoader, build_loaders
+from utils.device import select_device, synchronize
+from utils.schema import Config
+from weather.dataset import FieldDataset
+
+LEAD_IN = 4  # batches before the clock starts: rings and queues are in their steady state
+
+
+def run(
+    config: Config,
+    workers: Sequence[int] = (0, 1, 2),
+    frames: int = 24,
+    batches: int = 12,
+    rounds: int = 3,
+    json_path: str | None = None,
+) -> dict[str, Any]:
+    """Measure and print a table; returns what json_path gets.
+
+    workers: numbers of data workers to try. frames: of the training data, copied into each layout. batches: timed in
+    a turn.
+    """
+    device = select_device(config.device)
+    with tempfile.TemporaryDirectory() as folder:
+        layouts = _write_layouts(config, Path(folder), frames)
+        cases = _cases(config, layouts, workers, device)
+        speeds: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(rounds):
+            for name, measure in cases.items():
+                speeds[name].append(measure(batches))
+    sample_bytes = 2 * 4 * max(config.n_in_channels, config.n_out_channels) * config.img_size[0] * config.img_size[1]
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
+
+    results: list[dict[str, Any]] = [
+        {
+            "loader": name,
+            "samples_per_sec": statistics.median(speeds[name]),
+            "bytes_per_sec": statistics.median(speeds[name]) * sample_bytes,
+            "ratio_to_plain": ratio(name, PLAIN),
+            "ratio_to_cat": ratio(name, CAT),
+        }
+        for name in cases
+    ]
+    columns = {"loader": "", "samples/s": ".1f", "GB/s": ".2f", "x plain": ".2f", "x cat": ".2f"}
+    rows = [(r["loader"], r["samples_per_sec"], r["bytes_per_sec"] / 1e9, *list(r.values())[3:]) for r in results]
+    print(format_table(columns, rows))
+    print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
+    if importlib.util.find_spec("nvidia.dali") is None:
+        print("DALI: skipped, not installed (requirements-dali.txt)")
+    result = {"config": config.config, "machine": machine(device), "loaders": results}
+    if json_path:
+        write_json(json_path, result)
+    return result
+
+
+CAT, PLAIN = "cat file > /dev/null", "plain design, 0 workers"
+
+
+def _write_layouts(config: Config, folder: Path, frames: int) -> dict[str, Path]:
+    """The first frames of the training data, in each layout: {name: folder}. They are then in the page cache."""
+    channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
+    source = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
+    fields = source[:frames, :channels, :height, :width]
+    layouts = {"contiguous": None, "chunk a frame": (1, *fields.shape[1:]), "chunk a channel": (1, 1, height, width)}
+    for name, chunks in layouts.items():
+        (folder / name).mkdir()
+        with h5py.File(folder / name / "1979.h5", "w") as file:
+            file.create_dataset("fields", data=fields, chunks=chunks)
+    return {name: folder / name for name in layouts}
+
+
+def _cases(
+    config: Config, layouts: Mapping[str, Path], workers: Sequence[int], device: torch.device
+) -> dict[str, Callable[[int], float]]:
+    """{name: function(batches) -> samples per second}."""
+    plain = {f"plain design, {n} workers": lambda b, n=n: _plain(config, layouts["contiguous"], n, b) for n in workers}
+    cases = {CAT: lambda b: _cat(config, layouts["contiguous"])} | plain
+    loaders = ["pytorch"] + ["dali"] * bool(importlib.util.find_spec("nvidia.dali"))
+    for kind in loaders:
+        title = {"pytorch": "native", "dali": "DALI"}[kind]
+        for layout, folder in layouts.items():
+            for n in workers:
+                options = {"train_data_path": str(folder), "data_loader_config": kind, "num_data_workers": n}
+                own = config.model_copy(update=options)
+                cases[f"{title}, {layout}, {n} workers"] = lambda b, own=own: _ours(own, device, b)
+    best = config.model_copy(update={"train_data_path": str(layouts["contiguous"]), "num_data_workers": max(workers)})
+    cases[f"native, as for a GPU, {max(workers)} workers"] = lambda b: _ours(best, device, b, raw=True)
+    quarter = slice(0, config.img_size[0] // 4)
+    cases[f"native, 1/4 of the rows, {max(workers)} workers"] = lambda b: _band(
+        config, layouts["contiguous"], quarter, device, max(workers), b
+    )
+    return cases
+
+
+def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
+    for _ in range(LEAD_IN):
+        next(batches)
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        next(batches)
+    synchronize(device)
+    return count * batch_size / (time.perf_counter() - started)
+
+
+def _ours(config: Config, device: torch.device, count: int, raw: bool = False) -> float:
+    """raw: leave the values as they are on disk, as the host does for a GPU."""
+    loader, valid = build_loaders(config, device)
+    valid.close()
+    if raw:
+        assert isinstance(loader, DataLoader)
+        loader.normalise_on_read = False
+    return _iterate(loader, config.seed, count, device)
+
+
+def _band(config: Config, folder: Path, rows: slice, device: torch.device, workers: int, count: int) -> float:
+    train, valid = build_loaders(config, device)
+    channels = max(config.n_in_channels, config.n_out_channels)
+    dataset = FieldDataset(folder, channels, config.img_size, config.dt, rows=rows)
+    loader = DataLoader(dataset, train.statistics, train.n_in, train.n_out, config.global_batch_size, device, workers)
+    train.close()
+    valid.close()
+    return _iterate(loader, config.seed, count, device)
+
+
+def _iterate(loader: BatchLoader, seed: int, count: int, device: torch.device) -> float:
+    batches = loader.train(seed, 0, LEAD_IN + count)
+    try:
+        return _timed(batches, count, loader.batch_size, device)
+    finally:
+        batches.close()
+        loader.close()
+
+
+def _plain(config: Config, folder: Path, workers: int, count: int) -> float:
+    train, valid = build_loaders(config.model_copy(update={"train_data_path": str(folder)}), select_device("cpu"))
+    loader = plain_loader(train.dataset, train.statistics, config.global_batch_size, workers)
+
+    def endless() -> Generator[Any, None, None]:
+        while True:
+            yield from loader
+
+    batches = endless()
+    try:
+        return _timed(batches, count, config.global_batch_size, train.device)
+    finally:
+        batches.close()
+        train.close()
+        valid.close()
+
+
+def _cat(config: Config, folder: Path) -> float:
+    """Samples per second if reading were all: the bytes of a sample are those of two frames."""
+    file = folder / "1979.h5"
+    started = time.perf_counter()
+    subprocess.run(f"cat '{file}' > /dev/null", shell=True, check=True)
+    seconds = time.perf_counter() - started
+    channels = max(config.n_in_channels, config.n_out_channels)
+    return file.stat().st_size / (2 * 4 * channels * config.img_size[0] * config.img_size[1]) / seconds

@@ -1,0 +1,107 @@
+"""A scaling study: real training runs over layouts and sizes, and one report of speed, error and cost.
+
+Nothing is trained in here. The runs of a study are runs of the training scripts; what they leave in their run folders
+(summary, TensorBoard events) is read. A run that is finished is not repeated, one that was stopped is continued.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from tools.benchmarks.scaling.figures import collect
+from tools.benchmarks.scaling.runs import FINISHED, OTHER_SETTINGS, become, output_file, start, state
+from tools.benchmarks.scaling.slurm import job_lines, submit
+from tools.benchmarks.scaling.study import Run, build_runs, parse_target, read_study
+from tools.benchmarks.scaling.study_report import text_table, write_report
+from utils.errors import FAILED_STATUS, STOPPED_STATUS, UsageError
+from utils.launch import read_launch
+
+
+def run(
+    words: list[str],
+    name: str = "quick",
+    study_file: str = "config/scaling.yaml",
+    out: str | None = None,
+    only: int | None = None,
+    action: str = "run",
+    target: str | None = None,
+) -> int:
+    """Do with a study what is asked for; returns the exit status: 1 where runs are not finished, 75 where one stopped.
+
+    words: options of the config, for all runs. out: folder of the report, by default logs/scaling/<name>. only: number
+    of the one run to make. action: `run` makes what is missing and then the report, `report_only` the report alone,
+    `list` and `sbatch` print runs and jobs, `submit` submits these. target: like z500=300, in place of the study's.
+    Raises UsageError for what cannot be run, before anything is started.
+    """
+    study = read_study(study_file, name)
+    runs = build_runs(study_file, study, words)
+    aim = None
+    if target:
+        aim = parse_target(target, "command line", "given with --target")
+    elif study.target:
+        aim = parse_target(study.target, f"{study_file}: {name}", "set in the study")
+    folder = Path(out or f"logs/scaling/{name}")
+    if action == "list":
+        for each in runs:
+            print(f"{each.number:3d}  {state(each, folder).kind:17}  {each.command}")
+        return 0
+    if only is not None and not 0 <= only < len(runs):
+        raise UsageError(f"--only {only}: the study has runs 0 to {len(runs) - 1}; --list shows them")
+    _make_folder(folder)
+    if action in ("sbatch", "submit"):
+        given = [f"--study={name}", f"--study_file={study_file}", f"--out={folder}"]
+        given += [f"--target={target}"] if target else []
+        lines = job_lines(_startable(runs, folder), study.gpus_per_node, [*given, *words], folder)
+        print(f"the report comes with job {submit(lines)}, after all runs" if action == "submit" else "\n".join(lines))
+        return 0
+
+    launch = read_launch()
+    if only is not None and ("RANK" in os.environ or launch.world_size > 1):
+        _startable([runs[only]], folder, quietly=False)
+        become(runs[only], folder, launch)
+    if launch.world_size > 1:
+        raise UsageError("benchmark.py scaling starts the ranks itself: start it in one process, or give --only")
+    if action == "run":
+        chosen = runs if only is None else [runs[only]]
+        for each in _startable(chosen, folder):
+            if _train(each, folder, len(runs)) == STOPPED_STATUS:
+                print("stopped; the same command goes on from here")
+                return STOPPED_STATUS
+        if only is not None:
+            return 0 if state(runs[only], folder).kind == FINISHED else FAILED_STATUS
+    figures = collect(runs, folder, aim)
+    write_report(figures, study, folder)
+    print(f"\n{text_table(figures)}\n\nthe report is {folder / 'report.html'}, its figures report.json and report.csv")
+    return 0 if all(row.state == FINISHED for row in figures.rows) else FAILED_STATUS
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be made: {error.strerror}") from None
+
+
+def _startable(runs: list[Run], folder: Path, quietly: bool = True) -> list[Run]:
+    """The runs that are neither finished nor in a folder that is taken; of the latter a line says why."""
+    chosen = []
+    for each in runs:
+        now = state(each, folder)
+        if now.kind == OTHER_SETTINGS:
+            if not quietly:
+                raise UsageError(f"{each.name}: {now.why}")
+            print(f"# {each.name} is left out: {now.why}")
+        elif now.kind != FINISHED:
+            chosen.append(each)
+    return chosen
+
+
+def _train(each: Run, folder: Path, count: int) -> int:
+    print(f"[{each.number + 1}/{count}] {each.command}", flush=True)
+    started = time.monotonic()
+    status = start(each, folder)
+    now = state(each, folder)
+    took = f"after {time.monotonic() - started:.0f} s"
+    said = "finished" if now.kind == FINISHED else f"{now.kind}: {now.why} ({output_file(each, folder)})"
+    print(f"    {said} {took}", flush=True)
+    return status

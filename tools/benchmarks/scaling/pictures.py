@@ -1,0 +1,104 @@
+"""The pictures of a scaling report, as SVG text."""
+
+import io
+import re
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tools.benchmarks.scaling.figures import Figures, Row
+
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
+
+
+def pictures(figures: Figures) -> dict[str, str]:
+    """{name: SVG} of what there are figures for: speed, efficiency, error, cost."""
+    timed = [row for row in figures.rows if row.samples_per_sec]
+    reached = [row for row in timed if row.device_hours_to_target]
+    drawn = {}
+    if timed:
+        drawn["speed"] = _speed(timed)
+        drawn["efficiency"] = _bars(timed, [100 * (row.efficiency or 0) for row in timed], "efficiency, %")
+    if figures.target and timed:
+        drawn["error"] = _error(figures, timed)
+    if reached and figures.target:
+        wanted = f"{figures.target.field} = {figures.target.rmse:g}"
+        hours = [row.device_hours_to_target or 0 for row in reached]
+        drawn["cost"] = _bars(reached, hours, f"device-hours to {wanted}")
+    return drawn
+
+
+def _families(rows: list[Row]) -> dict[str, list[Row]]:
+    return {name: [row for row in rows if row.family == name] for name in dict.fromkeys(row.family for row in rows)}
+
+
+def _color(rows: list[Row], layout: str) -> str:
+    return COLORS[list(dict.fromkeys(row.layout for row in rows)).index(layout) % len(COLORS)]
+
+
+def _speed(rows: list[Row]) -> str:
+    """Samples/s over ranks, one panel a family: a line for each layout from the smallest run on, and the ideal one."""
+    families = _families(rows)
+    figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
+    for axes, (name, family) in zip(figure.subplots(1, len(families), squeeze=False)[0], families.items(), strict=True):
+        base = next(row for row in family if row.run == row.relative_to)
+        for layout in dict.fromkeys(row.layout for row in family):
+            points = {base.ranks: base} | {row.ranks: row for row in family if row.layout == layout}
+            line = sorted((ranks, row.samples_per_sec) for ranks, row in points.items())
+            axes.plot(*zip(*line, strict=True), "o-", color=_color(rows, layout), label=layout)
+        ranks = sorted({row.ranks for row in family})
+        ideal = [(base.samples_per_sec or 0) * n / base.ranks for n in ranks]
+        axes.plot(ranks, ideal, "--", color="#888888", label="ideal")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(ranks, map(str, ranks))
+        axes.set_yticks(ideal, [f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" for speed in ideal])
+        axes.set(title=f"{name} ({family[0].scaling} scaling)", xlabel="ranks", ylabel="samples/s of all ranks")
+        _finish(axes)
+    return _svg(figure)
+
+
+def _bars(rows: list[Row], values: list[float], unit: str) -> str:
+    """A bar for each run, first one on top."""
+    figure = Figure(figsize=(8, 0.9 + 0.26 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(range(len(rows)), values, color=[_color(rows, row.layout) for row in rows])
+    axes.bar_label(bars, fmt="%.3g", padding=3, fontsize="small")
+    axes.set_yticks(range(len(rows)), [row.run for row in rows], fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    return _svg(figure)
+
+
+def _error(figures: Figures, rows: list[Row]) -> str:
+    """RMSE over training time, one panel a family, and the target."""
+    assert figures.target
+    families, target = _families(rows), figures.target
+    figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
+    for axes, (name, family) in zip(figure.subplots(1, len(families), squeeze=False)[0], families.items(), strict=True):
+        for row in family:
+            points = figures.histories[row.number].error_over_time(target.field)
+            color, label = _color(rows, row.layout), f"{row.layout}-{row.ranks}"
+            axes.plot(*zip(*points, strict=True), ".-", color=color, label=label)
+        axes.axhline(target.rmse, linestyle="--", color="#888888", label="target")
+        unit = (family[0].units or {}).get(target.field, "")
+        axes.set(title=name, xlabel="seconds in training steps", ylabel=f"RMSE of {target.field} ({unit})")
+        _finish(axes)
+    return _svg(figure)
+
+
+def _finish(axes: Axes) -> None:
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize="small", frameon=False)
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as an <svg> element; the names inside are unique on a page only by the figure."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    svg = text.getvalue()
+    return re.sub(r"\s*<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)

@@ -1,0 +1,154 @@
+"""The runs of a study on this machine or in a job: how far each one is, and starting it.
+
+What a run says goes to `<out>/run-<number>.out`, and what it runs on to `<out>/run-<number>.json`, wherever the report
+is made later. Everything else is in the run folder.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.benchmarks.scaling.study import Run
+from tools.tables import machine, write_json
+from utils.config import check_config, read_named_config
+from utils.errors import STOPPED_STATUS, UsageError
+from utils.launch import Launch
+from utils.schema import Config
+
+UNIMPORTANT = {"expdir", "resume", "comm_timeout", "watchdog_timeout"}  # may differ between a study and its run
+FINISHED, FAILED, MISSING = "finished", "failed", "missing"
+UNFINISHED, OTHER_SETTINGS = "unfinished", "of other settings"
+START_OF_A_JOB = "launch: job "  # sites/launch.sh begins with it; a job that is requeued appends to its file
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+: )?(?:error: |(?!.*SignalException)[\w.]*(?:Error|Exception): ).+", re.M)
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a run is: one of the words above; why it is no further, in a line."""
+
+    kind: str
+    why: str = ""
+
+
+def state(run: Run, out: Path) -> State:
+    """Read from the run folder, and from what the run said at its last start."""
+    error = _last_error(run, out)
+    if not (run.folder / "config.yaml").exists():
+        return State(FAILED, error) if error else State(MISSING, "never started")
+    if differing := _other_settings(run):
+        return State(OTHER_SETTINGS, f"{run.folder} has {differing}: move it away, or give the study another name")
+    if (run.folder / "summary.json").exists():
+        return State(FINISHED)
+    return State(FAILED, error) if error else State(UNFINISHED, "it was stopped, or is running")
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The summary of a finished run, as its trainer wrote it."""
+    return json.loads((run.folder / "summary.json").read_text())
+
+
+def place(run: Run, out: Path) -> dict[str, Any]:
+    """What a run was started on: device, cores and nodes; empty where this program did not start it."""
+    path = _place_file(run, out)
+    there = json.loads(path.read_text()) if path.exists() else {}
+    return there if there.get("run") == run.name else {}  # or the study's runs were counted otherwise then
+
+
+def start(run: Run, out: Path) -> int:
+    """Train on this machine to the end; returns the exit status, STOPPED_STATUS where a signal asked to stop.
+
+    SIGTERM and Ctrl-C are handed on: the run saves first, and the same study continues it.
+    """
+    _write_place(run, out, Launch(world_size=run.ranks), int(os.environ.get("OMP_NUM_THREADS", 1)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"]
+    command = [sys.executable, *(launcher if run.ranks > 1 else []), run.script, *run.words]
+    stopped = False
+    with (
+        output_file(run, out).open("w") as output,
+        subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,  # or Ctrl-C would reach it twice
+        ) as process,
+    ):  # fmt: skip
+
+        def stop(*_):
+            nonlocal stopped
+            stopped = True
+            process.terminate()
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            status = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if stopped:
+            return STOPPED_STATUS
+        if status not in (0, STOPPED_STATUS) and _last_error(run, out) is None:
+            print(f"error: it ended with status {status}", file=output)
+    return status
+
+
+def become(run: Run, out: Path, launch: Launch) -> None:
+    """Let this process, which srun or torchrun started as a rank, go on as the training script. Does not return.
+
+    Raises UsageError where the launcher started another number of ranks.
+    """
+    if launch.world_size != run.ranks:
+        raise UsageError(f"run {run.number}, {run.name}, is of {run.ranks} ranks; {launch.world_size} were started")
+    if launch.rank == 0:
+        _write_place(run, out, launch, torch.get_num_threads())
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, run.script, *run.words])
+
+
+def output_file(run: Run, out: Path) -> Path:
+    """Where a run's output goes; in a job, by the number of the array's task."""
+    return out / f"run-{run.number}.out"
+
+
+def _place_file(run: Run, out: Path) -> Path:
+    return out / f"run-{run.number}.json"
+
+
+def _write_place(run: Run, out: Path, launch: Launch, threads: int) -> None:
+    cpu = run.config.device == "cpu" or not torch.accelerator.is_available()
+    found = None if cpu else torch.accelerator.current_accelerator()  # named alone: the run is to have its memory
+    here = machine(found or torch.device("cpu")) | {
+        "run": run.name,
+        "nodes": launch.nodes,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": threads,
+        "devices": torch.accelerator.device_count() if found else 0,
+    }
+    write_json(_place_file(run, out), here)
+
+
+def _last_error(run: Run, out: Path) -> str | None:
+    """The first error that a run named since its last start; None where there is none."""
+    path = output_file(run, out)
+    if not path.exists() or (_place_file(run, out).exists() and not place(run, out)):
+        return None
+    text = path.read_text(errors="replace").rpartition(START_OF_A_JOB)[2]
+    found = ERROR.search(text)
+    return found[0] if found else None
+
+
+def _other_settings(run: Run) -> str:
+    """Where the run folder holds another run than the study asks for: which keys differ. Layouts count."""
+    path, name = run.folder / "config.yaml", run.config.config
+    there = check_config(read_named_config(path, name), name, f"{path}: {name}")
+    keys = [key for key in Config.model_fields if key not in UNIMPORTANT]
+    pairs = [(key, getattr(there, key), getattr(run.config, key)) for key in keys]
+    differing = [f"{key} {theirs}, not {ours}" for key, theirs, ours in pairs if theirs != ours]
+    if (run.folder / "summary.json").exists() and (ranks := summary(run)["world_size"]) != run.ranks:
+        differing.append(f"{ranks} ranks, not {run.ranks}")
+    return ", ".join(differing)

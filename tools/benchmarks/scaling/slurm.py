@@ -1,0 +1,49 @@
+"""A study as jobs of Slurm. All tasks of an array get the same nodes and GPUs: each size of run has its own array."""
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from tools.benchmarks.scaling.study import Run
+from utils.errors import UsageError
+
+SUBMIT = "submit_scaling.sh"
+
+
+def job_lines(runs: list[Run], gpus_per_node: int, words: list[str], out: Path) -> list[str]:
+    """Lines of bash: an array of runs for each number of nodes and GPUs, and a last job that writes the report.
+
+    words: of this program, for every job. A task of an array is the run of its number, with <out>/run-<number>.out as
+    its output. Raises UsageError where a run does not fill its nodes.
+    """
+    arrays: dict[tuple[int, int], list[int]] = {}
+    for run in runs:
+        nodes, gpus = -(-run.ranks // gpus_per_node), min(run.ranks, gpus_per_node)
+        if nodes * gpus != run.ranks:
+            raise UsageError(f"{run.name}: {run.ranks} ranks do not fill nodes of {gpus_per_node} GPUs")
+        arrays.setdefault((nodes, gpus), []).append(run.number)
+    given = shlex.join(words)
+    lines = [
+        f"job{i}=$(sbatch --parsable {_request(nodes, gpus)} --array={','.join(map(str, numbers))} "
+        f"--output={shlex.quote(str(out))}/run-%a.out {SUBMIT} {given})"
+        for i, ((nodes, gpus), numbers) in enumerate(arrays.items())
+    ]
+    after = f"--dependency=afterany:{':'.join(f'$job{i}' for i in range(len(arrays)))} " if arrays else ""
+    report = f"sbatch --parsable {_request(1, 1)} {after}--output={shlex.quote(str(out))}/report.out"
+    return [*lines, f"{report} {SUBMIT} {given} --report_only"]
+
+
+def submit(lines: list[str]) -> str:
+    """Give Slurm the jobs of these lines; returns the number of the last one. Raises UsageError with a refusal."""
+    if not shutil.which("sbatch"):
+        raise UsageError("--submit: there is no sbatch here: call this on a login node of a Slurm cluster")
+    script = "\n".join(["set -e", *lines])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    if done.returncode:
+        raise UsageError(f"sbatch: {' '.join(done.stderr.split()) or f'status {done.returncode}'}")
+    return done.stdout.strip()
+
+
+def _request(nodes: int, gpus: int) -> str:
+    return f"-N {nodes} --ntasks-per-node={gpus} --gpus-per-node={gpus}"

@@ -1,0 +1,129 @@
+"""What is in a checkpoint, and its weights as one file.
+
+python -m tools.checkpoint show logs/quick/00                          # what is in it, and is it whole
+python -m tools.checkpoint export logs/quick/00 model.safetensors      # the weights alone, unsharded
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from training.checkpoint import MARKER, CheckpointError, CheckpointFolder, Marker, hush_single_process_warning, verify
+from training.checkpoint_files import write_safetensors
+from utils.errors import ArgumentParser, UsageError, run_main
+from utils.files import whole_file
+
+
+def find(path: Path | str) -> tuple[Path, Marker]:
+    """The checkpoint that `path` means, verified: (folder, marker).
+
+    path: a checkpoint, a folder of checkpoints or the folder of a run; of several the newest whole one.
+    Raises UsageError where there is none, or it is damaged.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such folder")
+    if path.name.startswith("iter-") or (path / MARKER).exists():
+        try:
+            return path, verify(path)
+        except CheckpointError as error:
+            raise UsageError(error) from None
+    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder, marker = CheckpointFolder(inside, keep=1).newest_whole()
+    if folder is None or marker is None:
+        raise UsageError(f"{path}: no whole checkpoint in it")
+    return folder, marker
+
+
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """{name: TensorStorageMetadata} of a checkpoint: shape, type, and the shards as chunks."""
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """The model's weights and buffers in full, {name as in the plain model: CPU tensor}. One process is enough."""
+    hush_single_process_warning()
+    weights = {
+        name.removeprefix("model."): torch.empty(stored.size, dtype=stored.properties.dtype)
+        for name, stored in stored_tensors(folder).items()
+        if name.startswith("model.")
+    }
+    dcp.load({"model": weights}, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return weights
+
+
+def export(path: Path | str, out: Path | str) -> None:
+    """Write the weights of a checkpoint to one safetensors file, its config as JSON in the file's metadata.
+
+    Raises UsageError where the checkpoint is damaged, or `out` exists or cannot be written.
+    """
+    out = Path(out)
+    if out.exists():
+        raise UsageError(f"{out}: exists already")
+    folder, marker = find(path)
+    weights = load_weights(folder)
+    metadata = {"format": "pt", "iteration": str(marker["iteration"]), "config": json.dumps(marker.get("config"))}
+    try:
+        with whole_file(out) as part:
+            write_safetensors(part, weights, metadata)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error}") from None
+    print(f"{out}: {len(weights)} tensors, {_count(weights.values())} of iteration {marker['iteration']} ({folder})")
+
+
+def show(path: Path | str) -> None:
+    """Print what is in a checkpoint. Raises UsageError where there is none, or it is damaged."""
+    folder, marker = find(path)
+    config = marker.get("config") or {}
+    print(f"checkpoint   {folder}")
+    print(f"iteration    {marker['iteration']}")
+    print(f"val_loss     {marker['val_loss']}")
+    print(f"config       {config.get('config')}")
+    print(f"world size   {marker.get('world_size')}")
+    print(f"SHA-256      verified, {len(marker['files'])} files")
+    tensors = dict(sorted(stored_tensors(folder).items()))
+    rows = [(name, list(t.size), str(t.properties.dtype).removeprefix("torch."), t) for name, t in tensors.items()]
+    width = max(len(name) for name in tensors)
+    print(f"\n{'tensor':<{width}}  {'shape':<20}{'dtype':<10}{'shards':>7}{'bytes':>16}")
+    for name, shape, dtype, stored in rows:
+        print(f"{name:<{width}}  {shape!s:<20}{dtype:<10}{len(stored.chunks):>7}{_bytes(stored):>16,}")
+    print()
+    for part in ("model", "optimizer", "random"):
+        own = [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]
+        values, size = sum(stored.size.numel() for stored in own), sum(map(_bytes, own))
+        print(f"{part:<12} {len(own)} tensors, {values:,} values, {size:,} bytes")
+
+
+def _bytes(stored: TensorStorageMetadata) -> int:
+    return stored.size.numel() * stored.properties.dtype.itemsize
+
+
+def _count(tensors: Iterable[Tensor]) -> str:
+    return f"{sum(tensor.numel() for tensor in tensors):,} values"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; raises UsageError for a checkpoint that cannot be used."""
+    parser = ArgumentParser(prog="python -m tools.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    shower = commands.add_parser("show", help="list what is in a checkpoint, and verify it")
+    exporter = commands.add_parser("export", help="write the model's weights to one safetensors file")
+    for command in (shower, exporter):
+        command.add_argument("checkpoint", metavar="CKPT", help="checkpoint, folder of checkpoints, or folder of a run")
+    exporter.add_argument("out", metavar="OUT", help="the file to write, model.safetensors")
+    args = parser.parse_args(argv)
+    if args.command == "show":
+        show(args.checkpoint)
+    else:
+        export(args.checkpoint, args.out)
+
+
+if __name__ == "__main__":
+    run_main(main)

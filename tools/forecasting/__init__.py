@@ -1,0 +1,1 @@
+"""Forecasts with a trained model: dates, rollout, scores and files."""

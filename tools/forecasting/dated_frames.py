@@ -1,0 +1,123 @@
+"""Frames by their date: what a forecast starts from, and the truth that it is compared with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import xarray
+from torch import Tensor
+
+from utils.errors import UsageError
+from utils.schema import Config
+from utils.tiles import own_window
+from weather.dataset import FieldDataset, YearFile, load_statistics
+
+HOUR = np.timedelta64(1, "h")
+
+
+class Frames:
+    """Normalised frames of a folder of year files, of this rank's part of the image.
+
+    Attributes: times, (T,) datetime64[s], increasing, of all files; interval, hours between frames; statistics of the
+    channels; dataset, the FieldDataset, which has their names and the coordinates.
+    Raises UsageError where the folder does not hold such data, or says nothing of its dates.
+    """
+
+    def __init__(self, folder: Path | str, config: Config, device: torch.device):
+        self.folder, self.device, self.statistics = folder, device, load_statistics(config)
+        self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
+        window = own_window(config.img_size, config.patch_size)
+        self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, *window)
+        times = [file_times(file) for file in self.dataset.files]
+        self.first_frame = np.cumsum([0, *map(len, times)])
+        self.times = np.concatenate(times)
+        steps = np.diff(self.times)
+        if (steps <= 0 * HOUR).any():
+            raise UsageError(f"{folder}: the dates of its files, in the order of their names, do not increase")
+        self.interval = int(steps.min() / HOUR)
+        if self.interval * HOUR != steps.min():
+            raise UsageError(f"{folder}: its frames are {steps.min()} apart, which is no whole number of hours")
+
+    def read(self, times: np.ndarray) -> Tensor:
+        """The frames at `times`, which must be there: (B, C, h, w), normalised, on the device."""
+        frames = np.empty((len(times), *self.dataset.shape[1:]), np.float32)
+        for index, out in zip(np.searchsorted(self.times, times), frames, strict=True):
+            number = int(np.searchsorted(self.first_frame, index, side="right")) - 1
+            file, frame = self.dataset.files[number], int(index - self.first_frame[number])
+            file.read(frame, out[None], self.dataset.rows, self.dataset.columns)
+        return (torch.from_numpy(frames).to(self.device) - self.means) / self.stds
+
+    def starts(self, leads: Sequence[int]) -> np.ndarray:
+        """The dates from which there is a frame at every one of `leads` (hours): (N,) datetime64[s]."""
+        followed = [np.isin(self.times + lead * HOUR, self.times) for lead in leads]
+        return self.times[np.logical_and.reduce(followed)]
+
+    def describe(self) -> str:
+        """The dates of the data as text."""
+        gaps = np.flatnonzero(np.diff(self.times) > self.interval * HOUR)
+        firsts, lasts = self.times[[0, *(gaps + 1)]], self.times[[*gaps, -1]]
+        spans = [f"{show(a)} to {show(b)}" for a, b in zip(firsts, lasts, strict=True)]
+        if len(spans) > 4:
+            spans = [*spans[:2], "...", *spans[-2:]]
+        return f"{', '.join(spans)}, every {self.interval} hours"
+
+    def close(self) -> None:
+        """Close the files."""
+        self.dataset.close()
+
+
+def file_times(file: YearFile) -> np.ndarray:
+    """When the frames of a YearFile are, (T,) datetime64[s]: its `time`, else 6-hourly through the year of its name."""
+    stored, frames = file.file.get("time"), file.shape[0]
+    if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
+        attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
+        try:
+            decoded = xarray.decode_cf(xarray.Dataset({"time": ("time", stored[:], attributes)}))["time"].values
+        except (ValueError, OverflowError):
+            decoded = stored[:]
+        if decoded.dtype.kind != "M":
+            raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
+        return decoded.astype("datetime64[s]")
+    if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
+        raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
+    return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
+
+
+def choose_starts(frames: Frames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
+    """The dates from which to forecast, (N,) datetime64[s], increasing.
+
+    leads: hours, increasing. wanted: dates as text, or a number of dates, spread evenly over those that have a frame at
+    every lead. Raises UsageError, saying which dates there are, where one is not there or the data end too early.
+    """
+    there, longest = f"{frames.folder} has {frames.describe()}", leads[-1]
+    possible = frames.starts(leads)
+    if len(possible) == 0:
+        raise UsageError(f"no date has {longest} hours of data after it for a forecast of that length: {there}")
+    if isinstance(wanted, int):
+        if not 1 <= wanted <= len(possible):
+            raise UsageError(f"starts {wanted}: 1 to {len(possible)} dates have {longest} hours after them: {there}")
+        return possible[np.linspace(0, len(possible) - 1, wanted).round().astype(int)]
+    dates = sorted({parse_date(text) for text in wanted})
+    for date in dates:
+        if date not in frames.times:
+            raise UsageError(f"start {show(date)}: {there}")
+        if date not in possible:
+            raise UsageError(
+                f"start {show(date)}: no data for every step of the {longest} hours after it: {there}; the last "
+                f"possible start is {show(possible[-1])}"
+            )
+    return np.array(dates)
+
+
+def parse_date(text: str) -> np.datetime64:
+    """'2018-01-05T06' as datetime64[s]. Raises UsageError."""
+    try:
+        return np.datetime64(text.removesuffix("Z"), "s")
+    except ValueError:
+        raise UsageError(f"start '{text}': write a date (UTC) like 2018-01-05T06") from None
+
+
+def show(time: np.datetime64) -> str:
+    """A date as text, to the hour where that is exact."""
+    return np.datetime_as_string(time, "h" if time == time.astype("datetime64[h]") else "m")

@@ -1,0 +1,175 @@
+"""Autoregressive forecasts: what a model says of one step is its input of the next."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distributed.parallel_model import ParallelModel
+from tools.forecasting.dated_frames import HOUR, Frames
+from tools.forecasting.output_files import forecast_dataset, write_netcdf
+from training.metrics import ForecastMetrics
+from training.results import FORECASTS
+from training.step import autocast
+from utils import comm
+from utils.config import nearest
+from utils.errors import UsageError
+from utils.sample_order import rank_indices, validation_counts, validation_indices
+from utils.schema import Config
+from weather.grid import Grid
+
+Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
+
+
+@dataclass
+class Result:
+    """What a forecast has shown."""
+
+    starts: np.ndarray  # (N,) datetime64[s]
+    leads: list[int]  # hours
+    names: list[str]  # of the channels
+    units: list[str]
+    grid: Grid
+    skill: Skill  # of LeadTimeSkill.compute
+    channel: str  # the one that is shown
+    truth: np.ndarray  # (L, H, W) of it, after the first start, in physical units; on rank 0, elsewhere maybe empty
+    forecast: np.ndarray  # as truth
+
+
+def roll_out(
+    parallel: ParallelModel,
+    frames: Frames,
+    starts: np.ndarray,
+    leads: list[int],
+    config: Config,
+    channel: str,
+    out: Path | str | None,
+    attributes: dict[str, str],
+) -> Result:
+    """Forecast from every start with a ParallelModel; returns the Result, on every rank.
+
+    frames: the Frames to start from and to compare with. leads: of lead_times. channel: its name. out: a folder for the
+    forecasts as NetCDF, or None; attributes: of these files. Called by all ranks together: data-parallel ones share out
+    the starts, domain-parallel ones the images.
+    """
+    n_in, n_out, data, whole = config.n_in_channels, config.n_out_channels, frames.dataset, parallel.whole_images
+    names, units, shown = data.channel_names[:n_out], data.channel_units[:n_out], data.channel_names.index(channel)
+    statistics = [values[:n_out] for values in frames.statistics]
+    means, stds, _ = map(torch.from_numpy, statistics)
+    skill = LeadTimeSkill(len(leads), data.grid.latitude, statistics, frames.device)
+    writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # of the ranks that have the same forecast
+    example = None
+
+    def physical(fields, channels=slice(None)):
+        return (fields[:, channels].cpu() * stds[channels] + means[channels]).numpy()
+
+    parallel.model.eval()
+    with torch.no_grad(), autocast(config, frames.device):
+        for dates, count in own_batches(starts, config.local_batch_size or 1):
+            start = frames.read(dates)
+            persistence, kept, truths = whole(start[:, :n_out])[:count], [], []
+            steps = rollout(parallel, start[:, :n_in], len(leads), n_in)
+            for step, (lead, part) in enumerate(zip(leads, steps, strict=True)):
+                forecast, truth = whole(part)[:count], whole(frames.read(dates + lead * HOUR)[:, :n_out])[:count]
+                skill.update(step, persistence, forecast, truth)
+                if writes and (out or example is None):
+                    kept.append(physical(forecast))
+                if writes and example is None:
+                    truths.append(physical(truth[:1], slice(shown, shown + 1))[:, 0])
+            if example is None and writes and count:
+                example = np.concatenate(truths), np.stack([fields[0, shown] for fields in kept])
+            if out and writes:
+                for i in range(count):
+                    fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
+                    write_netcdf(out, forecast_dataset(dates[i], leads, fields, names, units, data.grid, attributes))
+    scores = skill.compute(names)  # every rank has written its files when all have come here
+    return Result(starts, leads, names, units, data.grid, scores, channel, *(example or (np.empty(0),) * 2))
+
+
+def shown_channel(names: Sequence[str], wanted: str | None) -> str:
+    """The channel to show: z500 where it is there and none is wanted. Raises UsageError with the nearest name."""
+    if wanted is None:
+        return "z500" if "z500" in names else names[0]
+    if wanted not in names:
+        raise UsageError(f"channel '{wanted}': not forecast{nearest(wanted, names)}; there are {', '.join(names)}")
+    return wanted
+
+
+def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
+    """The lead time after each step of a rollout, in hours: [6, 12, ..., lead_hours] where dt is 1 and interval 6.
+
+    interval: hours between frames. Raises UsageError where lead_hours is not a whole number of steps, or the model
+    forecasts fewer channels than it takes, so that there is no second step.
+    """
+    step = config.dt * interval
+    if lead_hours < step or lead_hours % step:
+        raise UsageError(f"lead_hours {lead_hours}: the model makes steps of {step} hours; give a multiple of {step}")
+    if lead_hours > step and config.n_out_channels < config.n_in_channels:
+        raise UsageError(
+            f"lead_hours {lead_hours}: this model takes {config.n_in_channels} channels and forecasts "
+            f"{config.n_out_channels}, not enough for a second step; give --lead_hours {step}"
+        )
+    return list(range(step, lead_hours + 1, step))
+
+
+@torch.no_grad()
+def rollout(parallel: ParallelModel, x: Tensor, steps: int, in_channels: int) -> Iterator[Tensor]:
+    """Yield the forecast after each of `steps` steps of a ParallelModel, of this rank's part of the images.
+
+    x: where it starts, (B, in_channels, h, w), normalised; so are the forecasts, (B, out_channels, h, w), float32.
+    """
+    for _ in range(steps):
+        y = parallel.model(x).float()
+        yield y
+        x = y[:, :in_channels]
+
+
+def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """The start dates of this data-parallel rank in batches, as (dates, count): only the first `count` are new.
+
+    Every rank gets as many batches of the same size: models that are sharded over ranks work in step.
+    """
+    dp, rank, n = comm.get_size("dp"), comm.get_rank("dp"), len(starts)
+    for batch, count in enumerate(validation_counts(n, batch_size, rank, dp)):
+        own = rank_indices(validation_indices, (n, batch_size * dp), rank, dp, batch)
+        yield starts[own], count
+
+
+class LeadTimeSkill:
+    """RMSE and ACC of the model, of persistence and of climatology at each lead time, over all starts of all ranks.
+
+    statistics: of the channels that are forecast. latitude: (H,) degrees.
+    """
+
+    def __init__(self, steps: int, latitude: np.ndarray, statistics: Sequence[np.ndarray], device: torch.device):
+        means, stds, time_means = map(torch.from_numpy, statistics)
+        self.climatology = ((time_means - means) / stds).to(device)
+        self.metrics = {
+            name: [ForecastMetrics(latitude, stds, self.climatology) for _ in range(steps)] for name in FORECASTS
+        }
+
+    def update(self, step: int, start: Tensor, forecast: Tensor, truth: Tensor) -> None:
+        """Add the errors of a batch at a step of the rollout.
+
+        step: from 0. start: what the rollout began with. All (B, C, H, W), normalised, whole images.
+        """
+        forecasts = {"model": forecast, "persistence": start, "climatology": self.climatology.expand_as(truth)}
+        for name, field in forecasts.items():
+            self.metrics[name][step].update(field, truth)
+
+    def compute(self, names: Sequence[str]) -> Skill:
+        """{"rmse": {forecast: {channel: value at each lead time}}, "acc": the same without climatology}.
+
+        RMSE in physical units. names: of the channels. Called by all ranks together.
+        """
+        scores: Skill = {"rmse": {}, "acc": {}}
+        for forecast, metrics in self.metrics.items():
+            by_lead = [m.compute() for m in metrics]
+            for score, values in zip(scores, zip(*by_lead, strict=True), strict=True):
+                by_channel = torch.stack(values, dim=1).tolist()
+                scores[score][forecast] = dict(zip(names, by_channel, strict=True))
+        del scores["acc"]["climatology"]  # it has no anomaly
+        return scores

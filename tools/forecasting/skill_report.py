@@ -1,0 +1,85 @@
+"""What a forecast leaves behind for people: a table of its skill, curves, maps and an animation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.forecasting.dated_frames import HOUR, show
+from tools.forecasting.output_files import STORE, file_name, write_skill, write_zarr, zarr_missing
+from tools.forecasting.rollout import Result
+from training.pictures import animate, lead_time_figure, skill_figure
+from training.results import HEADLINE
+from utils.files import whole_file
+
+COLUMNS = 5  # lead times in the table, besides the first
+
+
+def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, zarr: bool) -> None:
+    """Write what a Result holds into the folder `out`, and print its skill and where things are. Called by one rank.
+
+    about: of forecast_files.attributes. files: the forecasts are there as NetCDF. zarr: put them together in a store.
+    """
+    out, first = Path(out), result.starts[0]
+    units = dict(zip(result.names, result.units, strict=True))
+    headline = [name for name in HEADLINE if name in units] or result.names[:4]
+    names = [file_name(start) for start in result.starts] if files else []
+    pictures = ["skill.png", f"{result.channel}.png", f"{result.channel}.gif"]
+    record = {
+        **about, "starts": [show(start) for start in result.starts], "lead_hours": result.leads, "units": units,
+        **result.skill, "files": [*names, *pictures],
+    }  # fmt: skip
+    write_skill(out, record)
+
+    with whole_file(out / pictures[0]) as part:
+        skill_figure(result.skill, headline, units, result.leads).savefig(part, format="png", dpi=100)
+    unit, channel = units[result.channel], result.channel
+    some = spread(len(result.leads), COLUMNS)[::-2][::-1]  # every other one, the last among them
+    leads = [result.leads[i] for i in some]
+    title = f"{channel}, forecast from {show(first)}"
+    with whole_file(out / pictures[1]) as part:
+        maps = lead_time_figure(result.truth[some], result.forecast[some], leads, result.grid, title, unit)
+        maps.savefig(part, format="png", dpi=80)
+    animate(
+        out / pictures[2], result.truth, result.forecast, result.leads, result.grid,
+        lambda lead: f"{title} + {lead} h = {show(first + lead * HOUR)}", unit,
+    )  # fmt: skip
+
+    print(f"\n{skill_table(result, headline, units)}\n")
+    if broken := first_not_finite(result):
+        print(f"the forecast is not finite from {broken} hours on: the rollout is unstable")
+    if zarr and (missing := zarr_missing()):
+        print(missing)
+    elif zarr:
+        write_zarr(out, result.starts)
+        print(f"one store:  {out / STORE}")
+    print(f"everything is in {out}: {', '.join(['skill.json', *pictures[:2], *names[:1]])}{' ...' * (len(names) > 1)}")
+    print(f"animation:  {out / pictures[2]}")
+
+
+def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:
+    """RMSE of each forecast, and ACC of the model, by lead time: a block of lines for each channel."""
+    some = spread(len(result.leads), COLUMNS)
+    lines = [
+        f"{'mean over ' + str(len(result.starts)) + ' starts':<33}" + "".join(f"{result.leads[i]:>9} h" for i in some)
+    ]
+    for name in channels:
+        rows = {f"RMSE {forecast}": values[name] for forecast, values in result.skill["rmse"].items()}
+        rows["ACC model"] = result.skill["acc"]["model"][name]
+        for number, (label, values) in enumerate(rows.items()):
+            channel = f"{name} ({units[name]})" if number == 0 else ""
+            lines.append(f"{channel:<15}{label:<18}" + "".join(f"{values[i]:>11.3f}" for i in some))
+    return "\n".join(lines)
+
+
+def spread(count: int, parts: int) -> list[int]:
+    """Indices of 0 to count - 1: the first, and the last of each of `parts` equal parts."""
+    return sorted({0} | {max(0, round(count * part / parts) - 1) for part in range(1, parts + 1)})
+
+
+def first_not_finite(result: Result) -> int | None:
+    """The first lead time, in hours, at which an error of the model is not finite; None where all are."""
+    values = np.array(list(result.skill["rmse"]["model"].values()))  # (C, L)
+    bad = ~np.isfinite(values).all(0)
+    return result.leads[int(bad.argmax())] if bad.any() else None

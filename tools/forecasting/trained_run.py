@@ -1,0 +1,118 @@
+"""A run as others use it: the config, a checkpoint and the weights from its folder, for a layout of their own."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from ruamel.yaml.error import MarkedYAMLError
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from distributed.global_view import global_view, take_parts
+from distributed.parallel_model import ParallelModel
+from tools.checkpoint import find
+from training.checkpoint import (
+    CheckpointError,
+    CheckpointFolder,
+    Marker,
+    hush_single_process_warning,
+    read_marker,
+    verify,
+)
+from utils.config import check_config, differing_keys, load_config, read_named_config, yaml
+from utils.errors import UsageError, first_line
+from utils.schema import Config
+
+# What says how a run was split, made fast and regularised. A forecast needs none of it and begins with the defaults.
+OF_TRAINING = (
+    "dropout", "gradient_accumulation", "enable_jit", "enable_cuda_graphs", "activation_checkpointing", "data_parallel",
+    "noddp", "bucket_cap_mb", "gradient_compression", "dp_shard", "wrap_policy", "prefetch", "gather_dtype",
+    "cpu_offload", "tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel", "tp_backend",
+    "sequence_parallel",
+)  # fmt: skip
+# What the weights are of: another value is another model, or another task.
+OF_MODEL = {
+    "model", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size", "img_size", "n_in_channels",
+    "n_out_channels", "dt",
+}  # fmt: skip
+
+
+def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits: Collection[str]) -> Config:
+    """The Config of a run in its folder, overridden by the words of a command line.
+
+    splits: the keys by which the program can split a model; how the run itself was split does not matter. The local
+    batch is 1 where the words do not say otherwise. Raises UsageError where there is no run, it is no forecasting one,
+    or the words do not fit it.
+    """
+    file = Path(folder) / "config.yaml"
+    if not file.is_file():
+        raise UsageError(f"{folder}: no run there (it has no config.yaml); give the folder of one, like logs/quick/00")
+    try:
+        name = next(iter(yaml().load(file)))
+    except (OSError, UnicodeDecodeError, MarkedYAMLError, TypeError, StopIteration):
+        raise UsageError(f"{file}: is not the config of a run") from None
+    trained = check_config(read_named_config(file, name), name, f"{file}: {name}")
+    if trained.model != "forecast":
+        raise UsageError(f"{folder}: is the run of a {trained.model}, which forecasts nothing")
+    preset = {key: Config.model_fields[key].default for key in OF_TRAINING} | {"local_batch_size": 1}
+    words = [f"--yaml_config={file}", f"--config={name}", *words]
+    config = load_config(words, world_size=world_size, splits=splits, preset=preset)
+    for key in differing_keys(trained, config):
+        if key in OF_MODEL:
+            raise UsageError(f"{folder}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
+    return config.model_copy(update={"noddp": True})  # no gradients: nothing to average
+
+
+def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
+    """Folder and marker of a whole checkpoint of a run. For one rank.
+
+    which: best (lowest validation loss; newest where none has one), newest, or a checkpoint's name. Raises UsageError
+    where it is not there, or damaged.
+    """
+    folders = CheckpointFolder(Path(run) / "checkpoints", keep=1).folders()
+    if not folders:
+        raise UsageError(f"{run}: has no checkpoint yet")
+    if which == "newest":
+        return find(run)
+    if which == "best":
+        scored = [(loss, folder) for folder in folders if (loss := _val_loss(folder)) is not None]
+        for _, folder in sorted(scored, key=lambda pair: pair[0]):
+            try:
+                return folder, verify(folder)
+            except CheckpointError:
+                continue
+        return find(run)
+    folder = Path(run) / "checkpoints" / which
+    if folder not in folders:
+        names = ", ".join(f.name for f in folders)
+        raise UsageError(f"{run}: no checkpoint '{which}'; give best, newest or one of {names}")
+    return find(folder)
+
+
+def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
+    """Fill the model of a ParallelModel from a checkpoint of any layout; each rank reads what it holds.
+
+    Called by all ranks together. Raises UsageError where the checkpoint is of another model.
+    """
+    hush_single_process_warning()
+    model = parallel.model
+    state: dict[str, Any] = get_model_state_dict(model)
+    weights = {name: tensor.contiguous() for name, tensor in state.items()}
+    tensors = {"model": weights, "optimizer": {name: {} for name in weights}}
+    view = global_view(tensors, parallel.split)
+    try:
+        dcp.load({"model": view["model"]}, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        why = f"{first_line(cause)} (was it trained by another version of the code?)"
+        raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
+    take_parts(tensors, view, parallel.split)
+    set_model_state_dict(model, weights)
+
+
+def _val_loss(folder: Path) -> float | None:
+    try:
+        return read_marker(folder)["val_loss"]
+    except CheckpointError:
+        return None

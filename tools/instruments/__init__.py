@@ -1,0 +1,1 @@
+"""Instruments: memory, messages and phases of a training step, counted while it runs."""

@@ -1,0 +1,79 @@
+"""What a rank holds, computes and sends in a training step, by arithmetic alone.
+
+The trace of tools.planner.trace without running it, in less than a millisecond.
+
+b, n: samples of a micro-batch and tokens of this rank, N tokens of all ranks that share an image, D features; t, c, p
+ranks of tp, of an image (cp or domain), of pp; r = mlp_ratio; m micro-batches. w bytes of what matrix products take and
+give: 4, under mixed precision 2. s = 1/t with sequence parallelism, else 1. A block has 12 D^2 / t weights.
+
+Memory: `tools.planner.memory_formulas`. Kept of a block for the backward pass, in bytes for each of b n D:
+
+| of a block | bytes |
+|---|---|
+| inputs of the two norms | 8 s |
+| what qkv and fc1 take | 2 w |
+| q, k, v, result of attention; log-sum-exp 4 for each head and token | 4 w / t |
+| gather: also keys and values of all tokens | 2 w N / (n t) |
+| all_to_all, instead: own heads of all tokens, and what comes back | (4 N / (n c) + 1) w / t |
+| around the GELU | 2 r w / t |
+| masks of dropout | 2 s + r / t |
+| mixed precision: copies of the weights | 2 for each weight |
+| recomputed: the input only; selective: also the results of products and attention | 4 s; + (2 + (4 + r) / t) w |
+
+Beside the blocks: the image in low precision, the last norm, the error of the loss (4 a point). A pipeline's rank holds
+as many micro-batches as its schedule is ahead, their outputs, and a buffer for each message that comes.
+
+The peak is the most of these moments: the loss (two more errors); the last block's MLP in the backward pass (gradients
+of the stream, 4 s, in low precision, w, and of the hidden features, r w / t); its attention (gradients, and what is
+exchanged: gather (1 + 2 N / n) w / t, ring about (9 w + 40) / t); the gradients of a sharded block on their way to
+their owners (twice 4 bytes for each weight); all gradients, where the batch is small; the update. With fsdp also whole
+parameters: of a block, of the one that is fetched, and of what no block holds.
+
+Parameters, gradients, optimizer: `tools.instruments.memory.predicted_memory`, with the padding of sharded rows, and
+with zero1 of the rank that updates most.
+
+Operations: `tools.planner.operation_formulas`. Of a block, forward; backward twice the products, 2.5 times attention:
+
+| operation | FLOP | bytes for each of b n D |
+|---|---|---|
+| qkv, proj, fc1, fc2 | 2 b n D^2 (4 + 2 r) / t | |
+| attention | 4 b n N D / t | |
+| norms; casts to low precision; residuals | | 16 s; 2 (4 + w) s; 2 (8 + w) s |
+| GELU | | 2 r w / t |
+
+Messages: `tools.planner.message_formulas`, as the table of tools.benchmarks.mp_theory, but exactly: uneven shares, what
+is computed again, DistributedDataParallel's buckets, padding of fully_shard.
+
+Where it was held against the trace (tests/test_plan_closed_form.py): activations, number and bytes of messages and
+floating-point operations are equal to rounding; the peak is within 1 %. Less exact are
+    bytes of kernels that only move data: within 25 % in each phase, less what fully_shard copies in and out of its
+        buffers, which is counted here only (of many weights and few tokens as much again); of ring attention as if all
+        blocks were as long as the own one; fewer of the smallest kernels are counted;
+    memory of a forward pass without gradients (inference): within 25 %, and mostly 5;
+    the optimizer's state with zero1: of the rank that has most, where the trace has the first one's;
+    wrap_policy size, which is counted as block; compression of gradients, whose copies are left out; clipping of
+        gradients, whose kernels and messages are left out.
+With cpu_offload parameters, gradients and optimizer state lie in host memory: the peak is without them, as in a trace.
+"""
+
+from tools.planner.memory_formulas import memory_of
+from tools.planner.message_formulas import messages_of
+from tools.planner.operation_formulas import operations_of
+from tools.planner.rank_share import Part
+from tools.planner.trace import Trace
+from utils.layout import Layout
+from utils.schema import Config
+
+
+def closed_form(config: Config, layout: Layout) -> list[Trace]:
+    """Traces of the ranks of which tools.planner.trace.trace_step gives them: of a pipeline its first and last one.
+
+    config: as for this layout; whether a model can be split so is not asked, see tools.planner.layouts.
+    """
+    traces = []
+    for stage in sorted({0, layout.pp - 1}):
+        part = Part(config, layout, stage)
+        memory, held, inference = memory_of(part)
+        messages, groups = messages_of(part)
+        traces.append(Trace(memory, held, inference, operations_of(part), messages, groups))
+    return traces

@@ -1,0 +1,297 @@
+"""All layouts of a model on so many GPUs that one of the training scripts runs, and how it is told to.
+
+Whether a script takes a layout is asked of the code that the scripts run: Layout, check_config, split_model and
+split_images. A split is tried with one block, then the pipeline alone with all blocks, as neither minds the other.
+"""
+
+import itertools
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from distributed.collectives import Group
+from distributed.domain_parallel import split_images
+from distributed.model_parallel import split_model
+from training.model import build_model
+from utils import comm
+from utils.config import ALIASES, SPLITS, check_config, parse_command_line, read_named_config
+from utils.errors import UsageError
+from utils.layout import Layout, tile_counts
+from utils.schema import Config
+
+METHODS = "gather", "ring", "all_to_all"
+STRATEGIES = "ddp", "zero1", "zero2", "fsdp", "hsdp"
+CHECKPOINTING = "none", "full"
+SCHEDULES = "1f1b", "interleaved"
+MICRO_BATCHES = 4, 2, 1  # of a pipeline for each stage: the most that the batch allows, for a small bubble
+SCRIPTS = {  # of the training: what starts each on several nodes, and its file of configs
+    "train.py": ("submit_dp.sh", "config/ViT.yaml"),
+    "train_mp.py": ("submit_mp.sh", "config/mp.yaml"),
+    "train_shard.py": ("submit_shard.sh", "config/shard.yaml"),
+}
+WIDEST_TP = 8  # where no layout with all tensor-parallel ranks in a node works: so many times as wide
+
+
+def candidates(
+    config: Config, gpus: int, ranks_per_node: int, fixed: Iterable[str] = ()
+) -> tuple[list[tuple[Config, Layout]], dict[str, int]]:
+    """([(config, layout)], {reason: how many others}) for so many GPUs.
+
+    fixed: names of keys that stay as config has them. Tensor-parallel ranks stay inside a node, unless there is nothing
+    else. A choice without effect is not made: no method of attention over one rank, no strategy for one.
+    """
+    fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
+    found: list[tuple[Config, Layout]] = []
+    refused: Counter[str] = Counter()
+    sizes = [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]
+    if "tensor_parallel" in fixed:
+        sizes = [config.tensor_parallel]
+    for tp in sizes:
+        if tp > ranks_per_node and found:
+            break
+        try:
+            Layout(gpus, tp)
+        except UsageError as error:
+            refused[str(error)] += 1
+            continue
+        _with_tp(config, gpus, ranks_per_node, fixed, tp, found, refused)
+    return found, dict(refused)
+
+
+def _divisors(number: int) -> list[int]:
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+def _with_tp(config, gpus, ranks_per_node, fixed, tp, found, refused):
+    trial, keys = Trial(config), config.model_dump(exclude={"config"})
+    for split in _splits(config, gpus, tp, fixed):
+        for way in _ways(config, gpus, split, fixed):
+            takes = []
+            for own in _data_parallel(config, gpus, ranks_per_node, split, fixed):
+                try:
+                    checked = check_config(keys | split | way | own, config.config, "", (), gpus)
+                    takes.append((checked, checked.layout(gpus, ranks_per_node)))
+                except UsageError as error:
+                    refused[str(error).removeprefix(": ")] += 1
+            reason = trial.refusal(split | way) if takes else None
+            if reason:
+                refused[reason] += len(takes)
+            else:
+                found += takes
+
+
+def _splits(config, gpus, tp, fixed):
+    """The sizes by which the scripts can split a model beside tp, as settings."""
+    rest = gpus // tp if gpus % tp == 0 else 0
+    rows, columns = (n // config.patch_size for n in config.img_size[:2])
+
+    def sizes(name):
+        return [getattr(config, name)] if name in fixed else _divisors(rest) if rest else []
+
+    for cp in sizes("context_parallel"):
+        for pp in sizes("pipeline_parallel"):
+            free = {"context_parallel", "pipeline_parallel"}.isdisjoint(fixed)
+            if not free or (rest % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
+                yield {"tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp, "domain_parallel": 1}
+    if "domain_parallel" in fixed:
+        tiles = [config.domain_parallel]
+    else:
+        counts = [n for n in _divisors(rest) if n > 1] if rest else []
+        tiles = [n for n in counts if n <= rows]
+        tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
+    for domain in tiles:
+        if domain not in (1, "1", "1x1"):
+            yield {"tensor_parallel": tp, "context_parallel": 1, "pipeline_parallel": 1, "domain_parallel": domain}
+
+
+def _ways(config, gpus, sizes, fixed):
+    """How a split is carried out, as settings."""
+    tp, cp, pp, domain = (sizes[name] for name in SPLITS)
+
+    def values(name, wanted, of_use):
+        return [getattr(config, name)] if name in fixed or not of_use else wanted
+
+    micro_batches = config.gradient_accumulation
+    if pp > 1 and "gradient_accumulation" not in fixed:
+        dp = max(1, gpus // (tp * cp * pp))
+        share = config.global_batch_size // dp
+        micro_batches = next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)
+    slices = [False, True] if cp == pp == 1 else [True]  # with them a rank holds less, for the same bytes sent
+    for sequence, cp_method, domain_method, schedule in itertools.product(
+        values("sequence_parallel", slices, tp > 1 and domain == 1),
+        values("cp_method", METHODS, cp > 1),
+        values("domain_method", METHODS, domain != 1),
+        values("pp_schedule", SCHEDULES, pp > 1),
+    ):
+        yield {
+            "sequence_parallel": sequence, "cp_method": cp_method, "domain_method": domain_method,
+            "pp_schedule": schedule, "gradient_accumulation": micro_batches,
+        }  # fmt: skip
+
+
+def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
+    """What the data-parallel ranks of a split share, and what they compute twice, as settings."""
+    tp, cp, pp, domain = (sizes[name] for name in SPLITS)
+    replicas = max(1, gpus // (tp * pp))
+    dp = replicas // (cp * math.prod(tile_counts(domain)))
+    strategies = STRATEGIES if replicas > 1 else ("ddp",)
+    if "data_parallel" in fixed or config.cpu_offload or config.noddp:
+        strategies = (config.data_parallel,)
+    checkpointing = CHECKPOINTING
+    if "activation_checkpointing" in fixed:
+        checkpointing = (config.activation_checkpointing,)
+    for strategy in strategies:
+        inside = max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
+        if strategy == "hsdp" and "data_parallel" not in fixed and (gpus <= ranks_per_node or inside == dp or dp == 1):
+            continue  # the same as fsdp
+        for again in checkpointing:
+            yield {"data_parallel": strategy, "activation_checkpointing": again, **_plain(config, strategy, fixed)}
+
+
+def _plain(config, strategy, fixed):
+    """Keys that belong to another strategy, at their defaults."""
+    sharded = strategy in ("zero2", "fsdp", "hsdp")
+    of_others = ("bucket_cap_mb", "enable_channels_last") if sharded else ("gather_dtype", "prefetch", "wrap_policy")
+    of_others += () if strategy == "ddp" else ("gradient_compression",)
+    of_others += () if strategy == "hsdp" else ("dp_shard",)
+    return {name: Config.model_fields[name].default for name in of_others if name not in fixed}
+
+
+class Trial:
+    """Asks split_model and split_images whether they would split the model of a config, without a process group."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.known: dict[tuple, str | None] = {}
+
+    def refusal(self, settings: dict[str, Any]) -> str | None:
+        """Why a split is refused, in words; None where it is not. settings: keys and values that differ from config."""
+        sizes = [settings[name] for name in SPLITS]
+        tp, cp, pp, domain = sizes
+        alike = tp, cp, domain, settings["sequence_parallel"], settings["cp_method"], settings["domain_method"]
+        return self._once(alike, 1, settings, (tp, cp, 1, domain)) or self._once(
+            (pp, settings["pp_schedule"]), self.config.depth, settings, (1, 1, pp, 1)
+        )
+
+    def _once(self, key, depth, settings, sizes):
+        if key not in self.known:
+            update = settings | {"depth": depth, "tp_backend": "native"}
+            self.known[key] = split_refusal(self.config.model_copy(update=update), *sizes)
+        return self.known[key]
+
+
+def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) -> str | None:
+    """Why the model of a config cannot be split over so many ranks; None where it can. domain: 4, "2x2", ..."""
+    rows, columns = tile_counts(domain)
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "domain_lat": rows, "domain_lon": columns}
+    if rows * columns > 1 and (cp > 1 or pp > 1):
+        return "domain parallelism goes without context and pipeline parallelism: no script splits a model so"
+    if rows * columns > 1 and config.sequence_parallel and tp > 1:
+        return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
+    split: Callable[..., Any] = split_images if rows * columns > 1 else split_model
+    with _stand_in(sizes):
+        try:
+            split(build_model(config), config)
+        except (ValueError, UsageError) as error:
+            return str(error)
+    return None
+
+
+class _Ranks:
+    """What utils.comm and the splitting of a model ask of a DeviceMesh; this rank is the first one."""
+
+    def __init__(self, *sizes):
+        self.sizes, self.ndim = sizes, len(sizes)
+
+    def size(self):
+        return math.prod(self.sizes)
+
+    def get_local_rank(self):
+        return 0
+
+    def get_group(self, dim=0):
+        return Group("", 0, self.sizes[dim])
+
+    def _flatten(self):
+        return _Ranks(self.size())
+
+
+class _Line(_Ranks):
+    """The ranks of a pipeline, whose group is asked for its size."""
+
+    def get_group(self, dim=0):
+        return self
+
+
+class _Meshes(dict):
+    def __getitem__(self, names):
+        return _Ranks(*(self.get(name).size() for name in names)) if isinstance(names, tuple) else self.get(names)
+
+
+@contextmanager
+def _stand_in(sizes):
+    """Inside, utils.comm answers as in a run on ranks split so."""
+    meshes = {name: (_Line if name == "pp" else _Ranks)(size) for name, size in sizes.items()}
+    domain = sizes["domain_lat"] * sizes["domain_lon"]
+    meshes |= {"domain": _Ranks(domain), "image": _Ranks(domain * sizes["cp"])}
+    meshes |= {"dp": _Ranks(1), "dp_image": _Ranks(domain * sizes["cp"])}
+    before = comm.swap_meshes(meshes | {"": _Meshes(meshes)})
+    try:
+        with patch("distributed.pipeline.dist.get_rank", lambda group=None: 0):
+            yield
+    finally:
+        comm.swap_meshes(before)
+
+
+def script_of(config: Config) -> str:
+    """The script that runs a layout."""
+    if math.prod(tile_counts(config.domain_parallel)) > 1:
+        return "train_shard.py"
+    split = config.tensor_parallel, config.context_parallel, config.pipeline_parallel
+    return "train_mp.py" if max(split) > 1 else "train.py"
+
+
+def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
+    """The command line that runs a layout: plain python, torchrun on one node, sbatch on several.
+
+    words: options that the config came from; those of them that the layout changes are left out. Raises UsageError for
+    words that are no options.
+    """
+    script = script_of(config)
+    submit, own_file = SCRIPTS[script]
+    options = parse_command_line(list(words), None, "config/ViT.yaml")
+    path, name = options.pop("yaml_config"), options.pop("config")
+    written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
+    changed = {
+        key: value
+        for key in Config.model_fields
+        if key != "config" and (value := getattr(config, key)) != options.get(key, written[key])
+    }
+    kept = {key: value for key, value in options.items() if key not in changed} | changed
+    if "local_batch_size" in options:  # of another number of ranks, maybe
+        kept.pop("local_batch_size", None)
+        kept["global_batch_size"] = config.global_batch_size
+    own = [] if path == own_file else [f"--yaml_config={path}"]
+    own += [f"--config={name}", *(_word(key, value) for key, value in kept.items())]
+    nodes = -(-layout.world_size // ranks_per_node)
+    if layout.world_size == 1:
+        start = ["python", script]
+    elif nodes == 1:
+        start = ["torchrun", f"--nproc_per_node={layout.world_size}", script]
+    else:
+        per_node = [] if ranks_per_node == 4 else [f"--gpus-per-node={ranks_per_node}"]
+        start = ["sbatch", "-N", str(nodes), *per_node, submit]
+    return " ".join([*start, *own])
+
+
+def _word(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{key}" if value else f"--no-{key}"
+    if isinstance(value, list):
+        return f"--{key} {' '.join(map(str, value))}"
+    return shlex.quote(f"--{key}={'null' if value is None else value}")

@@ -1,0 +1,195 @@
+"""What a rank sends in a training step, by arithmetic alone: the table of messages in closed_form.py."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from tools.planner.memory_formulas import FULL, zero1_shares
+from tools.planner.rank_share import Part, Shape, Stage
+from tools.planner.tracker import Message
+
+
+def messages_of(part: Part) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:
+    """(Counter of Messages, {name of a group: its ranks}) of a Part."""
+    found = _Messages(part)
+    return found.counted, {found.part.group(name)[0]: part.ranks(name) for name in found.used}
+
+
+class _Messages:
+    def __init__(self, part: Part):
+        self.part = part
+        self.counted: Counter[Message] = Counter()
+        self.used: dict[str, None] = {}  # dimensions, in the order in which they came
+        for stage in part.stages:
+            self.tensor_parallel(stage)
+            self.attention(stage)
+            self.pipeline(stage)
+            if stage.last:
+                self.loss()
+        self.partial_gradients()
+        if part.sharded:
+            self.fully_sharded()
+        elif part.replicated:
+            for one in part.stages if part.p > 1 else [None]:
+                self.buckets(one)
+        if part.positions and part.layout.dp > 1:
+            self.add("backward", "all_reduce", "dp", FULL * part.positions)
+        splits = part.t > 1 or part.p > 1 or (part.own_positions and part.domain)
+        if part.config.amp_mode == "fp16" and splits:  # whether a step has overflowed
+            self.add("backward", "all_reduce", "world", FULL)
+        if part.config.data_parallel == "zero1" and part.replicas > 1:
+            for share in filter(None, zero1_shares(part)):
+                self.add("update", "broadcast", "dp_image", FULL * share)
+
+    def add(self, phase: str, kind: str, dimension: str, size: float, calls: int = 1) -> None:
+        """size: bytes of the tensor that a collective is given."""
+        name, ranks = self.part.group(dimension)
+        if ranks == 1 or not calls:
+            return
+        sent = {
+            "all_reduce": lambda: 2 * size * (ranks - 1) // ranks,
+            "all_gather": lambda: size * (ranks - 1),
+            "reduce_scatter": lambda: size * (ranks - 1) // ranks,
+        }.get(kind, lambda: size)()
+        self.counted[Message(phase, kind, name, round(sent))] += calls
+        self.used[dimension] = None
+
+    def tensor_parallel(self, stage: Stage) -> None:
+        part, m = self.part, self.part.micro_batches
+        if part.t == 1:
+            return
+        w, d, b = part.width, part.d, part.samples
+        # What is computed again ends in front of the last product, if no dropout follows.
+        again = 2 if part.config.dropout else 1
+        if part.sequence:
+            piece = b * part.slice * d
+            for phase in ("forward", "backward"):
+                self.add(phase, "all_gather", "tp", w * piece, 2 * stage.blocks * m)
+                self.add(phase, "reduce_scatter", "tp", w * piece * part.t, 2 * stage.blocks * m)
+            self.add("backward", "all_gather", "tp", w * piece, 2 * stage.repeated * m)
+            self.add("backward", "reduce_scatter", "tp", w * piece * part.t, again * stage.repeated * m)
+            if stage.last:
+                self.add("forward", "all_gather", "tp", (FULL if part.classifies else w) * piece, m)
+            if stage.first:
+                self.add("backward", "all_gather", "tp", FULL * piece, m)
+            return
+        for phase in ("forward", "backward"):
+            self.add(phase, "all_reduce", "tp", w * part.whole, 2 * stage.blocks * m)
+        self.add("backward", "all_reduce", "tp", w * part.whole, again * stage.repeated * m)
+
+    def attention(self, stage: Stage) -> None:
+        """Of ranks that share images."""
+        part, m = self.part, self.part.micro_batches
+        if part.image == 1:
+            return
+        ranks, shares = part.image, part.shares
+        row = part.samples * part.d / part.t  # numbers of a token
+        forward: Counter[tuple[str, float]] = Counter()
+        if part.method == "gather":
+            size = part.width * 2 * row * max(shares)
+            forward["all_gather", size] = 1
+            backward = Counter({("reduce_scatter", size * ranks): 1})
+        elif part.method == "ring":  # a rank sends its own block first, then that of the one before
+            blocks = [shares[-step % ranks] for step in range(ranks)]
+            for tokens in blocks[:-1]:
+                forward["all_to_all", part.width * 2 * row * tokens] += 1
+            backward = Counter(forward)
+            for tokens in blocks[1:]:  # gradients follow, but that of the own block
+                backward["all_to_all", FULL * 2 * row * tokens] += 1
+        else:
+            own, others = row * part.tokens * (ranks - 1) / ranks, row * (part.all_tokens - part.tokens) / ranks
+            forward = Counter({("all_to_all", part.width * 3 * own): 1})
+            forward["all_to_all", part.width * others] += 1
+            backward = Counter({("all_to_all", part.width * own): 1})
+            backward["all_to_all", part.width * 3 * others] += 1
+        for phase, calls, table in (
+            ("forward", stage.blocks, forward),
+            ("backward", stage.blocks, backward),
+            ("backward", stage.repeated, forward),
+        ):
+            for (kind, size), count in table.items():
+                self.add(phase, kind, "image", size, count * calls * m)
+
+    def loss(self) -> None:
+        """Two norms of each sample, or its classes."""
+        part = self.part
+        size = part.width * part.classes if part.classifies else FULL * 2
+        self.add("forward", "all_reduce", "image", size * part.samples, part.micro_batches)
+
+    def pipeline(self, stage: Stage) -> None:
+        part = self.part
+        size = FULL * part.stream
+        if not stage.last:
+            self.add("forward", "send", "pp", size, part.micro_batches)
+        if not stage.first:
+            self.add("backward", "send", "pp", size, part.micro_batches)
+
+    def partial_gradients(self) -> None:
+        """Norms and shared biases, under sequence parallelism."""
+        part = self.part
+        if part.sequence:
+            self.add("backward", "all_reduce", "tp", FULL * (6 * part.blocks + 2 * part.last) * part.d)
+
+    def fully_sharded(self) -> None:
+        part, config = self.part, self.part.config
+        blocks, rest = part.shapes
+        units = [(rest, 1), (part.block_shapes, len(blocks))]
+        if config.wrap_policy == "none":
+            units = [([*rest, *(shape for unit in blocks for shape in unit)], 1)]
+        group = "dp_shard_image" if config.data_parallel == "hsdp" else "dp_image"
+        forward, backward = gathers(part)
+        for unit, count in units:
+            own = sum(-(-shape[0] // part.shards) * math.prod(shape[1:]) for shape in unit)
+            if not own:
+                continue
+            self.add("forward", "all_gather", group, part.gathered_width * own, forward * count)
+            self.add("backward", "all_gather", group, part.gathered_width * own, backward * count)
+            self.add("backward", "reduce_scatter", group, FULL * own * part.shards, count)
+            if config.data_parallel == "hsdp":
+                self.add("backward", "all_reduce", "dp_replicate", FULL * own, count)
+
+    def buckets(self, stage: Stage | None) -> None:
+        """Of DistributedDataParallel, in the order in which gradients come; of a stage, in that of its parameters."""
+        part = self.part
+        blocks = [part.block_shapes] * (part.blocks if stage is None else stage.blocks)
+        first, last = part.first_shapes if part.first else [], part.last_shapes if part.last else []
+        if stage is None:
+            shapes = _as_gradients_come(first, blocks, last)
+        else:
+            first, last = first if stage.first else [], last if stage.last else []
+            shapes = [*first, *(shape for block in blocks for shape in block), *last]
+        width = 2 if part.config.gradient_compression == "bf16" else FULL
+        limit, size = int(part.config.bucket_cap_mb * 2**20), 0
+        for number, shape in enumerate(shapes, 1):
+            size += FULL * math.prod(shape)
+            if size >= limit or number == len(shapes):
+                self.add("backward", "all_reduce", "dp_image", size // FULL * width)
+                size = 0
+        if stage is not None:  # which parameters were used
+            self.add("backward", "all_reduce", "dp_image", 4 * len(shapes))
+
+
+def _as_gradients_come(first: Sequence[Shape], blocks: Sequence[Sequence[Shape]], last: Sequence[Shape]) -> list[Shape]:
+    n1w, n1b, qkv, qkv_b, proj, proj_b, n2w, n2b, fc1, fc1_b, fc2, fc2_b = blocks[0]
+    block = [fc2_b, fc2, fc1_b, fc1, n2w, n2b, proj_b, proj, qkv_b, qkv, n1w, n1b]
+    norm_w, norm_b, head, head_b = last
+    return [head_b, head, norm_w, norm_b, *(block * len(blocks)), *reversed(first)]
+
+
+def gathers(part: Part) -> tuple[int, int]:
+    """How often a unit is gathered (in forward passes, in backward passes) of a step.
+
+    A pipeline keeps what it has gathered for a backward pass until the next forward pass is over.
+    """
+    m, again = part.micro_batches, part.config.data_parallel != "zero2"
+    if part.p == 1:
+        return m, m if again else 0
+    forward = backward = 0
+    there = [False] * len(part.stages)
+    for is_backward, i in part.schedule():
+        if i:  # all stages of a rank take turns alike
+            continue
+        if not there[i]:
+            forward, backward = forward + (not is_backward), backward + is_backward
+        there[i] = is_backward or not again
+    return forward, backward

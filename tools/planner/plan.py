@@ -1,0 +1,132 @@
+"""The plan of a layout: what it holds, sends and takes on a GPU, and whether it fits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tools.planner.hardware import Gpu
+from tools.planner.step_time import StepTime, step_time
+from tools.planner.trace import HOST, Trace, trace_step
+from utils.layout import Layout
+from utils.schema import Config
+
+FRAGMENTATION = 0.15  # of what is allocated: torch's allocator holds up to so much more (5 to 15 % in published runs)
+DALI_BYTES = 5 * 2**30  # the pipelines of NVIDIA DALI, decoding and prefetching on the GPU, outside of the allocator
+FITS, MARGINAL = 0.85, 0.95  # of the memory that the device reports, needed at most
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "buffers")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout on a GPU, of the rank that holds most; sizes in bytes.
+
+    memory: {category: bytes at most, each at its own moment}; "activations" with the batch and the one that is fetched
+    ahead. peak: allocated at most at once in a training step, as torch.cuda.max_memory_allocated tells; inference: in a
+    forward pass beside all that training keeps.
+    flops: of a step, on all devices, what checkpointing computes again included.
+    """
+
+    config: Config
+    layout: Layout
+    gpu: Gpu
+    memory: dict[str, float]
+    peak: float
+    inference: float
+    flops: float
+    time: StepTime
+    closed_peak: float | None = None  # by closed form, where both were asked
+
+    @property
+    def overhead(self) -> float:
+        """Outside of the allocator (context, NCCL, DALI), and what the allocator loses between its blocks."""
+        dali = DALI_BYTES if self.config.data_loader_config == "dali" else 0
+        return self.gpu.overhead + FRAGMENTATION * self.peak + dali
+
+    @property
+    def needed(self) -> float:
+        """Of the device's memory."""
+        return self.peak + self.overhead
+
+    @property
+    def host(self) -> float:
+        """In host memory, with cpu_offload."""
+        return sum(self.memory[name] for name in HOST) if self.config.cpu_offload else 0
+
+    @cached_property
+    def fits(self) -> str:
+        """fits, marginal or no: see docs/plan.md for the thresholds."""
+        share = self.needed / self.gpu.memory
+        return "fits" if share <= FITS else "marginal" if share <= MARGINAL else "no"
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples of all GPUs together."""
+        return self.config.global_batch_size / self.time.seconds
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the GPUs fill."""
+        return -(-self.layout.world_size // self.gpu.gpus_per_node)
+
+    @property
+    def node_hours(self) -> float:
+        """Of all iterations that the config asks for."""
+        return self.config.num_iters * self.time.seconds / 3600 * self.nodes
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of what JSON can hold."""
+        c, layout = self.config, self.layout
+        rows, columns = layout.domain
+        return {
+            "layout": {
+                "gpus": layout.world_size, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp,
+                "domain": rows * columns if columns == 1 else f"{rows}x{columns}", "data_parallel": c.data_parallel,
+                "dp_shard": layout.shard, "sequence_parallel": c.sequence_parallel, "cp_method": c.cp_method,
+                "domain_method": c.domain_method, "pp_schedule": c.pp_schedule,
+                "gradient_accumulation": c.gradient_accumulation,
+                "activation_checkpointing": c.activation_checkpointing, "amp_mode": c.amp_mode,
+                "global_batch_size": c.global_batch_size, "local_batch_size": c.global_batch_size // layout.dp,
+            },
+            "gpu": self.gpu.name,
+            "memory_bytes": {name: round(size) for name, size in self.memory.items()}
+            | {"overhead": round(self.overhead)},
+            "host_bytes": round(self.host),
+            "peak_allocated_bytes": round(self.peak),
+            "inference_peak_allocated_bytes": round(self.inference),
+            "gpu_memory_bytes": self.gpu.memory,
+            "fits": self.fits,
+            "collectives": self.time.collectives,
+            "flops_per_step": self.flops,
+            "step_time_s": self.time.seconds,
+            "step_time_error": self.time.error,
+            "step_time_parts_s": self.time.parts,
+            "bound": self.time.bound,
+            "samples_per_sec": self.samples_per_sec,
+            "nodes": self.nodes,
+            "node_hours": self.node_hours,
+        }  # fmt: skip
+
+
+def plan_layout(
+    config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None, traces: Sequence[Trace] | None = None
+) -> Plan:
+    """The Plan of a layout. calibration: a factor from step_time.calibrate. traces: by default those of trace_step.
+
+    Raises ValueError where the model cannot be split so.
+    """
+    traces = traces or trace_step(config, layout)
+    memory = {name: max(trace.memory[name] for trace in traces) for name in CATEGORIES}
+    batch = max(trace.memory["batch"] for trace in traces)
+    memory["activations"] += 2 * batch
+    flops = sum(op.flops * calls for trace in traces for op, calls in trace.operations.items()) / len(traces)
+    return Plan(
+        config,
+        layout,
+        gpu,
+        memory,
+        max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace,
+        max(trace.inference for trace in traces) + gpu.workspace,
+        flops * layout.world_size,
+        step_time(traces, config, layout, gpu, calibration),
+    )

@@ -1,0 +1,237 @@
+"""Plans as text and as pictures."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from tools.planner.layouts import command
+from tools.planner.plan import CATEGORIES, Plan
+from tools.planner.request import Request
+from tools.planner.search import Point
+from tools.planner.trace import HOST
+from tools.tables import format_table
+from utils.files import whole_file
+from utils.schema import Config
+
+matplotlib.use("Agg")
+
+GIB = 2**30
+COLORS = {
+    "parameters": "#4477aa", "gradients": "#66ccee", "optimizer": "#228833", "activations": "#ccbb44",
+    "temporaries": "#ee6677", "buffers": "#aa3377", "overhead": "#bbbbbb",
+}  # fmt: skip
+VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}
+
+
+def plan_text(plans: Sequence[Plan], request: Request) -> str:
+    """All there is to say of one layout."""
+    (plan,) = plans
+    return "\n\n".join((head(plan), memory_text(plan), messages_text(plan), time_text(plan), run_text(plan, request)))
+
+
+def head(plan: Plan) -> str:
+    """The first line: config, GPUs, layout, batch, precision."""
+    config, gpu = plan.config, plan.gpu
+    nodes = f"{plan.nodes} node{'s' if plan.nodes > 1 else ''}"
+    return (
+        f"{config.config} on {plan.layout.world_size} x {gpu.name} ({nodes}): {layout_words(plan)}; "
+        f"global batch {config.global_batch_size}, of which a data-parallel rank takes "
+        f"{config.global_batch_size // plan.layout.dp}; {precision(config)}"
+    )
+
+
+def layout_words(plan: Plan) -> str:
+    """The layout in words: tp 4 x dp 4, fsdp, recomputing full."""
+    config, layout = plan.config, plan.layout
+    words = [layout.describe("tp", "cp", "domain", "pp", "dp") or "one device"]
+    words += [config.data_parallel] if layout.world_size > 1 and config.data_parallel != "ddp" else []
+    words += ["sequence parallel"] if config.sequence_parallel and layout.tp > 1 else []
+    words += [config.cp_method] if layout.cp > 1 else []
+    words += [config.domain_method] if math.prod(layout.domain) > 1 else []
+    words += [f"{config.pp_schedule} of {config.gradient_accumulation}"] if layout.pp > 1 else []
+    if config.activation_checkpointing != "none":
+        words.append(f"recomputing {config.activation_checkpointing}")
+    return ", ".join(words)
+
+
+def rate(plan: Plan) -> str:
+    """Samples/s in three digits or more."""
+    speed = plan.samples_per_sec
+    return f"{speed:.{1 if speed >= 10 else 3}f}"
+
+
+def precision(config: Config) -> str:
+    """What matrix products are computed in: bf16, fp16, tf32 or fp32."""
+    return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
+
+
+def memory_text(plan: Plan) -> str:
+    """Memory by category as a table, and whether it fits."""
+    host = HOST if plan.config.cpu_offload else ()
+    rows = [(f"{name}, in host memory" if name in host else name, plan.memory[name] / GIB) for name in CATEGORIES]
+    rows += [
+        ("at most at once, in training", plan.peak / GIB),
+        ("at most at once, in a forward pass", plan.inference / GIB),
+        ("outside of the allocator, and its loss", plan.overhead / GIB),
+        ("needed", plan.needed / GIB),
+        (f"{plan.gpu.name} has", plan.gpu.memory / GIB),
+    ]
+    table = format_table({"memory of the rank that holds most": "", "GiB": ".2f"}, rows)
+    other = f" By closed form the peak is {differs(plan)} GiB." if differs(plan) else ""
+    return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
+
+
+def messages_text(plan: Plan) -> str:
+    """The messages of a step as a table."""
+    if not plan.time.collectives:
+        return "No messages: one device."
+    rows = [
+        (f"{c['phase']} {c['kind']}", c["group"], len(c["ranks"]), "inside a node" if c["inside"] else "across nodes",
+         c["count"], c["bytes"] / 2**20, c["seconds"] * 1e3)
+        for c in plan.time.collectives
+    ]  # fmt: skip
+    columns = {
+        "messages of a step": "", "group": "", "ranks": "d", "where": "", "count": "d", "MiB": ".2f", "ms": ".2f"
+    }  # fmt: skip
+    return format_table(columns, rows)
+
+
+def time_text(plan: Plan) -> str:
+    """The time of a step by part as a table, its error and what bounds it."""
+    time, config = plan.time, plan.config
+    rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
+    rest = "one measured run" if time.calibrated else "data sheets: --calibrate a run to narrow it"
+    return (
+        f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
+        f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
+        f"bound by {time.bound}. Reading the data is not in it.\n"
+        f"{rate(plan)} samples/s; {config.num_iters} iterations take {plan.node_hours:.2f} node-hours. "
+        f"{plan.flops / 1e12:.2f} TFLOP a step."
+    )
+
+
+def run_text(plan: Plan, request: Request, words: str = "Run it:") -> str:
+    """The command that runs a plan, behind these words."""
+    return f"{words}\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
+
+
+def search_text(plans: Sequence[Plan], request: Request) -> str:
+    """The best layouts, why others fail, and how to run the winner; of those that fit nowhere, how much they lack."""
+    if not plans:
+        return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
+    rows = [
+        (number, layout_words(plan), plan.fits, plan.needed / GIB, rate(plan),
+         plan.time.seconds * 1e3, plan.time.bound, differs(plan))
+        for number, plan in enumerate(plans, 1)
+    ]  # fmt: skip
+    columns = {
+        "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
+        "bound by": "", "closed form": "",
+    }  # fmt: skip
+    error, best = plans[0].time.error, plans[0]
+    found = f"the best of {request.compared} layouts"
+    if best.fits == "no":
+        found = f"none of {request.compared} layouts fits; those that need least"
+    run = "Nothing to run: more GPUs, or ones with more memory." if best.fits == "no" else ""
+    return (
+        f"{head(best).partition(':')[0]}, {found}:\n\n"
+        f"{format_table(columns, rows)}\n\n"
+        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. closed form: "
+        "its memory, where it is 3 % off the trace.\n\n"
+        f"{refused_text(request.refused)}\n\n{run or run_text(best, request, 'Run the first one:')}"
+    )
+
+
+def refused_text(refused: dict[str, int]) -> str:
+    """The most frequent reasons, {reason: number of layouts}, as lines."""
+    lines = [f"    {count:5}  {reason}" for reason, count in sorted(refused.items(), key=lambda item: -item[1])[:12]]
+    return "Not among them, how many and why:\n" + "\n".join(lines)
+
+
+def differs(plan: Plan) -> str:
+    """The peak by closed form beside the traced one, in GiB, where they are more than 3 % apart; else ""."""
+    closed = plan.closed_peak
+    return (
+        "" if closed is None or abs(closed / plan.peak - 1) <= 0.03 else f"{closed / GIB:.2f} of {plan.peak / GIB:.2f}"
+    )
+
+
+def scaling_text(points: Sequence[Point], request: Request) -> str:
+    """points: of tools.planner.search.scaling."""
+    rows = [
+        (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
+         rate(point.plan), point.efficiency, point.plan.needed / GIB,
+         point.plan.time.bound)
+        for point in points
+    ]  # fmt: skip
+    columns = {
+        "GPUs": "d", "scaling": "", "best layout": "", "batch": "d", "samples/s": "", "efficiency": ".0%",
+        "GiB needed": ".1f", "bound by": "",
+    }  # fmt: skip
+    return (
+        f"{request.gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
+        f"samples/s of a GPU to those of the first line.\n\n{format_table(columns, rows)}"
+    )
+
+
+def memory_picture(plans: Sequence[Plan], path: Path | str) -> None:
+    """Write the memory of each plan by category as a PNG."""
+    _bars(plans, path, time=False)
+
+
+def search_picture(plans: Sequence[Plan], path: Path | str) -> None:
+    """Write memory and time of each plan as a PNG."""
+    _bars(plans, path, time=True)
+
+
+def _bars(plans, path, time):
+    """Memory of each layout by category beside that of the GPU, and its time by part."""
+    figure = Figure(figsize=(13 if time else 9, 1.6 + 0.42 * len(plans)), layout="constrained")
+    panels = figure.subplots(1, 2 if time else 1, sharey=True, squeeze=False)[0]
+    names, places = [layout_words(plan) for plan in plans], range(len(plans))
+    left = [0.0] * len(plans)
+    for name, color in COLORS.items():
+        sizes = [(plan.overhead if name == "overhead" else plan.memory[name]) / GIB for plan in plans]
+        panels[0].barh(places, sizes, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    panels[0].plot([plan.needed / GIB for plan in plans], places, "k|", markersize=12, label="needed at once")
+    panels[0].axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
+    panels[0].set(title="memory of a rank, each category at its most", xlabel="GiB")
+    panels[0].set_yticks(places, names)
+    panels[0].invert_yaxis()
+    if time:
+        left = [0.0] * len(plans)
+        for name in dict.fromkeys(name for plan in plans for name in plan.time.parts):
+            seconds = [plan.time.parts.get(name, 0) * 1e3 for plan in plans]
+            if any(seconds):
+                panels[1].barh(places, seconds, left=left, label=name)
+                left = [a + b for a, b in zip(left, seconds, strict=True)]
+        panels[1].set(title="time of a step", xlabel="ms")
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=4)
+    _save(figure, path)
+
+
+def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
+    """Write samples/s by number of GPUs as a PNG, a curve for each kind of scaling."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for kind in ("strong", "weak"):
+        own = [point.plan for point in points if point.scaling == kind]
+        counts = [plan.layout.world_size for plan in own]
+        axes.plot(counts, [plan.samples_per_sec for plan in own], marker="o", label=kind)
+    axes.set(xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
+    axes.set_xticks(counts, map(str, counts))
+    axes.set_xticks([], minor=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def _save(figure, path):
+    with whole_file(Path(path)) as part:
+        figure.savefig(part, format="png", dpi=120)

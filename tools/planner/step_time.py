@@ -1,0 +1,265 @@
+"""How long a training step takes, from what it computes and sends (tools.planner.trace) and from a GPU's data sheet.
+
+Computation: the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785), operation by operation. Communication:
+tools.planner.collective_time. The pipeline's bubble: Narayanan et al. 2021 (arXiv:2104.04473).
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from distributed.data_parallel import SHARDED
+from tools.planner.collective_time import collective_time, node_shapes
+from tools.planner.hardware import Gpu
+from tools.planner.trace import Trace
+from tools.planner.tracker import ATTENTION
+from utils.errors import UsageError
+from utils.layout import Layout
+from utils.schema import Config
+
+# Half-widths of the band, see StepTime.
+UNCALIBRATED, CALIBRATED = 0.35, 0.20
+
+# torch.compile fuses chains of elementwise operations: about every second tensor is not written and read again.
+COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.5, 0.5
+GRAPH_LAUNCHES = 0.1  # a CUDA graph is launched once; between its kernels about 1 us is left
+HEAD_SIZES = 32, 64, 96, 128, 192, 256  # that FlashAttention-2 is built for; others are padded
+
+KINDS = {"matmul": "matmul", ATTENTION: ATTENTION}  # of operations that are counted by themselves; others: memory
+BOUNDS = {
+    "matmul": "compute", ATTENTION: "compute", "memory": "memory bandwidth", "launch": "launches",
+    "bubble": "bubble of the pipeline",
+}  # fmt: skip
+GROUP_KINDS = "domain", "dp", "cp", "pp", "tp"  # of groups, by how their names begin
+SAME_WEIGHTS = "dp", "cp", "domain", "image"  # kinds of groups whose ranks reduce gradients of the same weights
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step of the slowest traced rank; reading and preparing the data is not in it.
+
+    seconds: of the step, the sum of `parts`: matmul, attention, memory (all other kernels), launch (the GPU waits for
+    the host), communication that computation does not hide, one part for each kind of group ("communication tp"), and
+    bubble (of the pipeline). bound: what most of it is, in words. collectives: {phase, kind, group, ranks, count,
+    bytes, inside, seconds} of each kind that a rank takes part in: bytes sent and seconds of all `count` calls, hidden
+    or not; inside: every group of this kind lies in a node.
+
+    error: relative half-width of the band around `seconds`. It rests on runs of one model family on 1 to 16 A100s,
+    published in 2024 and 2025 (the forecasting ViT of the NERSC deep learning at scale tutorials): all that
+    tests/test_plan_time.py lists lie inside it. Other GPUs were not held against measurements. A run on 64 GPUs lies
+    outside, at 1.7 times the prediction: stragglers and the reading of data are not modelled.
+    """
+
+    seconds: float
+    error: float
+    calibrated: bool
+    parts: dict[str, float]
+    bound: str
+    collectives: list[dict[str, Any]]
+
+
+def step_time(
+    traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None
+) -> StepTime:
+    """StepTime of a training step.
+
+    traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node. calibration: factor on the times of
+    computation, launches included, from `calibrate`; None: they rest on data sheets.
+
+    Gradient reductions, and the gathers of sharded parameters, overlap with the computation of their phase, all but one
+    bucket; the exchanges of ring attention with attention; all else is waited for. Where all ranks share one image,
+    sharded parameters travel along the same group as its tokens: all gathers are then waited for, an upper bound.
+    """
+    steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
+    slowest = max(steps, key=lambda step: sum(step.parts.values()))
+    parts = slowest.parts
+    most: dict[str, float] = defaultdict(float)
+    for name, seconds in parts.items():
+        most[BOUNDS.get(name, name)] += seconds
+    bound = max(most, key=lambda name: most[name])
+    kind, _, group = bound.partition(" ")
+    return StepTime(
+        seconds=sum(parts.values()),
+        error=UNCALIBRATED if calibration is None else CALIBRATED,
+        calibrated=calibration is not None,
+        parts=parts,
+        bound=f"communication ({group})" if kind == "communication" else bound,
+        collectives=slowest.collectives,
+    )
+
+
+def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, summary: Mapping[str, Any]) -> float:
+    """The factor on the times of computation with which step_time gives the speed of a run that was made.
+
+    summary: a mapping, as in summary.json of a run's folder; read are samples_per_sec and, where they are there,
+    data_wait_fraction (time in which the step waited for its batch, taken out) and world_size. The other arguments
+    describe that run.
+
+    Raises UsageError where the speed is missing, is that of other ranks, or is higher than communication allows.
+    """
+    speed, ranks = summary.get("samples_per_sec"), summary.get("world_size", layout.world_size)
+    if not speed:
+        raise UsageError("calibration: the summary of the run has no samples_per_sec: no step was timed")
+    if ranks != layout.world_size:
+        raise UsageError(f"calibration: the summary is of a run on {ranks} ranks, the layout has {layout.world_size}")
+    measured = config.global_batch_size / speed * (1 - (summary.get("data_wait_fraction") or 0))
+    low, high = 1e-3, 1e3
+    for factor in (low, high):
+        predicted = step_time(traces, config, layout, gpu, factor).seconds
+        if (predicted > measured) == (factor == low):
+            raise UsageError(
+                f"calibration: {speed:.4g} samples/s cannot be met: the run took {measured:.3g} s a step, and with "
+                f"computation {factor:g} times as long it takes {predicted:.3g} s; is it of this configuration and GPU?"
+            )
+    while high / low > 1 + 1e-6:
+        middle = math.sqrt(low * high)
+        if step_time(traces, config, layout, gpu, middle).seconds < measured:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
+
+
+class _Step:
+    """The step of one traced rank."""
+
+    def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu, calibration: float):
+        self.trace, self.config, self.layout, self.gpu, self.calibration = trace, config, layout, gpu, calibration
+
+    @cached_property
+    def compute(self):
+        """{(phase, matmul | attention | memory): seconds}."""
+        seconds = Counter()
+        for operation, calls in self.trace.operations.items():
+            kind = KINDS.get(operation.kind, "memory")
+            seconds[operation.phase, kind] += calls * self._operation(operation) * self.calibration
+        return seconds
+
+    def _operation(self, operation):
+        gpu, moved = self.gpu, operation.moved
+        if self.config.enable_jit and operation.kind == "pointwise" and operation.phase != "update":
+            moved *= COMPILED_TRAFFIC
+        traffic = moved / (gpu.bandwidth * gpu.memory_efficiency)
+        if not operation.flops:
+            return traffic
+        return max(traffic, operation.flops / self._rate(operation.kind, operation.dtype))
+
+    def _rate(self, kind: str, dtype: torch.dtype) -> float:
+        """FLOP/s that are reached."""
+        gpu = self.gpu
+        low = {torch.float16: gpu.fp16, torch.bfloat16: gpu.bf16}
+        if kind == ATTENTION:
+            # In float32 each product is three in TF32 (CUTLASS, OpMultiplyAddFastF32), whatever enable_tf32 says.
+            peak = low.get(dtype, max(gpu.fp32, gpu.tf32 / 3))
+            size = self.config.embed_dim // self.config.num_heads
+            padded = next((n for n in HEAD_SIZES if n >= size), size)
+            return peak * gpu.attention_efficiency * size / padded
+        return low.get(dtype, gpu.tf32 if self.config.enable_tf32 else gpu.fp32) * gpu.matmul_efficiency
+
+    def _computing(self, phase):
+        return sum(seconds for (when, _), seconds in self.compute.items() if when == phase)
+
+    @cached_property
+    def collectives(self) -> list[dict[str, Any]]:
+        sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0])
+        for message, times in self.trace.messages.items():  # an extrapolated trace may count below zero
+            total = sums[message.phase, message.kind, message.group]
+            total[0] += times
+            total[1] += times * message.sent
+        found = []
+        for (phase, kind, group), (calls, sent) in sums.items():
+            count = max(1, round(calls))
+            ranks = self.trace.groups[group]
+            shapes = node_shapes(ranks, self.layout.world_size, self.gpu.gpus_per_node)
+            ring = not (kind == "send" or self._is_ring(kind, group))
+            seconds = max(collective_time(kind, sent, count, len(ranks), *shape, self.gpu, ring) for shape in shapes)
+            found.append(
+                {"phase": phase, "kind": kind, "group": group, "ranks": ranks, "count": count, "bytes": round(sent)}
+                | {"inside": all(nodes == 1 for nodes, _ in shapes), "seconds": seconds}
+            )
+        return found
+
+    def _is_ring(self, kind, group):
+        """The exchanges of ring attention: each is an all-to-all that sends to the next rank alone."""
+        method = {"cp": self.config.cp_method, "domain": self.config.domain_method}.get(_kind_of(group))
+        return kind == "all_to_all" and method == "ring"
+
+    def _overlaps(self, collective):
+        """What hides a collective: "compute" of its phase, "attention" of its phase, or None."""
+        phase, kind, group = collective["phase"], collective["kind"], collective["group"]
+        if self._is_ring(kind, group):
+            return ATTENTION
+        if phase == "backward" and kind == "all_reduce" and _kind_of(group) in SAME_WEIGHTS:
+            return "compute"  # gradients; over the ranks of one image where these are all
+        if phase != "update" and _kind_of(group) == "dp" and self.config.data_parallel in SHARDED:
+            return "compute"
+        return None
+
+    def _bucket(self, collective):
+        """Seconds of one reduction or gather of many, the first or the last, which nothing hides."""
+        calls = collective["count"]
+        if self.config.data_parallel not in SHARDED:  # an extrapolated trace knows the bytes, not how they are cut
+            size = len(collective["ranks"])
+            sent = 2 * (size - 1) / size * self.config.bucket_cap_mb * 2**20  # of a full bucket
+            calls = max(calls, collective["bytes"] / sent)
+        return collective["seconds"] / calls
+
+    @cached_property
+    def exposed(self):
+        """{name of a part: seconds that computation does not hide}, of what may overlap with gradients and the rest."""
+        hidden, exposed = defaultdict(list), {"gradients": Counter(), "rest": Counter()}
+        for collective in self.collectives:
+            if overlap := self._overlaps(collective):
+                hidden[collective["phase"], overlap].append(collective)
+            else:
+                exposed["rest"][_part(collective)] += collective["seconds"]
+        for (phase, overlap), found in hidden.items():
+            total = sum(c["seconds"] for c in found)
+            if overlap == ATTENTION:
+                size = len(found[0]["ranks"])
+                left = max(0, total - self.compute[phase, ATTENTION] * (size - 1) / size)
+            else:
+                parts = 1 if self.config.data_parallel in SHARDED else self.config.gradient_accumulation
+                left = min(total, max(0, total - self._computing(phase) / parts) + sum(map(self._bucket, found)))
+            name = "rest" if overlap == ATTENTION else "gradients"
+            for collective in found:
+                exposed[name][_part(collective)] += left * collective["seconds"] / total if total else 0
+        return exposed
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        parts = Counter({"matmul": 0.0, ATTENTION: 0.0, "memory": 0.0, "launch": 0.0, "bubble": 0.0})
+        for (_, kind), seconds in self.compute.items():
+            parts[kind] += seconds
+        busy = sum(parts.values())
+        for seconds in self.exposed.values():
+            parts.update(seconds)
+        parts["launch"] = max(0.0, self._host() - sum(parts.values()))
+        pipeline = busy - self._computing("update") + sum(self.exposed["rest"].values())
+        parts["bubble"] = pipeline * self._bubble()
+        return dict(parts)
+
+    def _host(self):
+        """Time in which the host starts all operations, which is that of the step if the GPU is faster."""
+        count = sum(self.trace.operations.values()) + sum(c["count"] for c in self.collectives)
+        config = self.config
+        factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
+        return count * factor * self.gpu.launch * self.calibration
+
+    def _bubble(self):
+        """Idle time relative to the time in which a stage works."""
+        stages, parts = self.layout.pp, self.config.gradient_accumulation
+        return (stages - 1) / parts / (2 if self.config.pp_schedule == "interleaved" else 1)
+
+
+def _kind_of(group: str) -> str:
+    return next((kind for kind in GROUP_KINDS if group.startswith(kind)), group)
+
+
+def _part(collective: dict[str, Any]) -> str:
+    return f"communication {_kind_of(collective['group'])}"

@@ -1,0 +1,236 @@
+"""One training step of the real code on fake tensors: what a rank holds, computes and sends.
+
+The cost does not depend on the number of ranks. Deep models are traced with few blocks and extrapolated: all is linear
+in the number of blocks of a stage.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from distributed.collectives import shard_sizes
+from distributed.data_parallel import data_parallel
+from distributed.domain_parallel import split_images, transform_forward
+from distributed.model_parallel import split_model
+from tools.instruments.memory import memory_of_a_pipeline_step, memory_of_a_step, optimizer_states
+from tools.instruments.phases import around, phases_of
+from tools.planner.cuda_autocast import CudaAutocast
+from tools.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes, receive_buffers
+from tools.planner.tracker import Message, Operation, Tracker
+from training.model import build_model
+from training.optimizer import build_optimizer
+from training.speed_options import apply_compute_options
+from training.step import AMP_DTYPES, TrainingStep
+from utils import comm
+from utils.layout import Layout
+from utils.schema import Config
+from utils.tiles import own_window
+
+SHORT = 2, 3  # blocks of a stage that are traced instead of many
+MOST, MOST_OF_DDP = 4, 16  # blocks of a stage that are traced as they are; how DDP cuts buckets is not linear
+
+# Dimensions of the mesh and combined ones; of several with the same ranks the first names the group.
+GROUPS = (
+    "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "dp_image",
+    "dp_shard_image", "tp_pp",
+)  # fmt: skip
+
+HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host memory
+
+
+@dataclass
+class Trace:
+    """A step of one rank.
+
+    memory: {label: bytes at most} of tools.planner.tracker, and "peak". held: as benchmarks.memory.memory_of_a_step
+    measures them. inference: bytes at most in a forward pass beside all that training keeps, gradients included.
+    operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
+    in this rank's group}.
+    """
+
+    memory: dict[str, float]
+    held: Mapping[str, float]
+    inference: float
+    operations: Counter[Operation]
+    messages: Counter[Message]
+    groups: dict[str, tuple[int, ...]]
+
+
+def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
+    """Traces of the ranks that may hold or do most: of a pipeline its first and last one, else rank 0.
+
+    config: as for this layout. device_type: whose kernels and whose mixed precision are meant.
+    Raises ValueError where the model cannot be split so.
+    """
+    if config.data_parallel == "zero1":
+        import torch.distributed.optim  # noqa: F401  it compiles code that reads what fake_rank replaces
+    ranks = [0]
+    if layout.pp > 1:
+        ranks.append(int(layout.groups("pp")[0][-1]))
+    return [_deep(config, layout, rank, device_type) for rank in ranks]
+
+
+def _deep(config, layout, rank, device_type):
+    stages = layout.pp * (2 if layout.pp > 1 and config.pp_schedule == "interleaved" else 1)
+    unit = stages * (config.checkpointing_interval if config.activation_checkpointing != "none" else 1)
+    blocks, left = divmod(config.depth, unit)
+    most = MOST
+    if layout.dp * layout.cp * math.prod(layout.domain) > 1 and not config.noddp:
+        most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares whole parameters
+    if left or blocks <= most:
+        return _trace(config, layout, rank, device_type)
+    few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in SHORT)
+    return extrapolated(few, more, (blocks - SHORT[0]) / (SHORT[1] - SHORT[0]))
+
+
+def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
+    """The trace of a deeper model: `few` and `times` the difference to `more`."""
+
+    def linear(a, b):
+        return a + (b - a) * times
+
+    def counted(a, b):
+        return Counter({key: n for key in a | b if (n := linear(a[key], b[key]))})
+
+    return Trace(
+        {name: linear(few.memory[name], more.memory[name]) for name in few.memory},
+        {name: linear(few.held[name], more.held[name]) for name in few.held},
+        linear(few.inference, more.inference),
+        counted(few.operations, more.operations),
+        counted(few.messages, more.messages),
+        more.groups,
+    )
+
+
+def _trace(config, layout, rank, device_type):
+    # The mathematics is the same without; what is compiled is not traced, nor is DTensor's tensor parallelism.
+    config = config.model_copy(update={"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native"})
+    device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
+    autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
+    with fake_rank(layout, rank, device_type) as fake, autocast.ahead_of_collectives() if autocast else nullcontext():
+        model = build_model(config)
+        split = (split_images if layout.domain != (1, 1) else split_model)(model, config)
+        for block in model.blocks if autocast else ():
+            block.attn.dropout = 0.0  # inside the fused kernels of a GPU it leaves nothing behind
+            transform_forward(block, autocast)
+        apply_compute_options(config, device, model)
+        with fake, torch.random.fork_rng(), _shapes(config, layout):
+            parallel = data_parallel(model, config, device, [], split)
+            optimizer = build_optimizer(config, model, device)
+            for group in optimizer.param_groups if device_type != "cpu" else ():
+                group["foreach"] = not group["fused"]  # torch's choice on a GPU
+            step_class = TrainingStep if autocast is None else partial(GpuStep, autocast)
+            step = step_class(config, device, parallel, optimizer)
+            x, y = _batch(config, layout)
+            with Tracker():
+                step(0, x, y)  # from now on the optimizer has a state
+            return measured(step, x, y)
+
+
+def _shapes(config, layout):
+    if layout.pp == 1:
+        return nullcontext()
+    samples, size = config.global_batch_size // layout.dp // config.gradient_accumulation, _own_size(config)
+    tokens = math.prod(size) // config.patch_size ** len(size)
+    if config.sequence_parallel:
+        tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
+    return pipeline_shapes((samples, config.n_in_channels, *size), (samples, tokens, config.embed_dim))
+
+
+def _own_size(config):
+    """Points of this rank's part of an image along each axis."""
+    return [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]
+
+
+def _batch(config, layout):
+    """The part of a batch that this rank works on."""
+    samples = config.global_batch_size // layout.dp
+    size = _own_size(config)
+    x = torch.empty(samples, config.n_in_channels, *size)
+    if config.model == "classifier":
+        return x, torch.empty(samples, dtype=torch.int64)
+    return x, torch.empty(samples, config.n_out_channels, *size)
+
+
+class GpuStep(TrainingStep):
+    """A training step with the mixed precision of a GPU."""
+
+    def __init__(self, mixed_precision: CudaAutocast, *args: Any):
+        self.mixed_precision = mixed_precision
+        super().__init__(*args)
+
+    def autocast(self) -> CudaAutocast:
+        """The one context of all stages: copies of parameters in low precision are made once."""
+        return self.mixed_precision
+
+
+def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
+    """The Trace of step(1, x, y), of a TrainingStep that has made a step before; of a real one too, less inference."""
+    parallel, states = step.parallel, optimizer_states(step.optimizer)
+    weights = [*parallel.model.parameters(), *parallel.model.buffers()]
+    stages = parallel.pipeline.stages if parallel.pipeline else []
+    called = [stage.submod for stage in stages] or [parallel.module]
+    buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
+    received = receive_buffers(stages)
+    there = [*weights, *states, *buckets, *received]
+    sharded = [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]
+    tracker = Tracker([*there, x, y])
+    tracker.label("parameters", weights)
+    tracker.label("optimizer", states)
+    tracker.label("gradients", buckets)
+    tracker.label("batch", [x, y])
+    tracker.label("buffers", received)
+
+    def before_update(update, *args, **kwargs):
+        tracker.label("gradients", [w.grad for w in weights if w.grad is not None])
+        return update(*args, **kwargs)
+
+    hooks = [
+        unit.register_forward_hook(lambda unit, *_: tracker.label("buffers", unit.parameters()), prepend=True)
+        for unit in sharded
+    ]  # gathered parameters
+    measure = memory_of_a_pipeline_step if parallel.pipeline else memory_of_a_step
+    with phases_of(step, tracker), around(step.scaler, "step", before_update), tracker:
+        held = measure(step, x, y, lambda tensor: tracker.label("activations", [tensor]))
+    for hook in hooks:
+        hook.remove()
+    memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
+    messages: Counter[Message] = Counter()
+    names = {group: dimensions[ranks] for group, ranks in tracker.groups.items()}
+    for message, calls in tracker.messages.items():
+        messages[message._replace(group=names[message.group])] += calls
+    groups = {names[group]: ranks for group, ranks in tracker.groups.items()}
+    inference = 0
+    if isinstance(x, FakeTensor):
+        there = [] if step.config.cpu_offload else there
+        inference = _inference(step, called[0], x, there) + (memory["gradients"] if there and not buckets else 0)
+    return Trace(memory, held, inference, tracker.operations, messages, groups)
+
+
+def _dimensions():
+    """{ranks of a group that this rank is in: the dimension of the mesh along which it lies}."""
+    names = {}
+    if dist.is_initialized():
+        for dimension in GROUPS:
+            names.setdefault(tuple(dist.get_process_group_ranks(comm.get_group(dimension))), dimension)
+        names.setdefault(tuple(range(dist.get_world_size())), "world")
+    return names
+
+
+def _inference(step, module, x, there):
+    """Bytes at most in a forward pass of a micro-batch, without gradients, beside tensors that are there."""
+    x = x.chunk(step.config.gradient_accumulation)[0].clone()
+    if step.parallel.pipeline and not step.parallel.pipeline.first:
+        x = torch.empty(step.parallel.pipeline.stages[0].tokens)
+    with Tracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
+        module(x)
+    return tracker.memory()["peak"]

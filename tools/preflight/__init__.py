@@ -1,0 +1,1 @@
+"""Checks of what a run rests on, before it starts."""

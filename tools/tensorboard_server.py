@@ -1,0 +1,154 @@
+"""TensorBoard for one user of a shared machine: served on 127.0.0.1 only, at an address that cannot be guessed.
+
+127.0.0.1 belongs to everybody who is logged in on the same node, and TensorBoard asks for no password. So the address
+carries a random token; every path outside of it answers 404. The token never stands on a command line, where `ps`
+would show it to others, and TensorBoard's separate data server stays off, because it would open a second port that has
+no token. TensorBoard runs in a process of its own, which ends when the process that started it ends, however it ends.
+
+Only the standard library is needed here: any Jupyter kernel will do, TensorBoard may live in .venv.
+"""
+
+import getpass
+import importlib.util
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from utils.errors import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def find_log_folder(folder: Path | str | None = None) -> Path:
+    """The folder to show: `folder`, else $LOGDIR, else $EXPDIR, else logs, else example_logs.
+
+    Raises UsageError where it does not exist.
+    """
+    choices = {"LOGDIR of the notebook": folder, **{f"${name}": os.environ.get(name) for name in ("LOGDIR", "EXPDIR")}}
+    for origin, choice in choices.items():
+        if choice:
+            path = Path(choice).expanduser().resolve()
+            if not path.is_dir():
+                raise UsageError(f"{path} ({origin}): no such log folder")
+            return path
+    for path in (Path("logs").resolve(), ROOT / "example_logs"):
+        if path.is_dir():
+            return path
+    raise UsageError(f"no log folder: neither {Path('logs').resolve()} nor {ROOT / 'example_logs'} is there")
+
+
+class PrivateTensorBoard:
+    """A running TensorBoard on `folder`. `stop()` ends it; so do the end of this object and of this process.
+
+    port: chosen by the system. path: /<token>/. url: its address on this machine.
+    Raises UsageError where TensorBoard does not start.
+    """
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        self.path = f"/{secrets.token_urlsafe()}/"
+        process = subprocess.Popen(
+            [_python_with_tensorboard(), "-m", "tools.tensorboard_server"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            start_new_session=True,  # interrupting a cell is not to end it
+        )  # fmt: skip
+        self.stop = weakref.finalize(self, _end, process)
+        settings = {"logdir": str(self.folder), "path_prefix": self.path.rstrip("/")}
+        print(json.dumps(settings), file=process.stdin, flush=True)
+        answer = process.stdout.readline().strip()  # type: ignore[union-attr]  # it is a pipe
+        if not answer.isdigit():
+            self.stop()
+            raise UsageError(f"TensorBoard did not start: {answer or 'see the messages of the Jupyter server'}")
+        self.port = int(answer)
+        self.url = f"http://127.0.0.1:{self.port}{self.path}"
+
+    def directions(self) -> str:
+        """How to open it from here and from another machine, as text."""
+        return (
+            f"TensorBoard shows {self.folder}\n\n"
+            f"On this machine, open\n    {self.url}\n"
+            f"From another machine, first run there\n    {tunnel_command(self.port)}\n"
+            "and leave it running; then open the same address in the browser there."
+        )
+
+    def proxy_path(self) -> str | None:
+        """Path of TensorBoard below the address of the Jupyter server; None where that server is not known."""
+        base = jupyter_base_url()
+        return base and f"{base.rstrip('/')}/proxy/{self.port}{self.path}"
+
+
+def tunnel_command(port: int) -> str:
+    """The ssh command that brings `port` of this machine to the same port of the reader's machine."""
+    user, host = getpass.getuser(), _host_name()
+    login_node = os.environ.get("SLURM_SUBMIT_HOST", host)
+    jump = "" if login_node.split(".")[0] == host.split(".")[0] else f"-J {user}@{login_node} "  # in a batch job
+    return f"ssh -N -L {port}:127.0.0.1:{port} {jump}{user}@{host}"
+
+
+def jupyter_has_proxy() -> bool:
+    """Whether jupyter-server-proxy is installed beside this kernel; the server's own environment cannot be seen."""
+    return importlib.util.find_spec("jupyter_server_proxy") is not None
+
+
+def jupyter_base_url() -> str | None:
+    """Base URL of the Jupyter server that started this kernel, such as /user/ann/; None where it is not known."""
+    if prefix := os.environ.get("JUPYTERHUB_SERVICE_PREFIX"):
+        return prefix
+    try:
+        from jupyter_core.paths import jupyter_runtime_dir
+
+        record = Path(jupyter_runtime_dir()) / f"jpserver-{os.environ['JPY_PARENT_PID']}.json"
+        return json.loads(record.read_text())["base_url"]
+    except (ImportError, KeyError, OSError, ValueError):
+        return None
+
+
+def _host_name() -> str:
+    name = socket.getfqdn()
+    return socket.gethostname() if name.startswith("localhost") else name
+
+
+def _python_with_tensorboard() -> str:
+    if importlib.util.find_spec("tensorboard"):
+        return sys.executable
+    python = ROOT / ".venv/bin/python"
+    if python.exists():
+        return str(python)
+    raise UsageError(f"this kernel has no TensorBoard and there is no {python}: run `make setup` first")
+
+
+def _end(process):
+    """Its standard input closes: it ends by itself."""
+    process.stdin.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
+def _serve() -> None:
+    """The process of its own: settings come in, the port or what went wrong goes out, end of input ends it."""
+    settings = json.loads(sys.stdin.readline())
+    try:
+        from tensorboard import program
+
+        board = program.TensorBoard()
+        board.configure(host="127.0.0.1", port=0, load_fast="false", **settings)
+        url = board.launch()
+    except Exception as error:
+        print(" ".join(f"{type(error).__name__}: {error}".split()), flush=True)
+        return
+    print(urlsplit(url).port, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve()

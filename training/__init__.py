@@ -1,0 +1,1 @@
+"""A training run: the step, the tasks, optimizer, validation, checkpoints and the folder of a run."""

@@ -1,0 +1,277 @@
+"""Checkpoints: complete or not there, written while training goes on, read by any layout, and never unpickled.
+
+One folder per checkpoint, `iter-00000500`: every rank's tensors in a safetensors file, by torch.distributed.checkpoint,
+which reshards them for whoever loads them; everything else (iteration, running sums, scaler state, config) in
+`complete.json`. That file is the completion marker: written last, it lists every other file with size and SHA-256. The
+folder is written under a temporary name and then renamed.
+`python -m tools.checkpoint` shows a checkpoint, and exports its weights.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from training.checkpoint_files import ShardWriter, describe
+from utils import comm
+
+MARKER = "complete.json"
+EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
+log = logging.getLogger(__name__)
+State = dict[str, dict[str, Any]]  # {"model", "optimizer" or "random": {name: tensor, or a parameter's moments}}
+Marker = dict[str, Any]  # of MARKER
+
+
+class CheckpointError(Exception):
+    """A checkpoint folder that is half written or damaged."""
+
+
+def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """This rank's tensors of a run: weights and buffers, optimizer moments by parameter name, random state.
+
+    model: without a DistributedDataParallel around it; its parameters may be sharded by fully_shard (DTensor).
+    optimizer: of torch.optim, or a ZeroRedundancyOptimizer, of which each rank gives the moments that it owns.
+    The tensors are the run's own, not copies. An optimizer that has not made a step yet gets moments of zero.
+    """
+    optimizer = _local(optimizer)
+    fresh = not optimizer.state
+    states: Any = get_state_dict(model, optimizer)  # torch's type allows for more than is there
+    weights, optimizer_state = states
+    if fresh:  # torch made the moments by a step of learning rate zero, and counted it
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    moments = {name: _contiguous(state) for name, state in optimizer_state["state"].items()}
+    random = {f"cpu{comm.rank()}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random[f"cuda{comm.rank()}"] = torch.cuda.get_rng_state()
+    return {"model": _contiguous(weights), "optimizer": moments, "random": random}
+
+
+def restore_state(tensors: State, model: nn.Module, optimizer: Optimizer) -> None:
+    """Put the tensors of `collect_state` back. The hyperparameters of the optimizer stay those of the config."""
+    optimizer = _local(optimizer)
+    groups = get_state_dict(model, optimizer)[1]["param_groups"]
+    optimizer_state = {"state": tensors["optimizer"], "param_groups": groups}
+    set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=optimizer_state)
+    for name, state in tensors["random"].items():
+        setter = torch.cuda.set_rng_state if name.startswith("cuda") else torch.set_rng_state
+        setter(state)
+
+
+def _local(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds this rank's moments: the one inside a ZeroRedundancyOptimizer, else itself."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def _contiguous(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors themselves, copies only of those in another memory format (channels last)."""
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _from_the_start(tensor: Tensor) -> Tensor:
+    """The stager fails on a DTensor whose local part begins in the middle of its memory (a parameter in a bucket)."""
+    if not isinstance(tensor, DTensor) or tensor.to_local().storage_offset() == 0:
+        return tensor
+    where: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    return DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, **where)
+
+
+class CheckpointFolder:
+    """The checkpoints of a run. Keeps the newest `keep` and the best one (lowest val_loss).
+
+    config: what JSON can hold, kept in every checkpoint.
+    stall_seconds: how long the last `save` held up its caller; write_seconds: how long the last write took, which goes
+    on in the background. Both None before the first.
+    `save`, `wait` and `load_newest` are called by all ranks together. They raise OSError, on every rank, where the disk
+    refuses, be it this write or the one before; a checkpoint that was there before stays whole.
+    """
+
+    def __init__(self, path: Path | str, keep: int, config: dict[str, Any] | None = None):
+        self.path, self.keep, self.config = Path(path), keep, config
+        self.stall_seconds: float | None = None
+        self.write_seconds: float | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._group: dist.ProcessGroup | None = None
+        cuda = torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
+
+    def save(
+        self,
+        iteration: int,
+        tensors: State,
+        trainer_state: dict[str, Any],
+        val_loss: float | None = None,
+        wait: bool = False,
+    ) -> Path:
+        """Write one checkpoint, every rank its part; returns the folder that it will have.
+
+        The tensors are copied to host memory, into the buffers of the save before, and written in the background: they
+        may change as soon as this returns. Only one write is in flight: the one before is waited for.
+        trainer_state: anything JSON can hold. wait: return when the checkpoint is complete.
+        """
+        started = time.perf_counter()
+        self.wait()
+        self._connect()
+        final = self.path / f"iter-{iteration:08d}"
+        marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
+        marker |= {"config": self.config, "trainer": trainer_state}
+        marker = json.loads(json.dumps(marker))  # as it is now: training goes on
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(self._stager.stage(tree_map(_from_the_start, tensors)), marker, final),
+            daemon=True,
+            name="checkpoint",
+        )
+        self._thread.start()
+        atexit.register(self._thread.join, EXIT_SECONDS)
+        if wait:
+            self.wait()
+        self.stall_seconds = time.perf_counter() - started
+        return final
+
+    def wait(self) -> None:
+        """Return when no write is in flight. Raises what went wrong in the last one, once."""
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._thread.join)
+            self._thread = None
+
+    def _connect(self) -> None:
+        """Before a write or a read: several ranks need a process group of the background's own, on the CPU.
+
+        Its collectives must not meet those of training, which run at the same time.
+        """
+        hush_single_process_warning()
+        if self._group is None and comm.world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+
+    def _write(self, tensors: State, marker: Marker, final: Path) -> None:
+        """In the background, on every rank."""
+        started = time.perf_counter()
+        writing = self.path / f".{final.name}.writing"
+        writer = ShardWriter(writing, lambda files: self._complete(writing, final, {**marker, "files": files}))
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # wraps what went wrong on each rank; every rank gets it
+            self._error = next(iter(error.failures.values()))[0]
+        except Exception as error:
+            self._error = error
+        self.write_seconds = time.perf_counter() - started
+        if self._error is None:
+            log.info("  Saved checkpoint %s, written in %.3f s", final.name, self.write_seconds)
+
+    def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
+        with open(writing / MARKER, "w") as file:
+            json.dump({"sha256": _digest(marker), **marker}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
+        writing.rename(final)
+        self._prune()
+
+    def load_newest(self, tensors: State) -> Marker | None:
+        """Read the newest whole checkpoint into `tensors`; returns its marker, or None where there is none.
+
+        tensors: of `collect_state`, in any layout; each rank reads what it holds.
+        A half-written or damaged one is passed over with a warning.
+        """
+        self.wait()
+        self._connect()
+        folder, marker = comm.on_main(self.newest_whole)
+        if folder is None:
+            return None
+        reader = HuggingFaceStorageReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
+        # The random state of a rank or device that the run did not have before is not there.
+        tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
+        dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        return marker
+
+    def newest_whole(self) -> tuple[Path, Marker] | tuple[None, None]:
+        """Folder and marker of the newest whole checkpoint, (None, None) where there is none. For one rank."""
+        for folder in self.folders():
+            try:
+                return folder, verify(folder)
+            except CheckpointError as error:
+                log.warning("%s; passing over it", error)
+        return None, None
+
+    def folders(self) -> list[Path]:
+        """Checkpoint folders, newest first, damaged ones included."""
+        return sorted(self.path.glob("iter-*"), reverse=True)
+
+    def newest_name(self) -> str:
+        """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""
+        self._join()
+        return next((folder.name for folder in self.folders() if (folder / MARKER).is_file()), "none")
+
+    def _prune(self) -> None:
+        folders = self.folders()
+        losses = {}
+        for folder in folders:
+            with contextlib.suppress(CheckpointError):
+                losses[folder] = read_marker(folder)["val_loss"]
+        best = min((folder for folder in losses if losses[folder] is not None), key=lambda f: losses[f], default=None)
+        for folder in [f for f in folders if f not in losses] + list(losses)[self.keep :]:
+            if folder != best:
+                shutil.rmtree(folder)
+
+
+def read_marker(folder: Path) -> Marker:
+    """The marker of a checkpoint. Raises CheckpointError where it is missing or damaged."""
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+        if marker.pop("sha256") != _digest(marker):
+            raise ValueError("it is damaged (SHA-256 differs)")
+        return marker
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {folder}: was not written to its end") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {error}") from None
+
+
+def verify(folder: Path) -> Marker:
+    """The marker of a checkpoint all of whose files are as they were written; raises CheckpointError otherwise."""
+    marker = read_marker(folder)
+    for name, written in marker["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {folder}: {name} is missing")
+        if describe(path) != written:
+            raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
+    return marker
+
+
+def _digest(marker: Marker) -> str:
+    return hashlib.sha256(json.dumps(marker).encode()).hexdigest()
+
+
+def hush_single_process_warning() -> None:
+    """Without a process group, which one process does not need, torch warns at every checkpoint: silence it."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,0 +1,162 @@
+"""Pictures: fields on a map, skill by lead time."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+from matplotlib.animation import PillowWriter
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MultipleLocator
+
+from weather.grid import Grid
+
+if TYPE_CHECKING:
+    from tools.forecasting.rollout import Skill
+
+matplotlib.use("Agg")
+FRAMES_PER_SECOND = 4
+FIELD, ERROR = "viridis", "RdBu_r"  # colour maps
+Style = dict[str, Any]  # options of imshow
+
+
+def forecast_figure(fields: Iterable[np.ndarray], grid: Grid, name: str, units: str) -> Figure:
+    """Input, target, prediction and error of one channel, four maps with coordinates and colour bars.
+
+    fields: (input, target, prediction), each (H, W), in physical units.
+    The first three share one colour scale; the error has its own, symmetric about zero.
+    """
+    start, target, prediction = (np.asarray(field, dtype=np.float32) for field in fields)
+    shared, symmetric = colour_scales(target, prediction - target)
+    panels = [
+        ("input", start, shared),
+        ("target", target, shared),
+        ("prediction", prediction, shared),
+        ("error", prediction - target, symmetric),
+    ]
+    figure = Figure(figsize=(11, 6))
+    for axes, (title, field, style) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, panels, strict=True):
+        image = draw_map(axes, field, grid, style)
+        axes.set_title(f"{name} {title}")
+        figure.colorbar(image, ax=axes, label=units)
+    figure.subplots_adjust(left=0.07, right=0.97, bottom=0.09, top=0.95, wspace=0.08, hspace=0.15)
+    figure.supxlabel("longitude (degrees east)", fontsize="medium")
+    figure.supylabel("latitude (degrees north)", fontsize="medium")
+    return figure
+
+
+def lead_time_figure(
+    truth: np.ndarray, forecast: np.ndarray, leads: Sequence[int], grid: Grid, title: str, units: str
+) -> Figure:
+    """Truth, forecast and error of one channel, a row of maps for each lead time.
+
+    truth, forecast: (L, H, W), in physical units. leads: (L,), hours. One colour scale for all, one for all errors.
+    """
+    scales = colour_scales(truth, forecast - truth)
+    figure = Figure(figsize=(13, 0.9 + 2.2 * len(leads)), layout="constrained")
+    panels = figure.subplots(len(leads), 3, sharex=True, sharey=True, squeeze=False)
+    for row, lead, *fields in zip(panels, leads, truth, forecast, strict=True):
+        images = draw_row(row, fields, grid, scales)
+        row[0].set_ylabel(f"+{lead} h")
+    _finish_rows(figure, panels, images, title, units)
+    return figure
+
+
+def animate(
+    path: Path,
+    truth: np.ndarray,
+    forecast: np.ndarray,
+    leads: Sequence[int],
+    grid: Grid,
+    title: Callable[[int], str],
+    units: str,
+) -> None:
+    """Write the maps of lead_time_figure as a GIF, one frame a lead time. title: a function of the lead in hours."""
+    scales = colour_scales(truth, forecast - truth)
+    figure = Figure(figsize=(13, 3.1), layout="constrained", dpi=80)
+    panels = figure.subplots(1, 3, sharex=True, sharey=True, squeeze=False)
+    images = draw_row(panels[0], (truth[0], forecast[0]), grid, scales)
+    heading = _finish_rows(figure, panels, images, title(leads[0]), units)
+    writer = PillowWriter(fps=FRAMES_PER_SECOND)
+    with writer.saving(figure, path, dpi=figure.dpi):
+        for lead, *fields in zip(leads, truth, forecast, strict=True):
+            for image, field in zip(images, (*fields, fields[1] - fields[0]), strict=True):
+                image.set_data(northern_first(field, grid))
+            heading.set_text(title(lead))
+            writer.grab_frame()
+            figure.set_layout_engine("none")  # arranged in the first frame: the maps must not move
+
+
+def skill_figure(skill: "Skill", channels: Sequence[str], units: Mapping[str, str], leads: Sequence[int]) -> Figure:
+    """RMSE and ACC by lead time, a column for each channel, a curve for each forecast.
+
+    skill: {"rmse" or "acc": {forecast: {channel: values of all lead times}}}. units: {channel: units}. leads: hours.
+    """
+    labels = {"rmse": lambda name: f"RMSE ({units[name]})", "acc": lambda _: "ACC"}
+    figure = Figure(figsize=(3.2 * len(channels), 5.2), layout="constrained")
+    panels = figure.subplots(len(labels), len(channels), sharex=True, squeeze=False)
+    for row, (score, label) in zip(panels, labels.items(), strict=True):
+        for axes, name in zip(row, channels, strict=True):
+            for forecast, values in skill[score].items():
+                axes.plot(leads, np.array(values[name], dtype=float), marker=".", label=forecast)
+            axes.set(ylabel=label(name), ylim=(0, None) if score == "rmse" else (None, 1.02))
+            axes.grid(alpha=0.3)
+            axes.xaxis.set_major_locator(MultipleLocator(24 * math.ceil(leads[-1] / 120)))  # days
+    for axes, name in zip(panels[0], channels, strict=True):
+        axes.set_title(name)
+    panels[0][0].legend(fontsize="small")
+    figure.supxlabel("lead time (hours)", fontsize="medium")
+    return figure
+
+
+def colour_scales(truth: np.ndarray, error: np.ndarray) -> tuple[Style, Style]:
+    """Options of imshow for fields, by the truth, and for errors, symmetric about zero."""
+    low, high = np.percentile(truth, [0.5, 99.5])
+    finite = error[np.isfinite(error)]
+    bound = max(float(np.abs(finite).max(initial=0)), float(np.finfo(np.float32).tiny))
+    return {"cmap": FIELD, "vmin": low, "vmax": high}, {"cmap": ERROR, "vmin": -bound, "vmax": bound}
+
+
+def draw_row(
+    row: Iterable[Axes], fields: Sequence[np.ndarray], grid: Grid, scales: tuple[Style, Style]
+) -> list[AxesImage]:
+    """Maps of truth, forecast and error on three axes; returns the images. fields: (truth, forecast), each (H, W)."""
+    truth, forecast = fields
+    styles = scales[0], scales[0], scales[1]
+    return [
+        draw_map(axes, field, grid, style)
+        for axes, field, style in zip(row, (truth, forecast, forecast - truth), styles, strict=True)
+    ]
+
+
+def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesImage:
+    """A field (H, W) on axes in degrees; returns the image. style: of imshow."""
+    latitude, longitude = grid
+    step_lat, step_lon = abs(latitude[1] - latitude[0]) / 2, (longitude[1] - longitude[0]) / 2
+    west, east = longitude[0] - step_lon, longitude[-1] + step_lon
+    south, north = latitude.min() - step_lat, latitude.max() + step_lat
+    rows = northern_first(field, grid)
+    image = axes.imshow(rows, extent=(west, east, south, north), aspect="auto", interpolation="nearest", **style)
+    axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
+    axes.set(xlim=(west, east), ylim=(south, north))
+    return image
+
+
+def northern_first(field: np.ndarray, grid: Grid) -> np.ndarray:
+    """The rows of a field in the order in which imshow draws them."""
+    return field if grid.latitude[0] > grid.latitude[-1] else field[::-1]
+
+
+def _finish_rows(figure, panels, images, title, units):
+    """Titles of the columns, colour bars, heading of a figure of rows of maps; returns the heading."""
+    for axes, name in zip(panels[0], ("truth", "forecast", "error"), strict=True):
+        axes.set_title(name)
+    figure.colorbar(images[1], ax=panels[:, :2], label=units, pad=0.01)
+    figure.colorbar(images[2], ax=panels[:, 2], label=units, pad=0.01)
+    figure.supxlabel("longitude (degrees east)", fontsize="medium")
+    figure.supylabel("latitude (degrees north)", fontsize="medium")
+    return figure.suptitle(title)

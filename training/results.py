@@ -1,0 +1,79 @@
+"""Results for people: TensorBoard pages and the table at the end of a run."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from utils import comm
+from utils.config import SPLITS
+from utils.schema import Config
+
+if TYPE_CHECKING:
+    from training.tasks.classify import ClassValidator
+    from training.tasks.forecast import Validator
+
+HEADLINE = ("u10", "v10", "t2m", "z500")
+FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
+
+
+class _NoWriter:
+    """Takes what a SummaryWriter takes and writes nothing."""
+
+    def __getattr__(self, _name):
+        return lambda *_args, **_kwargs: None
+
+
+Writer = SummaryWriter | _NoWriter
+
+
+def open_writer(folder: Path, purge_step: int) -> Writer:
+    """TensorBoard writer of rank 0; the other ranks write nothing. Events from purge_step on are forgotten."""
+    return SummaryWriter(folder, purge_step=purge_step) if comm.is_main() else _NoWriter()
+
+
+def write_validation(
+    writer: Writer, scores: dict[str, Any], validator: "Validator | ClassValidator", iteration: int
+) -> None:
+    """Write one validation to TensorBoard: loss, RMSE and ACC of each channel, pictures."""
+    writer.add_scalar("loss/valid", scores["val_loss"], iteration)
+    for kind in (*FORECASTS.values(), "acc"):
+        for number, (name, value) in enumerate(scores.get(kind, {}).items()):
+            # Numbered, because TensorBoard sorts by name and u10 is to come first.
+            writer.add_scalar(f"{kind}/{number:02d}_{name}", value, iteration)
+    if "accuracy" in scores:
+        writer.add_scalar("accuracy", scores["accuracy"], iteration)
+    for name, figure in validator.figures.items():
+        writer.add_figure(f"forecast/{name}", figure, iteration, close=False)
+    writer.flush()
+
+
+def skill_table(summary: dict[str, Any]) -> str:
+    """RMSE of the headline channels beside persistence and climatology, as lines of text."""
+    lines = [f"{'RMSE':<18}" + "".join(f"{name:>14}" for name in FORECASTS)]
+    for name in [name for name in HEADLINE if name in summary["rmse"]] or list(summary["rmse"])[:4]:
+        values = (summary.get(kind, {}).get(name) for kind in FORECASTS.values())
+        label = f"{name} ({summary['units'][name]})"
+        lines.append(f"{label:<18}" + "".join(f"{'-' if v is None else format(v, '.3f'):>14}" for v in values))
+    return "\n".join(lines)
+
+
+def print_result(summary: dict[str, Any], config: Config) -> None:
+    """What a reader wants to see at the end of a run, and the command to try next; printed by rank 0."""
+    if not comm.is_main():
+        return
+    accurate = f"accuracy {summary['accuracy']:.3f}" if "accuracy" in summary else None
+    print(f"\n{accurate or skill_table(summary)}\n")
+    print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
+    programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
+    print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")
+    if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
+        return
+    start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
+    command = f"{programs}/{start} {Path(sys.argv[0]).name} --config={config.config}"
+    for name in (*SPLITS, "data_parallel", "gradient_accumulation"):
+        if (value := getattr(config, name)) != Config.model_fields[name].default:
+            command += f" --{name}={value}"
+    print(f"try next:         {command} --run_num=bf16 --amp_mode=bf16")

@@ -1,0 +1,298 @@
+"""The training loop: a fixed number of iterations, validation at the end of epochs, checkpoints, exact resume.
+
+The host never waits for the device inside a step. Losses stay on the device and are read together every `log_every`
+iterations, at the end of an epoch and before a checkpoint.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from distributed.data_parallel import SHARDED
+from distributed.global_view import global_view, take_parts
+from distributed.parallel_model import ParallelModel
+from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.clock import Clock
+from training.model import build_model
+from training.optimizer import learning_rate
+from training.profiling import build_profiler, span
+from training.results import open_writer, print_result, write_validation
+from training.run_folder import RunFolder
+from training.step import TrainingStep
+from training.tasks.classify import ClassValidator
+from training.tasks.forecast import Validator
+from training.watchdog import Watchdog
+from utils import comm
+from utils.data_loader import Batch, BatchLoader
+from utils.device import peak_memory_bytes, synchronize
+from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
+from utils.schema import Config
+from utils.stop_signals import StopRequest
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, loaders: Sequence[BatchLoader]
+) -> int | None:
+    """Train a ParallelModel to the end of the run in its folder and print the result; returns the exit status.
+
+    loaders: of training and validation. A run that is finished already is only shown.
+    """
+    run = RunFolder(config)
+    summary = run.summary()
+    if summary and comm.is_main():
+        print(f"{run.path} is a finished run; its result:")
+    if not summary:
+        train_loader, valid_loader = loaders
+        summary = Trainer(config, device, parallel, optimizer, train_loader, valid_loader, run).fit()
+        if summary is None:
+            return STOPPED_STATUS
+        run.write_summary(summary)
+    print_result(summary, config)
+    return None
+
+
+class Trainer:
+    """Trains a ParallelModel as `config` says, in the folder `run`."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        train_loader: BatchLoader,
+        valid_loader: BatchLoader,
+        run: RunFolder,
+    ):
+        self.config, self.device, self.model, self.optimizer = config, device, parallel.model, optimizer
+        self.train_loader, self.run = train_loader, run
+        self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints, config.model_dump())
+        self.step = TrainingStep(config, device, parallel, optimizer)
+        self.profiler = build_profiler(config, device, run.path / "profile") if comm.is_main() else None
+        self.validator = (Validator if config.model == "forecast" else ClassValidator)(valid_loader)
+
+        self.iteration = 0  # optimizer steps done
+        self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
+        self.train_loss: float | None = None  # mean over the last epoch
+        self.best_val_loss = math.inf
+        self.validation_due = False  # stopped by a signal before the validation was done
+        self.resumed = False  # and no step made since
+        self.pending_losses: list[Tensor] = []  # on the device, not read yet
+        self.stop_request = StopRequest()  # of this process
+        self.stopping = False  # all ranks know of a request and stop after the same step
+        self.clock = Clock()
+        self.watchdog = Watchdog(config.watchdog_timeout, run.path)
+
+    def fit(self) -> dict[str, Any] | None:
+        """Train until num_iters; returns the summary, or None where a signal stopped the run (after a checkpoint).
+
+        Raises NonFiniteLossError, naming the iteration and the last checkpoint, where the loss is NaN or infinite.
+        """
+        self._resume()
+        config = self.config
+        if self.profiler:
+            self.profiler.check(config.num_iters - self.iteration)
+        self._log_memory()
+        self.writer = open_writer(self.run.path, purge_step=self.iteration + 1)
+        batches = self.train_loader.train(config.seed, self.iteration, config.num_iters)
+        with self.stop_request, self._progress_bar() as bar, self.watchdog:
+            result = None
+            if self.validation_due or self.iteration == config.num_iters:
+                result = self._validate()
+            self.clock.start()
+            while self.iteration < config.num_iters and not self.stopping:
+                if self.profiler:
+                    self.profiler.step()
+                self._train_step(batches)
+                bar.update()
+                result = self._after_step(bar)
+                self.watchdog.beat()
+            if self.profiler:
+                self.profiler.close()
+        batches.close()
+        self.writer.close()
+        return None if result is None or self.iteration < config.num_iters else self._summary(result)
+
+    def _train_step(self, batches: Iterator[Batch]) -> None:
+        with span("step"):
+            with span("data"):
+                waited = time.perf_counter()
+                x, y = next(batches)
+                self.clock.data_wait += time.perf_counter() - waited
+            if self.resumed:
+                self.step.settle(x)
+                self.resumed = False
+            self.pending_losses.append(self.step(self.iteration, x, y))
+        self.iteration += 1
+
+    def _after_step(self, bar: tqdm) -> dict[str, Any] | None:
+        """What happens between two steps; returns the result of a validation, or None."""
+        done, config = self.iteration, self.config
+        finished = done == config.num_iters
+        epoch = self._epochs(done)  # completed
+        end_of_epoch = epoch > self._epochs(done - 1)
+        if finished and not end_of_epoch:  # the run ends within an epoch
+            epoch, end_of_epoch = epoch + 1, True
+        save_due = finished or done % config.checkpoint_every == 0
+        self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
+        if not (save_due or end_of_epoch or self.stopping or done % config.log_every == 0):
+            return None
+
+        self._read_losses(bar)
+        result = None
+        if end_of_epoch:
+            self._log_epoch(epoch)
+            if finished or epoch % config.validate_every == 0:
+                result = self._validate()
+                save_due = save_due or (result is not None and result["val_loss"] == self.best_val_loss)
+        if save_due or self.stopping:
+            self._save(result)
+        self.clock.start()
+        return result
+
+    def _epochs(self, iterations: int) -> int:
+        """Passes over the training samples completed in so many iterations."""
+        return iterations * self.config.global_batch_size // self.train_loader.num_samples
+
+    def _read_losses(self, bar: tqdm) -> None:
+        """Bring the losses of the last iterations to the host: the one place where it waits for the device.
+
+        They are means over the batch of all ranks; the same reduction tells every rank whether one was asked to stop.
+        """
+        own = torch.stack(self.pending_losses)
+        self.pending_losses.clear()
+        *losses, stop = comm.all_reduce(torch.cat([own, own.new_tensor([self.stop_request.made])])).tolist()
+        losses, self.stopping = [loss / comm.world_size() for loss in losses], self.stopping or stop > 0
+        samples = len(losses) * self.config.global_batch_size
+        speed = self.clock.stop(len(losses), samples)
+        for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
+            if not math.isfinite(loss):
+                raise NonFiniteLossError(
+                    f"iteration {iteration}: the training loss is {loss}; "
+                    f"last good checkpoint: {self.checkpoints.newest_name()} in {self.checkpoints.path}"
+                )
+            self.epoch_loss += loss
+            self.writer.add_scalar("loss/train", loss, iteration)
+        self.epoch_iterations += len(losses)
+        self.writer.add_scalar("learning_rate", learning_rate(self.config, self.iteration - 1), self.iteration)
+        self.writer.add_scalar("speed/samples_per_sec", speed, self.iteration)
+        self.writer.add_scalar("speed/iterations_per_sec", speed / self.config.global_batch_size, self.iteration)
+        bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+
+    def _log_epoch(self, epoch: int) -> None:
+        self.train_loss = self.epoch_loss / self.epoch_iterations
+        self.epoch_loss, self.epoch_iterations = 0.0, 0
+        seconds, samples = self.clock.lap()
+        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
+        log.info("  Avg train loss=%.6f", self.train_loss)
+        log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
+        self.writer.add_scalar("loss/train_epoch", self.train_loss, self.iteration)
+
+    def _validate(self) -> dict[str, Any] | None:
+        started = time.perf_counter()
+        with span("validation"), self.step.autocast():
+            result = self.validator.run(self.step.parallel, stop=self._validation_interrupted)
+        self.validation_due = result is None
+        if result is None:
+            self.stopping = True
+            return None
+        self.best_val_loss = min(self.best_val_loss, result["val_loss"])
+        log.info("  Avg val loss=%.6f", result["val_loss"])
+        log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
+        write_validation(self.writer, result, self.validator, self.iteration)
+        return result
+
+    def _validation_interrupted(self) -> bool:
+        """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""
+        self.watchdog.beat()
+        return self.stop_request.made and comm.world_size() == 1
+
+    def _save(self, result: dict[str, Any] | None) -> None:
+        state = {
+            "epoch_loss": self.epoch_loss,
+            "epoch_iterations": self.epoch_iterations,
+            "train_loss": self.train_loss,
+            "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
+            "validation_due": self.validation_due,
+            "scaler": self.step.scaler.state_dict(),
+        }
+        tensors = global_view(collect_state(self.model, self.optimizer), self.step.parallel.split)
+        val_loss = result["val_loss"] if result else None
+        wait = self.stopping or self.iteration == self.config.num_iters or not self.config.async_save
+        try:
+            folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
+        except OSError as error:
+            raise UsageError(f"iteration {self.iteration}: a checkpoint could not be written: {error}") from None
+        log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
+
+    def _resume(self) -> None:
+        tensors = collect_state(self.model, self.optimizer)
+        view = global_view(tensors, self.step.parallel.split)
+        marker = self.checkpoints.load_newest(view)
+        if marker is None:
+            log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
+            return
+        take_parts(tensors, view, self.step.parallel.split)
+        restore_state(tensors | {"random": view["random"]}, self.model, self.optimizer)
+        self.resumed = True
+        state = marker["trainer"]
+        self.iteration = marker["iteration"]
+        self.epoch_loss, self.epoch_iterations = state["epoch_loss"], state["epoch_iterations"]
+        self.train_loss, self.validation_due = state["train_loss"], state["validation_due"]
+        self.best_val_loss = state["best_val_loss"] if state["best_val_loss"] is not None else math.inf
+        self.step.scaler.load_state_dict(state["scaler"])
+        log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
+
+    def _log_memory(self) -> None:
+        """What the scaffolding of a run takes before it computes anything, and what its first forward pass adds."""
+        high = partial(peak_memory_bytes, self.device)
+        log.info("Memory high watermark of model and optimizer (scaffolding): %.3f GiB", high() / 2**30)
+
+        def once(*_):
+            hook.remove()
+            log.info("Memory high watermark after the first forward pass: %.3f GiB", high() / 2**30)
+
+        called: nn.Module = next(iter(self.step.parallel.split.stages), self.model)
+        hook = called.register_forward_hook(once)
+
+    def _where(self) -> str:
+        """The devices and how the model is split over them."""
+        layout = self.config.layout(comm.world_size())
+        split = layout.describe("tp", "cp", "domain", "pp", "dp")
+        if layout.dp > 1 or (self.config.data_parallel in SHARDED and comm.get_size("dp_image") > 1):
+            split += f" ({self.config.data_parallel})"
+        return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
+
+    def _summary(self, result: dict[str, Any]) -> dict[str, Any]:
+        synchronize(self.device)
+        return {
+            "config": self.config.config,
+            "run": str(self.run.path),
+            "iterations": self.iteration,
+            "device": str(self.device),
+            "world_size": comm.world_size(),
+            "parameters": sum(p.numel() for p in build_model(self.config).parameters()),
+            "samples_per_sec": self.clock.steady_samples_per_sec(),
+            "data_wait_fraction": self.clock.data_wait_fraction(),
+            "peak_memory_bytes": int(comm.global_max(peak_memory_bytes(self.device), self.device)),
+            "train_loss": self.train_loss,
+            "best_val_loss": self.best_val_loss,
+            **result,
+            "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
+        }
+
+    def _progress_bar(self) -> tqdm:
+        """On a terminal; silent in a batch log."""
+        total = self.config.num_iters
+        hidden = None if comm.is_main() else True  # None: hidden unless this is a terminal
+        return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)

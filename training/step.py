@@ -1,0 +1,147 @@
+"""One optimizer step, eager or as one CUDA graph."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from distributed.domain_parallel import transform_forward
+from distributed.parallel_model import ParallelModel
+from training.losses import classification_loss, relative_l2_loss
+from training.optimizer import learning_rate, set_learning_rate
+from training.profiling import span
+from utils import comm
+from utils.schema import Config
+
+LOSSES = {"forecast": relative_l2_loss, "classifier": classification_loss}
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """The context in which the model runs: mixed precision where the config asks for it."""
+    dtype = AMP_DTYPES.get(config.amp_mode)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+class TrainingStep:
+    """Forward, loss, backward, update: step(iteration, x, y) gives the loss, a scalar on the device.
+
+    Nothing in here waits for the device, so the host runs ahead of it (with fp16, only if the optimizer is fused: it
+    then skips a step that overflowed by itself).
+    """
+
+    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer):
+        self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
+        self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
+        # Ranks with different parameters must agree whether a step has overflowed.
+        # The group is named: the default is the one that was there when torch's module was first imported.
+        Scaler = partial(SharedScaler, process_group=dist.group.WORLD)
+        self.scaler = (Scaler if self.model_parallel else torch.amp.GradScaler)(
+            device.type, enabled=config.amp_mode == "fp16"
+        )
+        self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
+        for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
+            transform_forward(stage, self.autocast())
+        self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
+
+    def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
+        """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
+        set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
+        return self.run(x, y)
+
+    def autocast(self) -> Any:
+        """The context, also a decorator, in which this step's model runs."""
+        return autocast(self.config, self.device)
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        with span("forward"), self.autocast():
+            yield
+
+    def settle(self, x: Tensor) -> None:
+        """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
+
+        Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
+        """
+        if self.parallel.replicated and not self.parallel.pipeline:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
+                for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
+                    self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _run(self, x: Tensor, y: Tensor) -> Tensor:
+        micro_batches, losses = self.config.gradient_accumulation, []
+        loss_of = LOSSES[self.config.model]
+
+        def loss(prediction, target):
+            value = loss_of(prediction, target, comm.get_group("image")) / micro_batches
+            losses.append(value.detach())
+            return self.scaler.scale(value)
+
+        self.parallel.forward_backward(x, y, loss, micro_batches, self._forward, partial(span, "backward"))
+        with span("optimizer"):
+            if self.config.clip_grad_norm or self.model_parallel:
+                self.scaler.unscale_(self.optimizer)
+            if self.config.clip_grad_norm:
+                self.parallel.clip_gradients(self.config.clip_grad_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        total = sum(losses[-micro_batches:], torch.zeros((), device=self.device))  # a pipeline tries its loss out first
+        return total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
+
+
+class SharedScaler(ShardedGradScaler):
+    """A GradScaler whose ranks agree whether a step has overflowed, also for fused optimizers: they want a scalar."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf.squeeze(), allow_fp16)
+
+
+class CapturedStep:
+    """A step captured once as a CUDA graph and then replayed: one launch instead of one for every kernel.
+
+    The graph reads its inputs from static buffers, so every batch must have the shape of the first; the learning rate
+    must be a tensor and the optimizer capturable. Method: the CUDA graphs section of PyTorch's documentation.
+    """
+
+    def __init__(self, step: Callable[..., Tensor]):
+        self.step, self.warmup_left = step, GRAPH_WARMUP_STEPS
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: list[Tensor] | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Run the step on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
+        if self.inputs is None:
+            self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+        for static, x in zip(self.inputs, inputs, strict=True):
+            if static.shape != x.shape:
+                raise ValueError(
+                    f"CUDA graph captured for a batch of shape {tuple(static.shape)}, got {tuple(x.shape)}: "
+                    "every batch must have the same shape"
+                )
+            static.copy_(x)
+        if self.warmup_left:
+            return self._warm_up()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.loss = self.step(*self.inputs)
+        self.graph.replay()
+        return self.loss.clone()  # the next replay writes over it
+
+    def _warm_up(self):
+        self.warmup_left -= 1
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            loss = self.step(*self.inputs)
+        main.wait_stream(side)
+        return loss

@@ -1,0 +1,237 @@
+"""An idealised atmosphere in closed form: a random ensemble of Rossby-Haurwitz waves on a zonal jet.
+
+The flow is nondivergent. With x = ln(1000 hPa / p), its streamfunction is a solid-body rotation and waves,
+
+    psi = -a^2 omega(x) sin(lat) + sum_k V_k(x) sum_nm Re[ a_knm(t) P_n^m(sin lat) exp(i m lon) ],
+
+in a barotropic (k = 0) and a first baroclinic (k = 1) vertical mode. Each wave turns at its angular speed
+
+    nu_kn = omega_s - 2 (Omega + omega_s) / (n (n + 1) + gamma_k),    gamma_0 = 0,    gamma_1 = (a / L_d)^2,
+
+in the steering rotation omega_s. For gamma = 0 this solves the barotropic vorticity equation exactly (Rossby
+et al. 1939; Haurwitz 1940; test case 6 of Williamson et al. 1992); gamma > 0 is the quasi-geostrophic mode
+with deformation radius L_d. An amplitude is a rotation, damped and stirred by noise: every year is a new draw
+from one climate, and the next state can be forecast but for a small error. Geopotential follows the wind by
+linear balance, temperature follows geopotential hydrostatically; surface fields and humidity are plausible
+functions of these.
+
+Haurwitz, B. 1940: The motion of atmospheric disturbances on the spherical earth. J. Marine Res. 3, 254-267.
+Rossby, C.-G. et al. 1939: Relation between variations in the intensity of the zonal circulation of the
+    atmosphere and the displacements of the semi-permanent centers of action. J. Marine Res. 2, 38-55.
+Williamson, D. L. et al. 1992: A standard test set for numerical approximations to the shallow water equations
+    in spherical geometry. J. Comput. Phys. 102, 211-224.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import sph_legendre_p_all
+
+from weather.channels import CHANNELS
+from weather.grid import latitudes, longitudes, year_frames
+
+RADIUS, OMEGA, GRAVITY, GAS = 6.371e6, 7.292e-5, 9.80665, 287.04  # m, rad s-1, m s-2, J kg-1 K-1 (dry air)
+STEP = 6 * 3600.0  # s between frames
+MEMORY = 40 * 86400.0  # s, e-folding time tau of a wave
+DEFORMATION = 1.2e6  # m, L_d of the baroclinic mode
+STEERING = 6.0e-6  # rad s-1, omega_s: 38 m s-1 at the equator (Williamson et al. 1992 take 50)
+JET = 1.6  # x of the jet: 200 hPa
+SURFACE_WIND, JET_WIND = 4.0, 30.0  # m s-1, zonal wind at the equator at 1000 hPa and at the jet
+SEASONAL_WIND = 2.5  # m s-1 that the winter jet gains and the summer jet loses, at 45 degrees
+WAVE_WIND = (15.0, 7.0)  # m s-1, root-mean-square wind speed of each vertical mode where V_k = 1
+PEAK = 7.5  # total wavenumber n of most kinetic energy
+LAPSE = 6.5e-3  # K m-1
+LEVELS = {name: np.log(1000.0 / name) for name in (1000, 850, 500, 50)}  # hPa -> x
+NOISE = 0.01  # of a channel's anomaly, whose standard deviation follows in channel order
+ANOMALY = (4.6, 5.7, 2.3, 800, 800, 2.6, 5.9, 7.8, 650, 5.9, 7.8, 650, 6.5, 8.6, 800, 3.4, 560, 22, 18, 5)
+
+
+def vertical_modes(x: float) -> tuple[np.ndarray, np.ndarray]:
+    """The vertical modes V_k(x) and their slopes dV_k/dx at x = ln(1000 hPa / p), each (2,)."""
+    bump, wave, decay = 0.65 * np.exp(-((x - JET) ** 2)), np.pi * x / JET, np.exp(-x / 3)
+    slope = -(np.pi / JET * np.sin(wave) + np.cos(wave) / 3) * decay
+    return np.array([0.45 + bump, np.cos(wave) * decay]), np.array([-2 * (x - JET) * bump, slope])
+
+
+def zonal_profile(x: float) -> tuple[float, float]:
+    """Height profile of the zonal jet, 0 at 1000 hPa and 1 at 200 hPa, and its slope."""
+    return np.sin(np.pi * x / (2 * JET)), np.pi / (2 * JET) * np.cos(np.pi * x / (2 * JET))
+
+
+def rotation(x: float) -> tuple[float, float]:
+    """Angular speed omega(x) of the zonal flow in rad s-1, and its slope."""
+    profile, slope = zonal_profile(x)
+    shear = (JET_WIND - SURFACE_WIND) / RADIUS
+    return SURFACE_WIND / RADIUS + shear * profile, shear * slope
+
+
+def mean_state(x: float) -> tuple[float, float]:
+    """Global mean geopotential (m2 s-2) and temperature (K) at x, in hydrostatic balance: dPhi/dx = R T."""
+    return 1150 + GAS * (205 * x + 88 * 1.5 * (1 - np.exp(-x / 1.5))), 205 + 88 * np.exp(-x / 1.5)
+
+
+def saturation_pressure(t: np.ndarray) -> np.ndarray:
+    """Saturation vapour pressure (Pa) over water at t (K): Clausius-Clapeyron as fitted by Bolton (1980)."""
+    return 611.2 * np.exp(17.67 * (t - 273.15) / (t - 29.65))
+
+
+class Atmosphere:
+    """Fields of the 20 `CHANNELS` on a regular grid, every 6 hours, the same for the same seed and year.
+
+    img_size: (H, W), at least (8, 16); rows from the north pole, columns from Greenwich eastward.
+    seed: non-negative integer that fixes waves, noise and mountains.
+    truncation: largest total wavenumber n; by default what the grid resolves well, at most 21.
+    Raises ValueError for a grid too small, or a truncation below 3 or beyond what the grid resolves.
+    """
+
+    def __init__(self, img_size: Sequence[int], seed: int, truncation: int | None = None):
+        height, width = img_size
+        if height < 8 or width < 16:
+            raise ValueError(f"img_size {height} x {width}: at least 8 x 16 is needed")
+        finest = min(height, width) // 2 - 1
+        n_max = min(21, 3 * height // 8, 3 * width // 16) if truncation is None else truncation
+        if not 3 <= n_max <= finest:
+            raise ValueError(f"truncation {n_max}: {height} x {width} resolves 3 to {finest}")
+        self.img_size, self.seed, self.truncation = (height, width), seed, n_max
+        self.lat, self.lon = np.deg2rad(latitudes(height))[:, None], np.deg2rad(longitudes(width))
+        self._amplitudes: dict[int, np.ndarray] = {}  # of the year that was asked for last
+        self._waves()
+        self._tables()
+        self._orography()
+
+    def _waves(self) -> None:
+        """Angular speed nu (k, 1, n), and each wave's one-step factor and standard deviation (k, m, n)."""
+        n, m = np.arange(self.truncation + 1), np.arange(self.truncation + 1)[:, None]
+        gamma = np.array([0, (RADIUS / DEFORMATION) ** 2])[:, None, None]
+        self.nu = STEERING - 2 * (OMEGA + STEERING) / np.maximum(n * (n + 1) + gamma, 1)
+        self.damping = np.exp(-STEP / MEMORY)
+        self.factor = self.damping * np.exp(-1j * m * self.nu * STEP)
+
+        # Kinetic energy: red in n beyond PEAK; in m most at 2/3 n, the waves of middle latitudes.
+        by_n = np.where(n >= 3, (n / PEAK) ** 5 / (1 + (n / PEAK) ** 8), 0)
+        energy = by_n * m**2 * np.maximum(n + 1 - m, 0) / (n + 1) ** 4
+        # A wave with E|a|^2 = 2 s^2 has the mean square wind n (n + 1) s^2 / (4 pi a^2).
+        share = 4 * np.pi * RADIUS**2 * energy / energy.sum() / np.maximum(n * (n + 1), 1)
+        self.spread = np.array(WAVE_WIND)[:, None, None] * np.sqrt(share)
+
+    def _tables(self) -> None:
+        """Latitude functions (m, n, H) from amplitudes to psi, u, v, phi; the seasonal zonal flow (H, 1)."""
+        size, theta = self.truncation + 1, np.pi / 2 - self.lat[:, 0]
+        legendre = sph_legendre_p_all(size, size, theta, diff_n=1).swapaxes(1, 2)[:, :size]
+        p, slope = legendre  # (m, n, H) to n = truncation + 1; orthonormal on the sphere, and its d/dtheta
+        n, m = np.arange(size + 1), np.arange(size)[:, None]
+
+        # P / sin(theta) at a pole has a limit for m = 1, where it is needed times m; beyond, the limit is 0.
+        sine, pole = np.sin(theta), np.sin(theta) < 1e-9
+        over_sine = np.where(pole, slope * np.cos(theta), p / np.where(pole, 1, sine))
+
+        # Linear balance, laplacian(phi) = div(f grad psi), couples the harmonic n to n + 1 and n - 1 only.
+        eps = np.sqrt(np.maximum(n**2 - m**2, 0) / (4 * n**2 - 1))  # (m, n)
+        up = n[:-1] / (n[:-1] + 1) * eps[:, 1:]
+        down = np.where(n > 1, (n + 1) / np.maximum(n, 1) * eps, 0)[:, :-1]
+        below = np.roll(p, 1, axis=1)[:, :-1]  # row n holds n - 1; the row that wraps, n = 0, has weight 0
+        phi = 2 * OMEGA * (up[..., None] * p[:, 1:] + down[..., None] * below)
+
+        p, slope, over_sine = p[:, :-1], slope[:, :-1], over_sine[:, :-1]
+        u, v = slope / RADIUS, 1j * m[..., None] * over_sine / RADIUS
+        self.tables = {"psi": p, "u": u, "v": v, "phi": phi}
+
+        # The seasonal zonal flow is the harmonic (2, 0), scaled to SEASONAL_WIND at 45 degrees.
+        scale = -SEASONAL_WIND * RADIUS / np.sqrt(45 / (16 * np.pi))
+        self.seasonal_u, self.seasonal_phi = scale * u[0, 2][:, None], scale * phi[0, 2][:, None]
+
+    def _orography(self) -> None:
+        """Fixed smooth mountains (H, W) in m, 0 to 3000, from red random harmonics."""
+        rng = np.random.default_rng([self.seed, 2])
+        a = np.zeros((self.truncation + 1, self.truncation + 1), np.complex128)  # (m, n)
+        for n in range(1, min(self.truncation, 8) + 1):
+            a[: n + 1, n] = rng.standard_normal((n + 1, 2)) @ [1, 1j] / n
+        shape = self.synthesize("psi", a)
+        self.orography = 3000 / (1 + np.exp(-3 * (shape / shape.std() - 1.2)))
+
+    def synthesize(self, name: str, amplitudes: np.ndarray) -> np.ndarray:
+        """Sum the waves on the grid: `name` is psi (m2 s-1), u, v (m s-1) or phi (m2 s-2).
+
+        amplitudes: complex (..., m, n) in m2 s-1. Returns float64 (..., H, W), not yet weighted by V_k.
+        """
+        spectrum = np.einsum("...mn,mnh->...hm", amplitudes, self.tables[name])
+        spectrum[..., 1:] /= 2  # the transform adds the conjugate half
+        return np.fft.irfft(spectrum, self.img_size[1], norm="forward")
+
+    def amplitudes(self, year: int) -> np.ndarray:
+        """A year's wave amplitudes: complex (frames, k, m, n) in m2 s-1, the first drawn from the climate."""
+        if year not in self._amplitudes:
+            rng = np.random.default_rng([self.seed, 0, year])
+            draw = rng.standard_normal((year_frames(year), *self.spread.shape, 2))
+            a = draw.view(np.complex128)[..., 0] * self.spread
+            a[1:] *= np.sqrt(1 - self.damping**2)
+            for t in range(1, len(a)):
+                a[t] += self.factor * a[t - 1]
+            self._amplitudes = {year: a}
+        return self._amplitudes[year]
+
+    def level(self, x: float, waves: Sequence[np.ndarray], season: float) -> tuple[np.ndarray, ...]:
+        """Wind u, v (m s-1), geopotential (m2 s-2) and temperature (K), each (H, W), at ln(1000 hPa / p) = x.
+
+        waves: u, v, phi from `synthesize`, each (2, H, W). season: 1 in mid-January, -1 in mid-July.
+        """
+        modes, slopes = vertical_modes(x)
+        omega, omega_slope = rotation(x)
+        profile, profile_slope = zonal_profile(x)
+        mean_phi, mean_t = mean_state(x)
+        wave_u, wave_v, wave_phi = waves
+        solid = -(RADIUS**2) * (np.sin(self.lat) ** 2 - 1 / 3)  # solid-body rotation in gradient wind balance
+        zonal_u = RADIUS * omega * np.cos(self.lat) + season * profile * self.seasonal_u
+        zonal_phi = (OMEGA * omega + omega**2 / 2) * solid + season * profile * self.seasonal_phi
+        zonal_t = (OMEGA + omega) * omega_slope * solid + season * profile_slope * self.seasonal_phi
+        u = zonal_u + modes[0] * wave_u[0] + modes[1] * wave_u[1]
+        v = modes[0] * wave_v[0] + modes[1] * wave_v[1]
+        phi = mean_phi + zonal_phi + modes[0] * wave_phi[0] + modes[1] * wave_phi[1]
+        t = mean_t + (zonal_t + slopes[0] * wave_phi[0] + slopes[1] * wave_phi[1]) / GAS
+        return u, v, phi, t
+
+    def fields(self, amplitudes: np.ndarray, hours: float) -> np.ndarray:
+        """All channels without noise from one state: float64 (20, H, W).
+
+        amplitudes: complex (k, m, n) in m2 s-1. hours: since the year began, for season and time of day.
+        """
+        season = np.cos(2 * np.pi * (hours / 24 - 15) / 365.25)
+        waves = [self.synthesize(name, amplitudes) for name in ("u", "v", "phi")]
+        (u1000, v1000, z1000, t1000), (u850, v850, z850, t850), (u500, v500, z500, t500), (_, _, z50, _) = (
+            self.level(x, waves, season) for x in LEVELS.values()
+        )
+        # Friction slows the wind and turns it towards low pressure: left in the north, right in the south.
+        turn = 0.4 * np.tanh(self.lat / np.deg2rad(15))
+        u10 = 0.75 * (np.cos(turn) * u1000 - np.sin(turn) * v1000)
+        v10 = 0.75 * (np.sin(turn) * u1000 + np.cos(turn) * v1000)
+        local_time = 2 * np.pi * (hours - 14) / 24 + self.lon
+        t2m = t1000 - LAPSE * self.orography + 1.5 * np.cos(self.lat) * np.cos(local_time)
+        mslp = 1e5 * np.exp(z1000 / (GAS * t1000))
+        sp = mslp * np.exp(-GRAVITY * self.orography / (GAS * (t1000 - LAPSE * self.orography / 2)))
+        # Moist where the wind blows poleward and in troughs, dry in the subtropics.
+        dry = 1.2 * np.sin(3 * self.lat) ** 2 * np.cos(self.lat) ** 2
+        trough = sum(waves[2]) / 1200
+        r850 = 100 / (1 + np.exp(-(1.2 - dry + 0.10 * v850 * np.sin(2 * self.lat) - trough)))
+        r500 = 100 / (1 + np.exp(-(0.3 - dry + 0.12 * v500 * np.sin(2 * self.lat) - trough)))
+        tcwv = 0.024 * r850 / 100 * saturation_pressure(t850)
+        # In the order of CHANNELS:
+        surface, low = (u10, v10, t2m, sp, mslp, t850), (u1000, v1000, z1000, u850, v850, z850)
+        return np.stack([*surface, *low, u500, v500, z500, t500, z50, r500, r850, tcwv])
+
+    def frames(self, year: int, start: int, count: int, noise: bool = True) -> np.ndarray:
+        """`count` frames of a year from `start`, 6-hourly since 1 January 00 UTC: float32 (count, 20, H, W).
+
+        noise: add the white observation noise, 1 % of each channel's anomaly; each frame draws its own.
+        Raises ValueError where the year has no such frames.
+        """
+        if not 0 <= start <= start + count <= year_frames(year):
+            raise ValueError(f"frames {start} to {start + count - 1}: {year} has {year_frames(year)}")
+        out = np.empty((count, len(CHANNELS), *self.img_size), np.float32)
+        scale = np.float32(NOISE) * np.array(ANOMALY, np.float32)[:, None, None]
+        for i, t in enumerate(range(start, start + count)):
+            out[i] = self.fields(self.amplitudes(year)[t], 6 * t)
+            if noise:
+                rng = np.random.default_rng([self.seed, 1, year, t])
+                out[i] += scale * rng.standard_normal(out.shape[1:], dtype=np.float32)
+                np.clip(out[i, -3:], 0, 100, out=out[i, -3:])  # humidity and vapour stay physical
+        return out

@@ -1,0 +1,302 @@
+"""Samples on disk: pairs of frames from year files in the ERA5 tutorial layout.
+
+A file holds the dataset `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`,
+`channel` and `channel_units`. A sample is the frame at t and the frame dt steps later, of the same file. The two are
+read straight into the caller's buffer: plain reads at known offsets where HDF5 stores a frame in one piece (they
+release Python's lock, so threads read in parallel), HDF5's own direct read where it does not. Frames in one piece can
+also be looked at where they lie, in the page cache, without a copy.
+"""
+
+import contextlib
+import math
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+
+from utils.errors import UsageError
+from utils.schema import Config
+from weather.channels import CHANNELS
+from weather.grid import Grid, latitudes, longitudes
+
+DATASET = "fields"
+
+
+class YearFile:
+    """One open file. `read` fills buffers from it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.file = h5py.File(path, "r", locking=False)  # parallel file systems may lack locks
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read as HDF5 (truncated or damaged?): {error}") from None
+        fields = self.file.get(DATASET)
+        if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
+            found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
+            self.file.close()
+            raise UsageError(f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}")
+        self.fields, self.shape = fields, fields.shape
+        self.frame_offsets = frame_offsets(fields)
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self.descriptor).st_size
+        self.map = None
+        if (
+            self.frame_offsets is not None
+            and not (self.frame_offsets % 4).any()
+            and (np.diff(self.frame_offsets) > 0).all()
+        ):
+            self.map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
+
+    def close(self) -> None:
+        """Close the file and its map."""
+        if self.map is not None:
+            self.map.close()
+        os.close(self.descriptor)
+        self.file.close()
+
+    @contextlib.contextmanager
+    def mapped(self, frame: int, later: int, channels: int, rows: slice, columns: slice) -> Iterator[np.ndarray]:
+        """Two frames, first C channels, a window of points, as an array over the file itself, (2, C, h, w).
+
+        A context manager. The array cannot be written to. A file that has become shorter is noticed at the start; one
+        that does so inside the block ends the process with SIGBUS. Raises ValueError where there is no map: there is
+        one where each frame is one piece of the file.
+        """
+        if self.map is None or self.frame_offsets is None:
+            raise ValueError(f"{self.path}: has no map, its frames must be read")
+        if os.fstat(self.descriptor).st_size < self.size:
+            raise UsageError(f"{self.path}: ends before frame {later}: the file was truncated")
+        _, _, height, width = self.shape
+        starts = [int(self.frame_offsets[f]) for f in (frame, later)]
+        strides = (starts[1] - starts[0], 4 * height * width, 4 * width, 4)
+        frames = np.ndarray((2, channels, height, width), "<f4", self.map, starts[0], strides)
+        window = frames[:, :, rows, columns]
+        if window.shape == frames.shape:
+            self._advise(mmap.MADV_WILLNEED, starts, channels)  # where it is not in the page cache, read it in one go
+        yield window
+        self._advise(mmap.MADV_DONTNEED, starts, channels)  # mapped pages would count as memory of this process
+
+    def _advise(self, advice, starts, channels):
+        for start in starts:
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.map.madvise(advice, page, start - page + 4 * channels * math.prod(self.shape[2:]))
+
+    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+        """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points."""
+        _, all_channels, height, width = self.shape
+        frames, channels, h, w = out.shape
+        if self.frame_offsets is None or w < width:
+            self._read_by_hdf5(frame, out, rows, columns)
+        elif h < height:
+            for i in range(frames):
+                for c in range(channels):
+                    self._read_at(frame + i, c, rows.start, out[i, c])
+        elif channels == all_channels and self._adjacent(frame, frames):
+            self._read_at(frame, 0, 0, out)
+        else:
+            for i in range(frames):
+                self._read_at(frame + i, 0, 0, out[i])
+
+    def _adjacent(self, frame, count):
+        """Whether `count` frames from `frame` on lie one behind the other on disk."""
+        span = self.frame_offsets[frame + count - 1] - self.frame_offsets[frame]
+        return span == (count - 1) * 4 * math.prod(self.shape[1:])
+
+    def _read_by_hdf5(self, frame, out, rows, columns):
+        window = np.s_[frame : frame + out.shape[0], : out.shape[1], rows, columns]
+        try:
+            self.fields.read_direct(out, window)
+        except OSError as error:
+            raise UsageError(f"{self.path}: frame {frame} cannot be read (damaged?): {error}") from None
+        if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
+            raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
+
+    def _read_at(self, frame, channel, row, out):
+        """One contiguous read that begins at a row of a channel of a frame."""
+        position = int(self.frame_offsets[frame]) + 4 * self.shape[3] * (row + self.shape[2] * channel)
+        count = os.preadv(self.descriptor, [out], position)
+        if count < out.nbytes:  # seldom: the rest in further reads
+            view = memoryview(out).cast("B")[count:]
+            while view:
+                position += count
+                count = os.preadv(self.descriptor, [view], position)
+                if count == 0:
+                    raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
+                view = view[count:]
+
+
+def frame_offsets(fields: h5py.Dataset) -> np.ndarray | None:
+    """Where each frame of an HDF5 dataset begins in its file, (T,); None where a frame is not one plain piece.
+
+    It is one where the dataset is contiguous, or chunked by whole frames without compression.
+    """
+    if fields.dtype != np.dtype("<f4") or fields.external is not None:
+        return None
+    start = fields.id.get_offset()
+    if start is not None:
+        return start + 4 * math.prod(fields.shape[1:]) * np.arange(len(fields))
+    if fields.chunks != (1, *fields.shape[1:]) or fields.id.get_create_plist().get_nfilters():
+        return None
+    offsets = np.zeros(len(fields), np.int64)
+    fields.id.chunk_iter(lambda chunk: offsets.__setitem__(chunk.chunk_offset[0], chunk.byte_offset))
+    return offsets if offsets.all() else None  # a chunk never written has no place
+
+
+class FieldDataset:
+    """All samples of a folder, in the order of the files' names.
+
+    folder: holds *.h5 files, one a year; they may differ in length.
+    channels: channels to read, the first ones. img_size: (H, W), the first rows and columns.
+    dt: steps from input to target. limit: only the first samples.
+    rows, columns: read this part of the image only (a slice of rows of [0, H), of columns of [0, W)).
+    Raises UsageError for a folder or file that does not hold such data.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        channels: int,
+        img_size: Sequence[int],
+        dt: int = 1,
+        limit: int | None = None,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ):
+        self.folder, self.channels, self.dt = Path(folder), channels, dt
+        self.rows = rows or slice(0, img_size[0])
+        self.columns = columns or slice(0, img_size[1])
+        self.files = []
+        try:
+            for path in self._find_files(img_size):
+                self.files.append(YearFile(path))
+                self._check_shape(self.files[-1], img_size)
+        except UsageError:
+            self.close()
+            raise
+        lengths = [file.shape[0] - dt for file in self.files]
+        self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
+        total = int(self.first_sample[-1])
+        self.num_samples = min(total, limit or total)
+        self._read_description(img_size)
+
+    def __len__(self):
+        return self.num_samples
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of one sample: (2, C, h, w), the input frame and the target frame."""
+        return 2, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @property
+    def mappable(self) -> bool:
+        """Whether `mapped` can be used."""
+        return all(file.map is not None for file in self.files)
+
+    def read(self, index: int, out: np.ndarray) -> None:
+        """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape."""
+        file, frame = self._locate(index)
+        if self.dt == 1:
+            file.read(frame, out, self.rows, self.columns)  # adjacent on disk: one read
+        else:
+            file.read(frame, out[:1], self.rows, self.columns)
+            file.read(frame + self.dt, out[1:], self.rows, self.columns)
+
+    def mapped(self, index: int) -> AbstractContextManager[np.ndarray]:
+        """Sample `index` where it lies, an array of self.shape inside a `with`: see YearFile.mapped."""
+        file, frame = self._locate(index)
+        return file.mapped(frame, frame + self.dt, self.channels, self.rows, self.columns)
+
+    def _locate(self, index: int) -> tuple[YearFile, int]:
+        number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
+        return self.files[number], int(index - self.first_sample[number])
+
+    def close(self) -> None:
+        """Close all files."""
+        while self.files:
+            self.files.pop().close()
+
+    def _find_files(self, img_size):
+        height, width = img_size
+        remedy = (
+            f"make sample data with `python -m weather.sample_data {self.folder.parent} --img_size {height} {width}`"
+        )
+        if not self.folder.is_dir():
+            raise UsageError(f"{self.folder}: no such data folder; {remedy}, or point the config to yours")
+        paths = sorted(self.folder.glob("*.h5"))
+        if not paths:
+            raise UsageError(f"{self.folder}: holds no .h5 file; {remedy}, or point the config to yours")
+        return paths
+
+    def _check_shape(self, file, img_size):
+        frames, channels, height, width = file.shape
+        if channels < self.channels:
+            raise UsageError(f"{file.path}: has {channels} channels, {self.channels} were asked for")
+        if height < img_size[0] or width < img_size[1]:
+            raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
+        if (height, width) != self.files[0].shape[2:]:
+            raise UsageError(f"{file.path}: has {height} x {width} points, unlike {self.files[0].path}")
+        if frames <= self.dt:
+            raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt} needs at least {self.dt + 1}")
+
+    def _read_description(self, img_size):
+        """Names and coordinates of the whole image, from the first file, or ERA5's where it holds none."""
+        file = self.files[0].file
+
+        def read(name, length, otherwise):
+            values = file[name].asstr()[:] if name.startswith("channel") and name in file else file.get(name)
+            return (np.asarray(values) if values is not None else np.asarray(otherwise))[:length]
+
+        height, width = self.files[0].shape[2:]
+        era5_names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), self.channels)]
+        era5_units = [c.units for c in CHANNELS] + [""] * max(0, self.channels - len(CHANNELS))
+        self.channel_names = [str(name) for name in read("channel", self.channels, era5_names)]
+        self.channel_units = [str(unit) for unit in read("channel_units", self.channels, era5_units)]
+        self.grid = Grid(
+            read("latitude", img_size[0], latitudes(height)), read("longitude", img_size[1], longitudes(width))
+        )
+
+
+class Statistics(NamedTuple):
+    """What the training years say of each channel, in physical units, float32."""
+
+    means: np.ndarray  # (C, 1, 1)
+    stds: np.ndarray  # (C, 1, 1)
+    time_means: np.ndarray  # (C, H, W), the climatology
+
+
+def load_statistics(config: Config) -> Statistics:
+    """Statistics from the three files that the config names, for its channels and image.
+
+    Raises UsageError where a file is missing, of another shape, or holds values that cannot be used.
+    """
+    channels = max(config.n_in_channels, config.n_out_channels)
+    means = read_statistics(config.global_means_path, channels)
+    stds = read_statistics(config.global_stds_path, channels)
+    if (stds <= 0).any():
+        raise UsageError(f"{config.global_stds_path}: holds standard deviations that are not positive")
+    return Statistics(means, stds, read_statistics(config.time_means_path, channels, config.img_size))
+
+
+def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
+    """Statistics of each channel from a .npy file: (C, 1, 1), or (C, H, W) where img_size is given; float32.
+
+    Raises UsageError where the file is missing, of another shape, or not finite.
+    """
+    height, width = img_size or (1, 1)
+    try:
+        values = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{path}: cannot be read as .npy statistics: {error}") from None
+    enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
+    if not enough or values.shape[2] < height or values.shape[3] < width:
+        raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")
+    values = np.ascontiguousarray(values[0, :channels, :height, :width], dtype=np.float32)
+    if not np.isfinite(values).all():
+        raise UsageError(f"{path}: holds values that are not finite")
+    return values

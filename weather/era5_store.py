@@ -1,0 +1,231 @@
+"""ERA5 as others store it: the names, units and grids of Zarr stores and NetCDF files.
+
+Known are the names of the Copernicus Climate Data Store (t2m, z with pressure_level, valid_time) and those of
+WeatherBench2 and ARCO-ERA5 (2m_temperature, geopotential with level, time).
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from utils.errors import UsageError, first_line
+from weather.atmosphere import GRAVITY
+
+if TYPE_CHECKING:
+    import xarray
+
+PACKAGES = ("zarr",)  # of requirements-era5.txt
+
+
+class Quantity(NamedTuple):
+    """A variable of ERA5: its names (Copernicus, WeatherBench2), units, and the range of any sound value."""
+
+    names: tuple[str, ...]
+    units: str
+    lowest: float
+    highest: float
+
+
+QUANTITIES = {  # by the name of a channel, less its pressure level
+    "u10": Quantity(("u10", "10m_u_component_of_wind"), "m s-1", -150, 150),
+    "v10": Quantity(("v10", "10m_v_component_of_wind"), "m s-1", -150, 150),
+    "t2m": Quantity(("t2m", "2m_temperature"), "K", 150, 350),
+    "sp": Quantity(("sp", "surface_pressure"), "Pa", 3e4, 1.2e5),
+    "mslp": Quantity(("msl", "mean_sea_level_pressure"), "Pa", 8e4, 1.2e5),
+    "tcwv": Quantity(("tcwv", "total_column_water_vapour"), "kg m-2", -5, 200),
+    "u": Quantity(("u", "u_component_of_wind"), "m s-1", -200, 200),
+    "v": Quantity(("v", "v_component_of_wind"), "m s-1", -200, 200),
+    "t": Quantity(("t", "temperature"), "K", 130, 350),
+    "z": Quantity(("z", "geopotential"), "m2 s-2", -2e4, 5e5),
+    "r": Quantity(("r", "relative_humidity"), "%", -50, 300),
+    "q": Quantity(("q", "specific_humidity"), "kg kg-1", -0.01, 0.1),
+}
+DIMENSIONS = {
+    "time": ("valid_time", "time"),
+    "level": ("pressure_level", "level"),
+    "latitude": ("latitude", "lat"),
+    "longitude": ("longitude", "lon"),
+}
+Spellings = dict[str, tuple[float, float]]  # {units in a file, less ** and ^: (factor, offset) to ours}
+UNITS: dict[str, Spellings] = {  # by ours
+    "m s-1": {"m s-1": (1, 0), "m/s": (1, 0)},
+    "K": {"K": (1, 0), "kelvin": (1, 0), "degC": (1, 273.15), "celsius": (1, 273.15), "C": (1, 273.15)},
+    "Pa": {"Pa": (1, 0), "hPa": (100, 0), "mbar": (100, 0), "millibars": (100, 0)},
+    "m2 s-2": {"m2 s-2": (1, 0), "m2/s2": (1, 0), "m": (GRAVITY, 0), "gpm": (GRAVITY, 0)},  # a height: z = g h
+    "%": {"%": (1, 0), "percent": (1, 0), "1": (100, 0), "(0 - 1)": (100, 0)},
+    "kg m-2": {"kg m-2": (1, 0), "kg/m2": (1, 0)},
+    "kg kg-1": {"kg kg-1": (1, 0), "kg/kg": (1, 0), "1": (1, 0), "g kg-1": (1e-3, 0), "g/kg": (1e-3, 0)},
+}
+
+
+def channel_key(name: str) -> tuple[str, int | None]:
+    """(quantity, pressure level in hPa or None) of a channel: u10 is ('u10', None), u500 is ('u', 500)."""
+    return (name, None) if name in QUANTITIES else (name[0], int(name[1:]))
+
+
+def relative_humidity(q: np.ndarray, t: np.ndarray, pressure: float) -> np.ndarray:
+    """Relative humidity (%) as ERA5 defines it, from specific humidity (kg kg-1), temperature (K), pressure (Pa).
+
+    The vapour pressure as a part of its saturation value, over water above 0 degrees C, over ice below -23 degrees C,
+    and between the two a mixture quadratic in temperature: ECMWF 2016, IFS Documentation CY41R2, Part IV: Physical
+    Processes, chapter 7; saturation by Tetens' formula with the parameters given there (Buck 1981; Alduchov and
+    Eskridge 1996).
+    """
+    triple, ice_only, ratio = 273.16, 250.16, 287.0597 / 461.5250  # K, K, gas constants of dry air and vapour
+    water = 611.21 * np.exp(17.502 * (t - triple) / (t - 32.19))
+    ice = 611.21 * np.exp(22.587 * (t - triple) / (t + 0.7))
+    part = np.clip((t - ice_only) / (triple - ice_only), 0, 1) ** 2
+    vapour = pressure * q / (ratio + (1 - ratio) * q)
+    return 100 * vapour / (part * water + (1 - part) * ice)
+
+
+class Store:
+    """One Zarr store or NetCDF file: a global grid, rows from the north, columns from Greenwich eastward.
+
+    Attributes: address; times (T,) datetime64[s]; levels, a list in hPa; latitude (H,), longitude (W,) in degrees.
+    Raises UsageError where it cannot be opened or is no such grid.
+    """
+
+    def __init__(self, address: str):
+        self.address = address
+        data = _open(address)
+        found = {ours: next((n for n in names if n in data.dims), None) for ours, names in DIMENSIONS.items()}
+        for ours, name in found.items():
+            if name is None and ours != "level":
+                raise UsageError(f"{address}: has no dimension {' or '.join(DIMENSIONS[ours])}: it has {[*data.dims]}")
+            if name is not None and name not in data.coords:
+                raise UsageError(f"{address}: dimension {name} has no values")
+        data = data.rename({name: ours for ours, name in found.items() if name and name != ours})
+        self.times = self._read_times(data["time"])
+        self.levels = self._read_levels(data)
+        latitude = data["latitude"].values.astype(np.float64).round(5)
+        if latitude[0] < latitude[-1]:
+            data, latitude = data.isel(latitude=slice(None, None, -1)), latitude[::-1]
+        longitude = data["longitude"].values.astype(np.float64).round(5) % 360
+        self.first_column = int(np.argmin(longitude))  # Greenwich, or the first east of it
+        self.data, self.latitude = data, latitude
+        self.longitude = np.roll(longitude, -self.first_column)
+        self._check_grid()
+
+    def variable(self, quantity: str, level: float | None = None) -> "xarray.DataArray | None":
+        """The variable that holds a quantity (at a level in hPa), a lazy xarray.DataArray, or None."""
+        return next(self._variables(quantity, level), None)
+
+    def _variables(self, quantity: str, level: float | None) -> Iterator["xarray.DataArray"]:
+        for name in QUANTITIES[quantity].names:
+            variable = self.data.get(name)
+            if variable is not None and (level is None or ("level" in variable.dims and level in self.levels)):
+                yield variable
+
+    def find(self, times: np.ndarray) -> np.ndarray:
+        """The index of each of `times` (datetime64[s]), -1 where there is none."""
+        index = np.minimum(np.searchsorted(self.times, times), len(self.times) - 1)
+        return np.where(self.times[index] == times, index, -1)
+
+    def check(self, quantity: str, level: float | None) -> None:
+        """Raises UsageError where the variable of a quantity has unknown units, or a dimension too many."""
+        variable = next(self._variables(quantity, level))
+        self.conversion(quantity, variable)
+        others = {dim: size for dim, size in variable.sizes.items() if dim not in DIMENSIONS and size > 1}
+        if others:
+            raise UsageError(f"{self.address}: {variable.name} has also the dimensions {others}: select one of each")
+
+    def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
+        """Read (T, L, H, W) float32 in ERA5's units, at `levels` ([None] for the surface), at indices `frames`.
+
+        Raises UsageError for data that cannot be read.
+        """
+        variable = next(self._variables(quantity, levels[0]))
+        factor, offset = self.conversion(quantity, variable)
+        part: dict[Any, Any] = {"time": _as_slice(frames)}
+        order = ["time", "latitude", "longitude"]
+        if levels != [None]:
+            part["level"] = [self.levels.index(level) for level in levels if level is not None]
+            order.insert(1, "level")
+        part |= dict.fromkeys(set(variable.dims) - set(order), 0)  # of length 1
+        try:
+            values = variable.isel(part).transpose(*order).values
+        except Exception as error:  # whatever a codec or a network may raise
+            raise UsageError(f"{self.address}: {variable.name} cannot be read: {first_line(error)}") from error
+        if (factor, offset) != (1, 0):
+            values = values * float(factor) + offset
+        values = values.astype(np.float32, copy=False)
+        if self.first_column:
+            values = np.roll(values, -self.first_column, axis=-1)
+        return values if "level" in order else values[:, None]
+
+    def conversion(self, quantity: str, variable: "xarray.DataArray") -> tuple[float, float]:
+        """(factor, offset) from a variable's units to ERA5's. None given are taken to be ERA5's, but for r.
+
+        (Regridded WeatherBench2 stores give none. Relative humidity may be a fraction or a percentage.)
+        Raises UsageError for units that are not known.
+        """
+        theirs, known = units_of(variable), UNITS[QUANTITIES[quantity].units]
+        if not theirs and quantity != "r":
+            return 1, 0
+        for spelling, conversion in known.items():
+            if theirs.lower() == spelling.lower():
+                return conversion
+        raise UsageError(f"{self.address}: {variable.name} has unknown units '{theirs}' (known: {', '.join(known)})")
+
+    def _read_times(self, coordinate: "xarray.DataArray") -> np.ndarray:
+        if coordinate.dtype.kind != "M":
+            raise UsageError(f"{self.address}: {coordinate.name} is not in dates of the standard calendar")
+        times = coordinate.values.astype("datetime64[s]")
+        if not len(times) or np.any(np.diff(times) <= np.timedelta64(0, "s")):
+            raise UsageError(f"{self.address}: its times do not increase")
+        return times
+
+    def _read_levels(self, data: "xarray.Dataset") -> list[float]:
+        if "level" not in data.dims:
+            return []
+        units = units_of(data["level"]) or "hPa"
+        if units.lower() not in ("hpa", "mbar", "millibars", "millibar", "pa"):
+            raise UsageError(f"{self.address}: its pressure levels have unknown units '{units}' (known: hPa, Pa)")
+        return [float(level) / (100 if units.lower() == "pa" else 1) for level in data["level"].values]
+
+    def _check_grid(self) -> None:
+        latitude, longitude, width = self.latitude, self.longitude, len(self.longitude)
+        whole_circle = np.allclose(longitude, longitude[0] + 360 / width * np.arange(width), atol=1e-3)
+        if width < 2 or not whole_circle or longitude[0] >= 360 / width:
+            raise UsageError(f"{self.address}: its {width} longitudes do not go once around the globe in equal steps")
+        steps = -np.diff(latitude)
+        if len(steps) == 0 or steps.min() <= 0 or abs(latitude).max() > 90 or np.ptp(latitude) + 2 * steps.max() < 180:
+            raise UsageError(f"{self.address}: its {len(latitude)} latitudes do not go from pole to pole")
+
+
+def units_of(variable: "xarray.DataArray") -> str:
+    """The units a variable gives, powers without ** and ^: 'm s-1'; '' where it gives none."""
+    return str(variable.attrs.get("units", "")).replace("**", "").replace("^", "").strip()
+
+
+def _open(address: str) -> "xarray.Dataset":
+    """The xarray.Dataset of a Zarr store or NetCDF file, not read yet (and without dask: no chunks)."""
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if absent:
+        raise UsageError(f"{', '.join(absent)} not installed: pip install -r requirements-era5.txt")
+    import xarray  # optional: only this command needs it
+
+    remote = "://" in address
+    if not remote and not Path(address).exists():
+        raise UsageError(f"{address}: no such file or folder")
+    try:
+        if remote or Path(address).is_dir():
+            options = {"token": "anon"} if address.startswith("gs://") else None  # the public buckets
+            with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
+                return xarray.open_zarr(address, chunks=None, storage_options=options)
+        engine = "h5netcdf" if h5py.is_hdf5(address) else "scipy"  # NetCDF 4, or NetCDF 3
+        return xarray.open_dataset(address, engine=engine, chunks=None)
+    except Exception as error:  # each format and file system has its own
+        raise UsageError(f"{address}: cannot be opened as Zarr or NetCDF: {first_line(error)}") from error
+
+
+def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
+    """Increasing indices as a slice where their step is constant: stores read slices faster."""
+    step = int(indices[1] - indices[0]) if len(indices) > 1 else 1
+    return slice(int(indices[0]), int(indices[-1]) + 1, step) if np.all(np.diff(indices) == step) else indices

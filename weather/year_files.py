@@ -1,0 +1,227 @@
+"""Write a data set: year files split into train, valid and test, and the statistics of the training years.
+
+    OUT/{train,valid,test}/YYYY.h5   fields [time, channel, lat, lon] float32, 6-hourly from 1 January 00 UTC,
+                                     with latitude, longitude, time, channel and channel_units
+    OUT/stats/global_means.npy       (1, C, 1, 1) float32, of the training years only; so global_stds.npy
+    OUT/stats/time_means.npy         (1, C, H, W) float32, the climatology of the training years
+
+A file appears under its name when it is whole, and carries the settings it was made with: making the same data set
+again makes what is missing. Where the frames come from is the caller's (sample_data.py, prepare_era5.py).
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from tqdm import tqdm
+
+from utils.errors import UsageError
+from utils.files import whole_file
+from weather.channels import CHANNELS
+from weather.grid import Grid, year_frames
+
+SPLITS = ("train", "valid", "test")
+STATS = ("global_means", "global_stds", "time_means")
+CHUNK_BYTES = 64e6  # of frames held in memory at a time
+FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
+
+
+def parse_years(text: str) -> tuple[int, ...]:
+    """The years of '1979', '1979-1982' or '1979,1981-1983' as a tuple of ints. Raises UsageError."""
+    years: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{4})(-(\d{4}))?", part.strip())
+        if not match:
+            raise UsageError(f"years '{text}': write 1979, 1979-1982 or 1979,1981-1983")
+        first, last = int(match[1]), int(match[3] or match[1])
+        if first > last:
+            raise UsageError(f"years '{text}': {first} is after {last}")
+        years += range(first, last + 1)
+    return tuple(years)
+
+
+def parse_days(text: str) -> int:
+    """The number of days of '60', or 0 for 'all'. Raises UsageError."""
+    if text != "all" and not text.isdigit():
+        raise UsageError(f"days '{text}': give a number, or 'all' for whole calendar years")
+    return 0 if text == "all" else int(text)
+
+
+class YearFileWriter:
+    """The year files of one data set, checked when constructed, written by `make`.
+
+    out: folder. train_years, valid_years, test_years: iterables of int. days: of each year, 0 for all.
+    grid: of all frames. settings: what else the values depend on (JSON).
+    title: says what data this is; files with another title are never touched. attributes: for every file.
+    overwrite: replace files of this title made with other settings.
+    Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
+    """
+
+    def __init__(
+        self,
+        out: Path | str,
+        train_years: Iterable[int],
+        valid_years: Iterable[int],
+        test_years: Iterable[int],
+        days: int,
+        grid: Grid,
+        settings: dict[str, Any],
+        title: str,
+        attributes: dict[str, Any],
+        overwrite: bool = False,
+    ):
+        self.out, self.grid, self.settings = Path(out), grid, settings
+        self.attributes = {"title": title, **attributes}
+        years = _split_years(train_years, valid_years, test_years)
+        if not 0 <= days <= 365:
+            raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
+        self.frames = {
+            self.out / split / f"{year:04d}.h5": 4 * days or year_frames(year) for year, split in years.items()
+        }
+        self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
+        self.stale = self._stale_files(overwrite)
+        self.missing = [path for path in self.frames if path in self.stale or not path.exists()]
+        if len(self.missing) == len(self.frames) and not self.stale and any(path.exists() for path in self.stats):
+            raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
+        self._check_space()
+
+    def missing_years(self) -> dict[int, int]:
+        """{year: number of frames} of the year files that `make` will write."""
+        return {int(path.stem): self.frames[path] for path in self.missing}
+
+    def make(self, read_frames: FrameReader) -> int:
+        """Write what is missing, print a line; returns the number of year files written.
+
+        read_frames(year, first, count) returns frames (count, C, H, W), `first` counted from 1 January.
+        Raises UsageError where `out` cannot be written.
+        """
+        try:
+            return self._make(read_frames)
+        except OSError as error:
+            raise UsageError(f"{self.out}: cannot be written: {error.strerror or error}") from error
+
+    def _make(self, read_frames: FrameReader) -> int:
+        if any(path.parent.name == "train" for path in [*self.missing, *self.stale]):
+            for path in self.stats:
+                path.unlink(missing_ok=True)  # from here on they would describe other training years
+        for path in self.stale:
+            path.unlink()
+        with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
+            for path in self.missing:
+                with whole_file(path) as part:
+                    self._write_year(part, int(path.stem), self.frames[path], read_frames, progress)
+        described = all(path.exists() for path in self.stats)
+        if not described:
+            train = [path for path in self.frames if path.parent.name == "train"]
+            for path, value in zip(self.stats, training_statistics(train), strict=True):
+                with whole_file(path) as part, open(part, "wb") as file:
+                    np.save(file, value)
+
+        size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
+        news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
+        frames = sum(self.frames.values())
+        print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
+        return len(self.missing)
+
+    def _stale_files(self, overwrite: bool) -> list[Path]:
+        """Year files there that these settings would not make. Raises UsageError unless they may be replaced."""
+        stale = []
+        for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
+            title, settings = _read_origin(path)
+            if title != self.attributes["title"]:
+                raise UsageError(f"{path} is not '{self.attributes['title']}', left alone: choose another folder")
+            if path in self.frames and settings == self.settings:
+                continue
+            if not overwrite:
+                why = "was made with other settings" if path in self.frames else "is not a year of this split"
+                raise UsageError(f"{path} {why}: choose another folder, or replace it with --overwrite")
+            stale.append(path)
+        return stale
+
+    def _check_space(self) -> None:
+        """Raises UsageError where the disk does not hold the missing frames."""
+        folder = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
+        points = len(self.grid[0]) * len(self.grid[1])
+        need = 4 * (sum(self.missing_years().values()) + 1) * len(CHANNELS) * points
+        free = shutil.disk_usage(folder).free
+        if need > free:
+            raise UsageError(f"{self.out}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
+
+    def _write_year(self, path, year, frames, read_frames, progress):
+        latitude, longitude = self.grid
+        start = datetime(year, 1, 1, tzinfo=UTC).timestamp() / 3600
+        with h5py.File(path, "w") as file:
+            scales = {
+                "time": (start + 6 * np.arange(frames), {"units": "hours since 1970-01-01"}),
+                "channel": ([channel.name for channel in CHANNELS], {}),
+                "latitude": (latitude, {"units": "degrees_north"}),
+                "longitude": (longitude, {"units": "degrees_east"}),
+            }
+            fields = file.create_dataset("fields", (frames, len(CHANNELS), len(latitude), len(longitude)), "f4")
+            for axis, (name, (values, attributes)) in enumerate(scales.items()):
+                file[name] = values
+                file[name].attrs.update(attributes)
+                file[name].make_scale(name)
+                fields.dims[axis].attach_scale(file[name])
+            file["channel_units"] = [channel.units for channel in CHANNELS]
+            file["channel_units"].dims[0].attach_scale(file["channel"])
+            file.attrs.update(self.attributes)
+            file.attrs["settings"] = json.dumps(self.settings)
+            for first, count in _chunks(fields):
+                fields[first : first + count] = read_frames(year, first, count)
+                progress.update(count)
+
+
+def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
+    """Statistics of the year files `paths`, in one pass, added up in float64.
+
+    Returns float32 global_means and global_stds, each (1, C, 1, 1), and time_means (1, C, H, W).
+    """
+    total, squares, count = np.zeros(1), np.zeros(1), 0
+    for path in paths:
+        with h5py.File(path) as file:
+            for first, step in _chunks(file["fields"]):
+                x = file["fields"][first : first + step].astype(np.float64)
+                total, squares, count = total + x.sum(0), squares + np.square(x).sum((0, 2, 3)), count + step
+    time_means = total / count  # (C, H, W)
+    means = time_means.mean((1, 2))
+    variances = squares / (count * time_means[0].size) - means**2
+    arrays = means[None, :, None, None], np.sqrt(variances)[None, :, None, None], time_means[None]
+    return [array.astype(np.float32) for array in arrays]
+
+
+def _split_years(*years_of_splits):
+    """{year: split}. Raises UsageError for a year in two splits, and where no year is for training."""
+    years = {}
+    for split, values in zip(SPLITS, years_of_splits, strict=True):
+        for year in values:
+            if not 1 <= year <= 9999:
+                raise UsageError(f"year {year}: must be 1 to 9999")
+            if year in years:
+                where = f"twice in {split}" if years[year] == split else f"in both {years[year]} and {split}"
+                raise UsageError(f"year {year} is {where}: each year belongs to one split, else the test leaks")
+            years[year] = split
+    if "train" not in years.values():
+        raise UsageError("no training year")
+    return years
+
+
+def _read_origin(path):
+    """The title and settings a year file was made with, None where it has none."""
+    try:
+        with h5py.File(path) as file:
+            return file.attrs["title"], json.loads(file.attrs["settings"])
+    except (OSError, KeyError, ValueError, TypeError):
+        return None, None
+
+
+def _chunks(fields):
+    """(first frame, number of frames) of parts of a dataset that fit in memory."""
+    step = max(1, int(CHUNK_BYTES // (fields.nbytes / len(fields))))
+    return [(first, min(step, len(fields) - first)) for first in range(0, len(fields), step)]
