@@ -13,15 +13,15 @@ import argparse
 import sys
 import time
 
-from distributed.data_parallel import data_parallel
-from distributed.domain_parallel import split_images
+from distributed.data_parallel import DataParallelOptions, data_parallel
+from distributed.domain_parallel import DomainOptions, split_images
 from tools.forecasting.dated_frames import Frames, choose_starts
 from tools.forecasting.output_files import attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import report
 from tools.forecasting.trained_run import find_checkpoint, load_weights_into, run_config
 from training.model import build_model
-from training.speed_options import apply_compute_options
+from training.speed_options import apply_speed_options
 from utils import comm
 from utils.errors import ArgumentParser, UsageError, reported_as_usage_error
 from utils.launch import read_launch
@@ -41,15 +41,15 @@ def main(argv: list[str] | None = None) -> None:
 
     model = build_model(config)  # names and shapes; memory comes when it is known who holds what
     with reported_as_usage_error(ValueError, config.config):
-        split = split_images(model, config)
+        split = split_images(model, config.options(DomainOptions))
     frames = comm.agree(lambda: Frames(getattr(config, DATA[options.split]), config, device))
     leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
     starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
     channel = comm.agree(lambda: shown_channel(frames.dataset.channel_names[: config.n_out_channels], options.channel))
     checkpoint, marker = comm.on_main(lambda: find_checkpoint(options.run_folder, options.checkpoint))
 
-    apply_compute_options(config, device, model)
-    parallel = data_parallel(model, config, device, weights=(), split=split)
+    apply_speed_options(config, device, model)
+    parallel = data_parallel(model, config.options(DataParallelOptions), device, weights=(), split=split)
     comm.agree(lambda: load_weights_into(parallel, checkpoint))
     out = options.out or f"{options.run_folder}/forecast"
     comm.on_main(lambda: prepare_folder(out))

@@ -7,37 +7,32 @@ Exit status: 0 finished, 1 the loss became non-finite, 2 settings or input canno
 after saving a checkpoint (the same command continues).
 """
 
-import torch
-
-from distributed.data_parallel import data_parallel
+from distributed.data_parallel import DataParallelOptions, data_parallel
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
-from training.profiling import restart_under_nsys
-from training.run import train
-from training.speed_options import apply_compute_options
+from training.run import Run
+from training.speed_options import apply_speed_options
+from training.start import start
+from training.step import TrainingStep
 from utils import comm
-from utils.config import load_config
-from utils.data_loader import build_loaders
-from utils.launch import read_launch
 
 
 def main(argv: list[str] | None = None) -> int | None:
     """Train as the words of a command line say (sys.argv's, if none are given); returns the exit status."""
-    launch = read_launch()
-    config = load_config(argv, __doc__, launch.world_size)
-    layout = config.layout(launch.world_size, launch.ranks_per_node)
-    restart_under_nsys()
-    device = comm.init(config.device, config.comm_timeout)
-    comm.build_mesh(device, layout)
+    config, device, task = start(argv, __doc__)
 
-    model = build_model(config)  # names and shapes; memory comes when it is known who holds what
-    apply_compute_options(config, device, model)
-    loaders = comm.agree(lambda: build_loaders(config, device))
-    parallel = data_parallel(model, config, device, initial_weights(config))
+    model = build_model(config)  # names and shapes; parameters are allocated once each rank knows its share
+    apply_speed_options(config, device, model)
+    loaders = comm.agree(lambda: task.build_loaders(device))
+    parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config))
     optimizer = build_optimizer(config, model, device)
-    torch.manual_seed(config.seed + comm.dropout_stream())
+    step = TrainingStep(config, device, parallel, optimizer, task.loss)
 
-    return train(config, device, parallel, optimizer, loaders)
+    with Run(config, step, task, loaders) as run:  # continues from the newest checkpoint in its folder
+        for x, y in run.batches():
+            loss = step(run.iteration, x, y)  # forward, backward, update
+            run.after_step(loss)  # log, validate, save, each where it is due
+    return run.status()
 
 
 if __name__ == "__main__":

@@ -7,43 +7,36 @@ Every rank reads, embeds and predicts its band of latitude or its tile alone. Th
 with any strategy of rung 2. Exit status: as train.py.
 """
 
-import torch
-
-from distributed.data_parallel import data_parallel
-from distributed.domain_parallel import split_images
+from distributed.data_parallel import DataParallelOptions, data_parallel
+from distributed.domain_parallel import DomainOptions, split_images
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
-from training.profiling import restart_under_nsys
-from training.run import train
-from training.speed_options import apply_compute_options
+from training.run import Run
+from training.speed_options import apply_speed_options
+from training.start import start
+from training.step import TrainingStep
 from utils import comm
-from utils.config import load_config
-from utils.data_loader import build_loaders
-from utils.errors import reported_as_usage_error
-from utils.launch import read_launch
 
 SPLITS = ("tensor_parallel", "domain_parallel")
 
 
 def main(argv: list[str] | None = None) -> int | None:
     """Train as the words of a command line say (sys.argv's, if none are given); returns the exit status."""
-    launch = read_launch()
-    config = load_config(argv, __doc__, launch.world_size, "config/shard.yaml", SPLITS)
-    layout = config.layout(launch.world_size, launch.ranks_per_node)
-    restart_under_nsys()
-    device = comm.init(config.device, config.comm_timeout)
-    comm.build_mesh(device, layout)
+    config, device, task = start(argv, __doc__, "config/shard.yaml", SPLITS)
 
-    model = build_model(config)  # names and shapes; memory comes when it is known who holds what
-    with reported_as_usage_error(ValueError, config.config):
-        split = split_images(model, config)
-    apply_compute_options(config, device, model)
-    loaders = comm.agree(lambda: build_loaders(config, device))
-    parallel = data_parallel(model, config, device, initial_weights(config), split)
+    model = build_model(config)  # names and shapes; parameters are allocated once each rank knows its share
+    split = split_images(model, config.options(DomainOptions))
+    apply_speed_options(config, device, model)
+    loaders = comm.agree(lambda: task.build_loaders(device))
+    parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config), split)
     optimizer = build_optimizer(config, model, device)
-    torch.manual_seed(config.seed + comm.dropout_stream())
+    step = TrainingStep(config, device, parallel, optimizer, task.loss)
 
-    return train(config, device, parallel, optimizer, loaders)
+    with Run(config, step, task, loaders) as run:  # continues from the newest checkpoint in its folder
+        for x, y in run.batches():
+            loss = step(run.iteration, x, y)  # forward, backward, update
+            run.after_step(loss)  # log, validate, save, each where it is due
+    return run.status()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from utils.layout import Sizes, shard_sizes
+
 ops = torch.ops._c10d_functional
 
 
@@ -38,7 +40,6 @@ class Group(NamedTuple):
 
 
 AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
-Sizes = tuple[int, ...]  # of the pieces of a dimension, by rank
 
 
 def as_group(group: AnyGroup) -> Group:
@@ -48,11 +49,6 @@ def as_group(group: AnyGroup) -> Group:
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     return Group(group.group_name, dist.get_rank(group), group.size()) if group is not None else Group("", 0, 1)
-
-
-def shard_sizes(length: int, size: int) -> Sizes:
-    """Cut `length` into `size` contiguous pieces as even as can be, the longer first: (45, 4) -> (12, 11, 11, 11)."""
-    return tuple(length // size + (rank < length % size) for rank in range(size))
 
 
 def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from distributed.attention import METHODS
 from distributed.collectives import AnyGroup, as_group, shard_sizes, sum_over_ranks
 from networks.vit import Attention, Transformer
+from utils.errors import LayoutError
 
 
 def context_parallel(model: Transformer, group: AnyGroup, method: str = "gather") -> None:
@@ -32,12 +33,12 @@ def context_parallel(model: Transformer, group: AnyGroup, method: str = "gather"
     """
     group = as_group(group)
     if method not in METHODS:
-        raise ValueError(f"context parallel: no method '{method}', there are {', '.join(METHODS)}")
+        raise LayoutError(f"context parallel: no method '{method}', there are {', '.join(METHODS)}")
     if group.size == 1:
         return
     rows, *others = model.head.grid
     if group.size > rows:
-        raise ValueError(f"context parallel: {rows} rows of patches cannot be split over {group.size} ranks")
+        raise LayoutError(f"context parallel: {rows} rows of patches cannot be split over {group.size} ranks")
     sizes = shard_sizes(rows, group.size)
     row = torch.Size(others).numel()  # tokens of a row of patches
     for block in model.blocks:
@@ -55,9 +56,9 @@ def check_attention(attention: Attention, method: str, ranks: int, kind: str) ->
     """
     heads = attention.proj.in_features // attention.head_dim
     if method == "all_to_all" and heads % ranks:
-        raise ValueError(f"{kind}: all_to_all cannot split {heads} heads over {ranks} ranks")
+        raise LayoutError(f"{kind}: all_to_all cannot split {heads} heads over {ranks} ranks")
     if method == "ring" and attention.dropout:
-        raise ValueError(f"{kind}: ring attention cannot drop out attention weights; use gather or all_to_all")
+        raise LayoutError(f"{kind}: ring attention cannot drop out attention weights; use gather or all_to_all")
 
 
 def l2_norms(*tensors: Tensor, group: AnyGroup) -> tuple[Tensor, ...]:

@@ -13,7 +13,8 @@ arXiv:2304.11277). Whatever the strategy, the update is that of one device with 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,55 +23,71 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.parallel_model import ParallelModel, Split
+from distributed.parallel_model import ParallelModel
 from distributed.pipeline import Pipeline
-from distributed.weight_shards import initialise
+from distributed.split import Split
+from distributed.weight_shards import fill_weights
 from utils import comm
-from utils.tiles import image_cuts
-
-if TYPE_CHECKING:
-    from utils.schema import Config
 
 SHARDED = ("zero2", "fsdp", "hsdp")
 DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def fully_shard_model(model: nn.Module, config: "Config", device: torch.device, apart: Collection[str]) -> None:
-    """Split the parameters over the data-parallel ranks, with zero2, fsdp or hsdp; the others keep them whole.
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """What the data-parallel ranks share, and how; the fields are keys of the config (utils/schema.py)."""
 
-    apart: names of parameters to be left alone. The model may lie on the meta device: nothing is allocated here.
+    data_parallel: str = "ddp"
+    noddp: bool = False
+    bucket_cap_mb: float = 25
+    gradient_compression: str = "none"
+    wrap_policy: str = "block"
+    wrap_min_params: int = 1_000_000
+    prefetch: int = 0
+    gather_dtype: str = "none"
+    cpu_offload: bool = False
+    gradient_accumulation: int = 1
+
+
+def fully_shard_model(
+    model: nn.Module, options: DataParallelOptions, device: torch.device, apart: Collection[str]
+) -> None:
+    """Split the parameters over the data-parallel ranks, with zero2, fsdp or hsdp; other strategies keep them whole.
+
+    apart: names of parameters that are left alone. The model may lie on the meta device: nothing is allocated here.
     """
-    if config.data_parallel not in SHARDED or comm.get_size("dp_image") == 1:
+    if options.data_parallel not in SHARDED or comm.get_size("dp_image") == 1:
         return
     hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
-    dtype = DTYPES[config.gather_dtype]
-    options: dict[str, Any] = {
-        "mesh": comm.get_mesh(*hsdp) if config.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
-        "reshard_after_forward": config.data_parallel != "zero2",
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
+    dtype = DTYPES[options.gather_dtype]
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.cpu_offload else OffloadPolicy()
+    common: dict[str, Any] = {
+        "mesh": comm.get_mesh(*hsdp) if options.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
+        "reshard_after_forward": options.data_parallel != "zero2",
+        "offload_policy": offload,
         "ignored_params": {p for name, p in model.named_parameters() if name in apart},
     }
-    units = sharded_units(model, config.wrap_policy, config.wrap_min_params)
+    units = sharded_units(model, options.wrap_policy, options.wrap_min_params)
     for unit in units:
-        fully_shard(unit, **options, mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32))
+        fully_shard(unit, **common, mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32))
     rest = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    fully_shard(model, **options, mp_policy=rest)  # what no unit holds
-    if config.prefetch:
+    fully_shard(model, **common, mp_policy=rest)  # what no unit holds
+    if options.prefetch:
         for ahead, direction in ((units, "forward"), (units[::-1], "backward")):
             for i, unit in enumerate(ahead):
-                getattr(unit, f"set_modules_to_{direction}_prefetch")(ahead[i + 1 : i + 1 + config.prefetch])
+                getattr(unit, f"set_modules_to_{direction}_prefetch")(ahead[i + 1 : i + 1 + options.prefetch])
 
 
 def sharded_units(model: nn.Module, policy: str, min_params: int) -> list[nn.Module]:
     """Modules whose parameters are gathered together, in the order in which they compute.
 
-    block: each transformer block. size: the smallest modules that hold min_params parameters. none: the whole model
-    is one unit, and all of it is gathered at once.
+    block: each of the model's `blocks`, or each of its direct children where it has none. size: the smallest modules
+    that hold min_params parameters. none: the whole model is one unit, gathered at once.
     """
     if policy == "none":
         return []
     if policy == "block":
-        return list(model.get_submodule("blocks").children())
+        return list(getattr(model, "blocks", model).children())
     units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -87,48 +104,47 @@ def sharded_units(model: nn.Module, policy: str, min_params: int) -> list[nn.Mod
 
 def data_parallel(
     model: nn.Module,
-    config: "Config",
+    options: DataParallelOptions,
     device: torch.device,
     weights: Iterable[tuple[str, Tensor]],
     split: Split | None = None,
 ) -> ParallelModel:
     """Distribute a model that lies on the meta device; returns it as a ParallelModel, in memory and initialised.
 
-    weights: (name, full tensor) of every parameter of the whole model, the same on every rank. split: what model
-    parallelism has made of the model before.
+    weights: (name, full tensor) of every parameter of the whole model, the same on every rank. split: the result of
+    model parallelism, applied before.
     """
     split = split or Split()
     modules: Sequence[nn.Module] = split.stages or [model]
     for module in modules:
-        fully_shard_model(module, config, device, split.specs)
-        module.to_empty(device="cpu" if config.cpu_offload else device)
-    initialise(model, weights, split)
-    replicated = config.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not config.noddp
+        fully_shard_model(module, options, device, split.specs)
+        module.to_empty(device="cpu" if options.cpu_offload else device)
+    fill_weights(model, weights, split)
+    replicated = options.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not options.noddp
     if replicated:
-        modules = [replicate(module, config, device, split.specs) for module in modules]
+        modules = [replicate(module, options, device, split) for module in modules]
     pipeline = None
     if split.stages:
-        pipeline = Pipeline(modules, comm.get_group("pp"), config.pp_schedule, config.gradient_accumulation, device)
-    cuts = image_cuts(config.img_size, config.patch_size)
-    return ParallelModel(model, modules[0], split, replicated, cuts, pipeline)
+        pipeline = Pipeline(modules, comm.get_group("pp"), split.schedule, options.gradient_accumulation, device)
+    return ParallelModel(model, modules[0], split, replicated, pipeline)
 
 
 def replicate(
-    module: nn.Module, config: "Config", device: torch.device, apart: Iterable[str]
+    module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split
 ) -> DistributedDataParallel:
     """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(apart))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(split.specs))
     ddp = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=comm.get_group("dp_image"),
-        bucket_cap_mb=config.bucket_cap_mb,
+        bucket_cap_mb=options.bucket_cap_mb,
         gradient_as_bucket_view=True,
-        static_graph=config.gradient_accumulation == 1 and config.pipeline_parallel == 1,
+        static_graph=options.gradient_accumulation == 1 and not split.stages,
         # The pipeline calls forward and backward apart, from which DDP cannot learn the order of its buckets.
-        find_unused_parameters=config.pipeline_parallel > 1,
+        find_unused_parameters=bool(split.stages),
     )
-    if config.gradient_compression == "bf16":
+    if options.gradient_compression == "bf16":
         ddp.register_comm_hook(comm.get_group("dp_image"), reduce_in_bf16)
     return ddp
 

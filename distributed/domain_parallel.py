@@ -12,24 +12,31 @@ updates and saves the rows of its own tokens, and no other domain rank has a gra
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.context_parallel import check_attention
-from distributed.parallel_model import Split
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, wrap
-from distributed.tensor_parallel import tensor_parallel
+from distributed.split import Split
+from distributed.tensor_parallel import check_transformer, tensor_parallel
 from networks.vit import Attention, PerAxis, Transformer
 from utils import comm
 from utils.tiles import image_cuts, per_axis
 
-if TYPE_CHECKING:
-    from utils.schema import Config
+
+@dataclass(frozen=True)
+class DomainOptions:
+    """What rung 4 needs to know; the fields are keys of the config (utils/schema.py)."""
+
+    img_size: Sequence[int]
+    domain_method: str = "gather"
+    data_parallel: str = "ddp"
+    amp_mode: str = "none"
 
 
 def domain_mesh() -> DeviceMesh | None:
@@ -160,19 +167,24 @@ def _show_as_sharded(module, attribute, spec):
     module.__class__ = type(f"Sharded{cls.__name__}", (cls,), {attribute: property(get)})
 
 
-def split_images(model: Transformer, config: "Config") -> Split:
-    """Split a model over the tensor-parallel, and its images over the domain-parallel ranks; it may be on meta.
+def split_images(model: nn.Module, options: DomainOptions) -> Split:
+    """Split a model over the tensor-parallel ranks, and its images over the domain-parallel ones. It may be on meta.
 
+    Images are cut between the patches that the model names (`patch_size`; between any two points where it names none).
     The position embedding is split with the tokens, except under zero1, whose ranks send each other whole parameters,
     and with fp16 under fully_shard: torch's gradient scaler takes no mixture of DTensors and plain tensors.
-    Raises ValueError where heads, hidden features or patches cannot be split so, and for ring attention with dropout.
+    Raises LayoutError where heads, hidden features or patches cannot be split, and for ring attention with dropout.
     """
-    split = Split()
+    split, patch_size = Split(), getattr(model, "patch_size", 1)
     if comm.get_size("tp") > 1:
-        split.dims = tensor_parallel(model, comm.get_group("tp"))
-    domain = domain_parallel(model, config.img_size, model.patch_size, config.domain_method)
-    plain = config.data_parallel == "ddp" or (config.data_parallel != "zero1" and config.amp_mode != "fp16")
-    if domain and plain:
-        axes = (domain.token_axes(), whole(config.embed_dim))
+        split.dims = tensor_parallel(check_transformer(model, "tensor parallelism"), comm.get_group("tp"))
+    domain = domain_parallel(model, options.img_size, patch_size, options.domain_method)
+    if domain is None:
+        return split
+    split.cuts = image_cuts(options.img_size, patch_size)
+    strategy = options.data_parallel
+    plain = strategy == "ddp" or (strategy != "zero1" and options.amp_mode != "fp16")
+    if plain and isinstance(model, Transformer):
+        axes = (domain.token_axes(), whole(model.pos_embed.weight.shape[1]))
         split.specs = shard_parameters(model, domain.mesh, {"pos_embed.weight": axes})
     return split

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from distributed.parallel_model import Split
 from distributed.shard.spec import part_of
 from distributed.shard_tensor import wrap
+from distributed.split import Split
 from utils import comm
 
 Tensors = dict[str, Any]  # {"model": {name: weight}, "optimizer": {name: {moment: tensor}}, ...}

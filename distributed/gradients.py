@@ -1,17 +1,14 @@
 """Gradients when each rank holds only a part of the model."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from distributed.split import Split
 from utils import comm
-
-if TYPE_CHECKING:
-    from distributed.parallel_model import Split
 
 
 @torch.no_grad()
@@ -30,7 +27,7 @@ def average_over_dp(model: nn.Module, names: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, split: "Split", max_norm: float) -> None:
+def clip_gradients(model: nn.Module, split: Split, max_norm: float) -> None:
     """Scale all gradients so that their global L2 norm is at most max_norm.
 
     split: what model parallelism has made of the model. Every rank adds up the squares that it holds, each divided by

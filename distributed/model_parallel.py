@@ -1,39 +1,58 @@
 """Rung 3: one model over several ranks. Heads and hidden features (tp), tokens (cp) and blocks (pp) are split."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed.context_parallel import context_parallel
-from distributed.parallel_model import Split
 from distributed.pipeline import split_into_stages
-from distributed.tensor_parallel import tensor_parallel
+from distributed.split import Split
+from distributed.tensor_parallel import check_transformer, tensor_parallel
 from networks.vit import Transformer
 from utils import comm
+from utils.errors import LayoutError
+from utils.tiles import image_cuts
 
-if TYPE_CHECKING:
-    from utils.schema import Config
+
+@dataclass(frozen=True)
+class ModelParallelOptions:
+    """How each dimension splits the model; the fields are keys of the config (utils/schema.py)."""
+
+    img_size: Sequence[int]
+    tp_backend: str = "native"
+    sequence_parallel: bool = False
+    cp_method: str = "gather"
+    pp_schedule: str = "1f1b"
 
 
-def split_model(model: Transformer, config: "Config") -> Split:
-    """Split a ViT, in place, over the model-parallel ranks of the mesh. It may lie on the meta device.
+def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
+    """Split a vision transformer, in place, over the model-parallel ranks of the mesh. It may lie on the meta device.
 
-    Raises ValueError where heads, hidden features, rows of patches or blocks cannot be split so.
+    Raises LayoutError where heads, hidden features, rows of patches or blocks cannot be split, and for a model that is
+    no transformer of networks/vit.py.
     """
-    split = Split()
-    heads, cp, tp = config.num_heads, comm.get_size("cp"), comm.get_size("tp")
+    cp, tp, pp = (comm.get_size(name) for name in ("cp", "tp", "pp"))
+    if max(cp, tp, pp) == 1:
+        return Split()
+    model = check_transformer(model, "tensor, context and pipeline parallelism")
+    split = Split(schedule=options.pp_schedule)
     if cp > 1:
-        if config.cp_method == "all_to_all" and heads // tp % cp:
-            raise ValueError(f"context parallel: all_to_all cannot split {heads // tp} heads over {cp} ranks")
-        context_parallel(model, comm.get_group("cp"), config.cp_method)
+        attention = model.blocks[0].attn
+        heads = attention.proj.in_features // attention.head_dim // tp
+        if options.cp_method == "all_to_all" and heads % cp:
+            raise LayoutError(f"context parallel: all_to_all cannot split {heads} heads over {cp} ranks")
+        split.cuts = image_cuts(options.img_size, model.patch_size)
+        context_parallel(model, comm.get_group("cp"), options.cp_method)
     if tp > 1:
-        if config.tp_backend == "dtensor":
+        if options.tp_backend == "dtensor":
             tensor_parallel_by_torch(model, comm.get_mesh("tp"))
         else:
-            split.dims = tensor_parallel(model, comm.get_group("tp"), config.sequence_parallel)
-    if comm.get_size("pp") > 1:
-        split.stages = split_into_stages(model, comm.get_group("pp"), config.pp_schedule)
+            split.dims = tensor_parallel(model, comm.get_group("tp"), options.sequence_parallel)
+    if pp > 1:
+        split.stages = split_into_stages(model, comm.get_group("pp"), options.pp_schedule)
     return split
 
 
@@ -41,7 +60,7 @@ def tensor_parallel_by_torch(model: Transformer, mesh: DeviceMesh | None) -> Non
     """The same by PyTorch's own tensor parallelism, on DTensor: the library's route to the same numbers."""
     heads = model.blocks[0].attn.proj.in_features // model.blocks[0].attn.head_dim
     if heads % comm.get_size("tp"):
-        raise ValueError(f"tensor parallel: {heads} heads cannot be split over {comm.get_size('tp')} ranks")
+        raise LayoutError(f"tensor parallel: {heads} heads cannot be split over {comm.get_size('tp')} ranks")
     for block in model.blocks:
         parallelize_module(
             block,

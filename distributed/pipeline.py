@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from networks.vit import Transformer
+from utils.errors import LayoutError
 
 SCHEDULES: dict[str, Callable] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
@@ -59,7 +60,7 @@ def split_into_stages(model: Transformer, group: dist.ProcessGroup | None, sched
     stages, depth = size * per_rank, len(model.blocks)
     if depth % stages:
         each = f" of which each rank holds {per_rank}" if per_rank > 1 else ""
-        raise ValueError(f"pipeline parallel: {depth} blocks cannot be shared by {stages} stages{each}")
+        raise LayoutError(f"pipeline parallel: {depth} blocks cannot be shared by {stages} stages{each}")
     length = depth // stages
     own = range(rank, stages, size)  # interleaved: the stages go round the ranks
     built = [Stage(model, range(i * length, (i + 1) * length), i == 0, i == stages - 1) for i in own]
@@ -92,6 +93,7 @@ class Pipeline:
             PipelineStage(stage, self.rank + i * self.size, count, device, group=group)
             for i, stage in enumerate(stages)
         ]
+        self.micro_batches = micro_batches
         own = self.stages if schedule == "interleaved" else self.stages[0]
         # The loss of a micro-batch is already its share of the whole.
         self.schedule = SCHEDULES[schedule](own, micro_batches, loss_fn=self._loss, scale_grads=False)
@@ -99,13 +101,24 @@ class Pipeline:
     def _loss(self, prediction, target):
         return self.loss(prediction, target) if self.loss else prediction.new_zeros(())
 
-    def step(self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def step(
+        self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], scale: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
         """Forward and backward of all micro-batches. x: (B, ...), used by the first stage; y: by the last one.
 
-        loss: called as loss(prediction, target) on the last rank with every micro-batch, gives what is differentiated.
+        loss: called as loss(prediction, target) on the last rank with every micro-batch. scale: of the loss, before it
+        is differentiated. Returns the losses of the micro-batches, on the last rank.
         """
-        self.loss: Callable[[Tensor, Tensor], Tensor] | None = loss
+        losses: list[Tensor] = []
+
+        def scaled(prediction: Tensor, target: Tensor) -> Tensor:
+            value = loss(prediction, target)
+            losses.append(value.detach())
+            return scale(value)
+
+        self.loss: Callable[[Tensor, Tensor], Tensor] | None = scaled
         self.schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
+        return losses[-self.micro_batches :]  # the schedule tries the loss out first
 
     @torch.no_grad()
     def forecast(self, x: Tensor, shape: Sequence[int]) -> Tensor:

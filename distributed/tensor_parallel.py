@@ -30,6 +30,7 @@ from distributed.collectives import (
 )
 from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear, to_compute_dtype
 from networks.vit import MLP, Attention, Transformer
+from utils.errors import LayoutError
 
 
 def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
@@ -66,14 +67,24 @@ def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool
     return dims
 
 
+def check_transformer(model: nn.Module, kind: str) -> Transformer:
+    """The same model; raises LayoutError unless it is a Transformer with global attention. kind: of parallelism."""
+    if not isinstance(model, Transformer) or not all(isinstance(block.attn, Attention) for block in model.blocks):
+        raise LayoutError(
+            f"{type(model).__name__}: {kind} split the blocks of a vision transformer (networks/vit.py); train this "
+            "model with train.py, or with train_shard.py --domain_parallel"
+        )
+    return model
+
+
 def _check(model, size, tokens):
     for block in model.blocks:
         heads, hidden = block.attn.proj.in_features // block.attn.head_dim, block.mlp.fc1.out_features
         for count, what in ((heads, "heads"), (hidden, "hidden features")):
             if count % size:
-                raise ValueError(f"tensor parallel: {count} {what} cannot be split over {size} ranks")
+                raise LayoutError(f"tensor parallel: {count} {what} cannot be split over {size} ranks")
     if tokens and not min(tokens):
-        raise ValueError(f"sequence parallel: {sum(tokens)} tokens cannot be split over {size} ranks")
+        raise LayoutError(f"sequence parallel: {sum(tokens)} tokens cannot be split over {size} ranks")
 
 
 def _split_pair(module, first, second, group, tokens):

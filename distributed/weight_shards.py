@@ -1,4 +1,4 @@
-"""The same initial weights for every layout, without ever holding the whole model."""
+"""The same initial weights for every layout, although no rank ever holds the whole model."""
 
 from collections.abc import Iterable
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
-from distributed.parallel_model import Split
 from distributed.shard.spec import part_of
+from distributed.split import Split
 from utils import comm
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, weights: Iterable[tuple[str, Tensor]], split: Split) -> None:
-    """Fill the parameters of a model, whole or parts of whole ones, with their initial values.
+def fill_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], split: Split) -> None:
+    """Fill this rank's parameters, whole or in part, with their initial values.
 
-    weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split: what model
-    parallelism has made of the model. Nothing is communicated.
+    weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split: the result of
+    model parallelism. Nothing is communicated.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     for name, value in weights:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.vit import LAYER_NORM_EPS, PatchEmbed, PerAxis, Transformer, patch_grid
+from networks.vit import LAYER_NORM_EPS, PatchEmbed, PerAxis, Transformer, attention_blocks, patch_grid
 
 
 class NormalizedPatchEmbed(PatchEmbed):
@@ -61,4 +61,5 @@ class Classifier(Transformer):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = NormalizedPatchEmbed(patch_size, in_channels, embed_dim)
         head = ClassHead(embed_dim, num_classes)
-        super().__init__(patch_embed, head, grid, patch_size, embed_dim, depth, num_heads, mlp_ratio, dropout)
+        blocks = attention_blocks(depth, embed_dim, num_heads, mlp_ratio, dropout)
+        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

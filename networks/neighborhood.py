@@ -8,13 +8,14 @@ On a GPU the kernels of the natten package are used where it is installed.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from networks.vit import Block, PerAxis
+from networks.vit import Block, ImageHead, PatchEmbed, PerAxis, Transformer, patch_grid
 
 try:
     from natten import functional as natten
@@ -180,3 +181,49 @@ class NeighborhoodBlock(Block):
     ):
         attention = NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation)
         super().__init__(attention, embed_dim, mlp_ratio, dropout)
+
+
+class GridBlock(NeighborhoodBlock):
+    """A NeighborhoodBlock for tokens in row-major order of a grid: (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, grid: Sequence[int], *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.grid = tuple(grid)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> (B, N, D)."""
+        return super().forward(x.unflatten(1, self.grid)).flatten(1, -2)
+
+
+class NeighborhoodTransformer(Transformer):
+    """The vision transformer with neighborhood attention: (B, in_channels, *img_size) -> (B, out_channels, *img_size).
+
+    kernel_size, dilation: the window of each token, in patches. The other arguments are those of networks.vit.ViT.
+    Raises ValueError where a patch does not divide the image, num_heads does not divide embed_dim, or the window is
+    longer than the grid of patches.
+    """
+
+    def __init__(
+        self,
+        img_size: Sequence[int],
+        patch_size: PerAxis,
+        in_channels: int,
+        out_channels: int,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_ratio: float = 4,
+        dropout: float = 0.0,
+        kernel_size: PerAxis = 5,
+        dilation: PerAxis = 1,
+    ):
+        grid, patch_size = patch_grid(img_size, patch_size)
+        windows = zip(grid, per_axis(kernel_size, len(grid)), per_axis(dilation, len(grid)), strict=True)
+        for length, kernel, gap in windows:
+            window_starts(length, kernel, gap)  # raises where the window does not fit
+        patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
+        head = ImageHead(grid, patch_size, out_channels, embed_dim)
+        blocks = [
+            GridBlock(grid, embed_dim, num_heads, kernel_size, dilation, mlp_ratio, dropout) for _ in range(depth)
+        ]
+        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

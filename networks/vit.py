@@ -8,7 +8,7 @@ Shapes in comments: B batch, C channels, N tokens, D embedding size, d size of o
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,14 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
+def attention_blocks(
+    depth: int, embed_dim: int, num_heads: int, mlp_ratio: float, dropout: float
+) -> Iterator[nn.Module]:
+    """The blocks of a transformer, one after the other, each with attention over all tokens."""
+    for _ in range(depth):
+        yield Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout)
+
+
 class ImageHead(nn.Module):
     """Project each token to its patch of the output and fold the patches: (B, N, D) -> (B, C, *img_size)."""
 
@@ -140,20 +148,18 @@ class ImageHead(nn.Module):
 class Transformer(InitialWeights):
     """Patches, positions, blocks, head: (B, C, *img_size) -> what the head makes of the tokens.
 
-    patch_embed: module from the image to its tokens, (B, N, D). head: module from the tokens to the output.
-    grid, patch_size: of patch_grid.
+    patch_embed: module from the image to its tokens, (B, N, D). blocks: modules from tokens to tokens. head: module
+    from the tokens to the output. grid, patch_size: the results of patch_grid.
     """
 
     def __init__(
         self,
         patch_embed: nn.Module,
+        blocks: Iterable[nn.Module],
         head: nn.Module,
         grid: tuple[int, ...],
         patch_size: tuple[int, ...],
         embed_dim: int,
-        depth: int,
-        num_heads: int,
-        mlp_ratio: float,
         dropout: float,
     ):
         super().__init__()
@@ -161,9 +167,7 @@ class Transformer(InitialWeights):
         self.patch_embed = patch_embed
         self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
         self.pos_drop = nn.Dropout(dropout)
-        self.blocks: Any = nn.ModuleList(  # of Block, which torch has no type for
-            Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout) for _ in range(depth)
-        )
+        self.blocks: Any = nn.ModuleList(blocks)  # torch has no type for a list of one kind of module
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.head: Any = head  # only one that makes images has a grid
         self.reset_parameters()
@@ -199,4 +203,5 @@ class ViT(Transformer):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        super().__init__(patch_embed, head, grid, patch_size, embed_dim, depth, num_heads, mlp_ratio, dropout)
+        blocks = attention_blocks(depth, embed_dim, num_heads, mlp_ratio, dropout)
+        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

@@ -14,7 +14,7 @@ from tools.benchmarks import ladder
 from tools.benchmarks.plain_loader import plain_loader
 from tools.instruments.flops import vit_flops
 from tools.tables import format_table
-from utils.data_loader import build_loaders
+from training.tasks import build_task
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_loaders_are_compared_with_plain_reading(tiny_options, tmp_path, capsys)
 
 
 def test_the_yardstick_gives_the_same_samples(tiny_config):
-    loader = build_loaders(tiny_config(), CPU)[0]
+    loader = build_task(tiny_config()).build_loaders(CPU)[0]
     means, stds, _ = loader.statistics
     plain = plain_loader(loader.dataset, loader.statistics, 4, 0).dataset
     assert len(plain) == len(loader.dataset)

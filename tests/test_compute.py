@@ -3,23 +3,17 @@
 import pytest
 import torch
 
-from distributed.data_parallel import data_parallel
 from networks.vit import ViT
-from training.model import build_model, initial_weights
-from training.optimizer import build_optimizer
-from training.speed_options import apply_compute_options, checkpoint_activations
-from training.step import TrainingStep
+from tools.instruments.assembly import build_step
+from training.speed_options import checkpoint_activations
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
 
 
 def build(config, device=CPU):
-    torch.manual_seed(0)
-    model = build_model(config)
-    apply_compute_options(config, device, model)
-    parallel = data_parallel(model, config, device, initial_weights(config))
-    return model, TrainingStep(config, device, parallel, build_optimizer(config, model, device))
+    step = build_step(config, device)
+    return step.parallel.model, step
 
 
 def batch(config, device=CPU):

@@ -3,6 +3,7 @@
 import pytest
 
 from training.optimizer import peak_learning_rate
+from training.tasks import build_task
 from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
 from utils.errors import UsageError
 from utils.layout import Layout
@@ -91,7 +92,13 @@ def test_only_settings_that_change_the_result_count_as_different():
             ["--tensor_parallel=2", "--enable_jit", "--dropout=0.1"],
             "enable_jit with dropout and tensor_parallel needs",
         ),
-        (4, ["--pipeline_parallel=4"], "pp_schedule 1f1b over 4 stages needs at least as many micro-batches"),
+        (
+            4,
+            ["--pipeline_parallel=4"],
+            "over 4 stages needs at least as many .* add --gradient_accumulation 4$",
+        ),
+        (6, ["--pipeline_parallel=3", "--global_batch_size=12"], "add --gradient_accumulation 3$"),
+        (2, ["--pipeline_parallel=2", "--global_batch_size=1"], "a batch of 1 samples has too few"),
         (
             2,
             ["--tensor_parallel=2", "--tp_backend=dtensor", "--amp_mode=fp16"],
@@ -105,9 +112,6 @@ def test_only_settings_that_change_the_result_count_as_different():
         (4, ["--domain_parallel=3"], "4 ranks cannot be split as domain 3 x dp: 4 is not a multiple of 3"),
         (8, ["--domain_parallel=2x3"], "8 ranks cannot be split as domain 2x3 x dp: 8 is not a multiple of 6"),
         (2, ["--domain_parallel=2x"], "domain_parallel '2x': expected ranks along latitude, or 2x2"),
-        (1, ["--img_size", "8", "8", "8"], r"img_size \[8, 8, 8\]: forecasts are of latitude and longitude"),
-        (1, ["--model=classifier"], "model classifier needs num_classes"),
-        (2, ["--model=classifier", "--num_classes=3", "--context_parallel=2"], "goes without context_parallel"),
         (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2, fsdp and hsdp, not to ddp"),
         (1, ["--noddp", "--data_parallel=fsdp"], "noddp belongs to data_parallel ddp, not to fsdp"),
         (1, ["--lr_scaling=sqrt"], "lr_scaling sqrt needs base_batch_size"),
@@ -116,6 +120,36 @@ def test_only_settings_that_change_the_result_count_as_different():
 def test_ranks_that_do_not_fit_are_refused_with_the_arithmetic(ranks, words, line):
     with pytest.raises(UsageError, match=line):
         load_config(words, world_size=ranks, splits=SPLITS)
+
+
+CLASSIFY = ["--task=classify", "--model=classifier"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--img_size", "8", "8", "8"], r"base: img_size \[8, 8, 8\]: forecasts are of latitude and longitude"),
+        (CLASSIFY, "base: task classify needs num_classes"),
+        ([*CLASSIFY, "--num_classes=3", "--context_parallel=2"], "task classify goes without context_parallel"),
+        (["--task=classfy"], r"task 'classfy' \(did you mean 'classify'\?\): there are classify, forecast"),
+        (
+            ["--model=vti"],
+            r"model 'vti'.*: give one of vit, convnet, .*, or package.module:Class",
+        ),
+        (["--model=networks.vit:Vit"], "model 'networks.vit:Vit': cannot be imported: .*Vit"),
+        (["--model=no.where:Model"], "model 'no.where:Model': cannot be imported: No module named 'no'"),
+        (["--model=neighborhood", "--model_args={kernel: 3}"], "model_args: neighborhood takes no 'kernel'"),
+        (["--model=neighborhood", "--model_args={kernel_size: 4}"], "base: kernel_size 4 .* the kernel is odd"),
+        (
+            ["--task=classify", "--num_classes=3"],
+            r"output is \[1, 3\] for one sample; that of model vit is \[1, 20",
+        ),
+    ],
+)
+def test_a_task_refuses_settings_and_models_that_do_not_fit_it(words, line):
+    with pytest.raises(UsageError, match=line) as caught:
+        build_task(load_config(words, world_size=2, splits=SPLITS))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_is_not_split_by_the_script_of_another_rung():
@@ -172,6 +206,10 @@ def test_the_learning_rate_grows_with_the_root_of_the_batch(name, lr):
             "global_batch_size 8 is not local_batch_size 4 x 1 ranks",
         ),
         (["--warmup=9", "--num_iters=8"], "warmup 9 is longer than num_iters 8"),
+        (["--batch_size=16"], "there is no '--batch_size' here: use --global_batch_size .* or --local_batch_size"),
+        (["--use_shifter"], "there is no '--use_shifter' here: use CONTAINER=shifter"),
+        (["--enable_apex"], "there is no '--enable_apex' here: use --enable_fused"),
+        (["--learning_speed=3"], r"unknown option '--learning_speed'$"),
     ],
 )
 def test_a_bad_command_line_gets_one_clear_line(words, line):
@@ -219,3 +257,23 @@ def test_named_configs_of_the_repository_are_all_valid():
     for name in yaml().load(open("config/ViT.yaml")):
         load_config([f"--config={name}"])
         assert read_named_config("config/ViT.yaml", name)
+
+
+def test_a_run_shorter_than_the_warmup_of_its_config_shortens_the_warmup_and_says_so():
+    config = load_config(["--config=quick", "--num_iters=20"])
+    assert config.warmup == 10
+    assert config.notes == ["num_iters 20 is less than the warmup of 100 iterations: warmup shortened to 10"]
+    assert load_config(["--config=quick", "--num_iters=200"]).warmup == 100
+
+
+def test_the_suggested_micro_batches_work():
+    with pytest.raises(UsageError) as caught:
+        load_config(["--pipeline_parallel=2"], world_size=2, splits=SPLITS)
+    *_, option, value = str(caught.value).split()
+    load_config(["--pipeline_parallel=2", option, value], world_size=2, splits=SPLITS)
+
+
+def test_the_tutorials_name_of_the_quick_sibling_is_an_alias():
+    words = ["--yaml_config=config/mp.yaml"]
+    one, other = (load_config([*words, f"--config={name}"]) for name in ("mp_short", "short_mp"))
+    assert one.model_dump(exclude={"config"}) == other.model_dump(exclude={"config"})

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.data_loader import DataLoader, build_loaders, reading_threads
+from training.tasks import build_task
+from utils.data_loader import DataLoader, reading_threads
 from utils.errors import UsageError
 from utils.sample_order import training_indices
 from weather.dataset import FieldDataset, Statistics, read_statistics
@@ -154,7 +155,7 @@ def test_every_sample_comes_once_an_epoch(samples, batch):
 
 
 def train_loader(config):
-    return build_loaders(config, CPU)[0]
+    return build_task(config).build_loaders(CPU)[0]
 
 
 def collect(batches):
@@ -217,8 +218,8 @@ def test_a_loader_left_early_can_be_used_again(tiny_config):
 @pytest.mark.parametrize("batch", [1, 4, 7, 19, 30])
 def test_validation_covers_every_sample_once_in_batches_of_one_shape(tiny_config, batch):
     config = tiny_config(global_batch_size=batch)
-    loader = build_loaders(config, CPU)[1]
-    one = build_loaders(tiny_config(global_batch_size=1), CPU)[1]
+    loader = build_task(config).build_loaders(CPU)[1]
+    one = build_task(tiny_config(global_batch_size=1)).build_loaders(CPU)[1]
     batches = collect(loader.valid())
     assert {tuple(x.shape) for x, _, _ in batches} == {(batch, 20, 16, 32)}
     got = torch.cat([x[:count] for x, _, count in batches])
@@ -228,7 +229,7 @@ def test_validation_covers_every_sample_once_in_batches_of_one_shape(tiny_config
 
 def test_limit_takes_the_first_samples(tiny_config):
     config = tiny_config(limit_nsamples=6, limit_nsamples_val=3)
-    train, valid = build_loaders(config, CPU)
+    train, valid = build_task(config).build_loaders(CPU)
     assert (len(train.dataset), len(valid.dataset)) == (6, 3)
 
 
@@ -297,4 +298,4 @@ def test_bad_statistics_are_named(tmp_path):
 
 def test_a_batch_larger_than_the_data_is_refused(tiny_config):
     with pytest.raises(UsageError, match="global_batch_size 39 is larger than the training data: 38 samples"):
-        build_loaders(tiny_config(global_batch_size=39), CPU)
+        build_task(tiny_config(global_batch_size=39)).build_loaders(CPU)

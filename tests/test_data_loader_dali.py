@@ -18,7 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from tests.support.workers import NAME
 from tests.test_data_loader import write_years
-from utils.data_loader import build_loaders, loader_class
+from training.tasks import build_task
+from utils.data_loader import loader_class
 from utils.errors import UsageError
 from weather.dataset import FieldDataset, Statistics
 
@@ -36,7 +37,7 @@ def loaders(tiny_config):
     opened = []
 
     def make(device=CPU, **overrides):
-        opened.extend(build_loaders(tiny_config(**{"data_loader_config": "dali"} | overrides), device))
+        opened.extend(build_task(tiny_config(**{"data_loader_config": "dali"} | overrides)).build_loaders(device))
         return opened[-2:]
 
     yield make
@@ -144,7 +145,7 @@ def test_a_lost_process_is_an_error_that_ends_the_others(loaders):
 
 @needs_dali
 def test_closing_in_mid_epoch_ends_the_processes(tiny_config):
-    loader, _ = build_loaders(tiny_config(data_loader_config="dali", num_data_workers=1), CPU)
+    loader, _ = build_task(tiny_config(data_loader_config="dali", num_data_workers=1)).build_loaders(CPU)
     batches = loader.train(0, 0, 30)
     next(batches)
     loader.close()  # the generator is still there

@@ -6,16 +6,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from distributed.data_parallel import data_parallel, sharded_units
+from distributed.data_parallel import sharded_units
+from tools.instruments.assembly import build_step
 from tools.instruments.counting import CollectiveCounter
 from training.checkpoint import collect_state, restore_state
 from training.model import build_model, initial_weights
-from training.optimizer import build_optimizer
-from training.speed_options import apply_compute_options
-from training.step import TrainingStep
+from training.tasks import build_task
 from training.tasks.forecast import Validator
 from utils import comm
-from utils.data_loader import build_loaders
 
 CPU = torch.device("cpu")
 STEPS = 10
@@ -24,10 +22,8 @@ STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
 def build(config):
     comm.build_mesh(CPU, config.layout(comm.world_size()))
-    model = build_model(config)
-    apply_compute_options(config, CPU, model)
-    parallel = data_parallel(model, config, CPU, initial_weights(config))
-    return model, TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU))
+    step = build_step(config, CPU)
+    return step.parallel.model, step
 
 
 def whole(tensor):
@@ -287,7 +283,7 @@ def test_a_resumed_run_of_four_ranks_goes_on_bit_for_bit(ranks, tiny_config, str
 
 def validate(config):
     parallel = build(config)[1].parallel
-    train_loader, valid_loader = build_loaders(config, CPU)
+    train_loader, valid_loader = build_task(config).build_loaders(CPU)
     result = Validator(valid_loader).run(parallel)
     train_loader.close()
     valid_loader.close()

@@ -1,6 +1,5 @@
 """What domain parallelism sends, keeps and calls: exact numbers, of training steps of the forecasting ViT."""
 
-import contextlib
 import math
 import unittest.mock
 from collections import Counter
@@ -12,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.attention import METHODS
 from distributed.collectives import shard_sizes
-from distributed.data_parallel import data_parallel
-from distributed.domain_parallel import domain_parallel, shard_parameters, split_images
+from distributed.data_parallel import DataParallelOptions, data_parallel
+from distributed.domain_parallel import DomainOptions, domain_parallel, shard_parameters, split_images
 from distributed.shard.spec import whole
 from distributed.shard_tensor import ShardTensor
 from networks.vit import ViT
@@ -22,9 +21,11 @@ from tests.support.layout_parity import CPU, build, own_part, train
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.memory import memory_of_a_step
+from tools.instruments.messages import messages_of_a_step
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
 from training.step import TrainingStep
+from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout, tile_counts
 from utils.tiles import per_axis
@@ -52,18 +53,11 @@ def counted_step(config):
     step, (x, y) = build(config), batch_of(config)
     for i in range(4):  # DDP has arranged its buckets
         step(i, x, y)
-    forward, total = CollectiveCounter(), CollectiveCounter()
-    model_forward = step._forward
-
-    @contextlib.contextmanager
-    def counted_forward():
-        with model_forward(), forward:
-            yield
-
-    step._forward = counted_forward
-    with total:
-        step(4, x, y)
-    return (forward.calls, forward.bytes), (total.calls - forward.calls, total.bytes - forward.bytes)
+    found = {"forward": Ledger(), "backward": Ledger()}
+    for phase, messages in messages_of_a_step(step, x, y).items():
+        for kind, (calls, sent) in messages.items():
+            found["forward" if phase == "forward" else "backward"].add(kind, sent, calls)
+    return tuple((ledger.calls, ledger.bytes) for ledger in found.values())
 
 
 class Ledger:
@@ -156,9 +150,9 @@ def counts_without_a_domain(config, script):
         CollectiveCounter() as counted,
     ):
         model = build_model(config)
-        split = split_images(model, config) if script == "train_shard" else None
-        parallel = data_parallel(model, config, CPU, initial_weights(config), split)
-        step = TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU))
+        split = split_images(model, config.options(DomainOptions)) if script == "train_shard" else None
+        parallel = data_parallel(model, config.options(DataParallelOptions), CPU, initial_weights(config), split)
+        step = TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU), build_task(config).loss)
         losses = [step(i, *batch_of(config)) for i in range(5)]
     return counted.calls, counted.bytes, torch.stack(losses), found.count(ShardTensor)
 

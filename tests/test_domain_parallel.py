@@ -12,7 +12,8 @@ from tests.support.layout_parity import (
     check_mixed_precision,
     check_training,
 )
-from training.tasks.classify import ClassImages, ClassValidator, build_class_loaders
+from training.tasks import build_task
+from training.tasks.classify import ClassImages, ClassValidator
 from utils import comm
 
 # 9 x 10 patches: rows that no number of ranks divides.
@@ -98,15 +99,15 @@ def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_pat
 
 
 CLASSES = {
-    "model": "classifier", "num_classes": 7, "img_size": [36, 40], "n_in_channels": 3, "num_heads": 4, "depth": 2,
-    "global_batch_size": 4, "optimizer": "AdamW", "num_iters": 50, "patch_size": 4,
+    "task": "classify", "model": "classifier", "num_classes": 7, "img_size": [36, 40], "n_in_channels": 3,
+    "num_heads": 4, "depth": 2, "global_batch_size": 4, "optimizer": "AdamW", "num_iters": 50, "patch_size": 4,
 }  # fmt: skip
 
 
 def classify(config, steps=6):
     """Losses of the classifier, of its own images, and the scores of a validation."""
     step = build(config)
-    train_loader, valid_loader = build_class_loaders(config, CPU)
+    train_loader, valid_loader = build_task(config).build_loaders(CPU)
     batches = train_loader.train(0, 0, steps)
     losses = torch.stack([step(i, x, y) for i, (x, y) in enumerate(batches)])
     return comm.all_reduce(losses) / comm.world_size(), ClassValidator(valid_loader).run(step.parallel)

@@ -18,8 +18,8 @@ from tests.support.layout_parity import (
     train,
 )
 from tools.instruments.counting import CollectiveCounter
+from training.tasks import build_task
 from utils import comm
-from utils.data_loader import build_loaders
 from weather.dataset import FieldDataset
 
 # 9 x 10 patches: rows that no number of ranks divides.
@@ -126,7 +126,7 @@ def batches_read(config):
         return mapped(self, index)
 
     with unittest.mock.patch.object(FieldDataset, "mapped", counted):
-        loader, valid = build_loaders(config, CPU)
+        loader, valid = build_task(config).build_loaders(CPU)
         batches = [(x.clone(), y.clone()) for x, y in loader.train(config.seed, 0, 2)]
     loader.close()
     valid.close()

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from training.optimizer import learning_rate
 from training.results import print_result
-from training.run import Trainer
+from training.step import TrainingStep
 from utils.config import read_named_config
 from utils.data_loader import DataLoader
-from utils.errors import NonFiniteLossError
+from utils.errors import NonFiniteLossError, UsageError
 
 
 @pytest.fixture
@@ -41,17 +43,15 @@ def scalars(folder, tag):
 
 def stop_after(monkeypatch, iteration):
     """The signal arrives while this iteration is computed."""
-    step = Trainer._train_step
+    step = TrainingStep.__call__
 
-    def stopping(self, batches):
-        step(self, batches)
-        if self.iteration == iteration:
-            import os
-            import signal
-
+    def stopping(self, done, x, y):
+        loss = step(self, done, x, y)
+        if done + 1 == iteration:
             os.kill(os.getpid(), signal.SIGTERM)
+        return loss
 
-    monkeypatch.setattr(Trainer, "_train_step", stopping)
+    monkeypatch.setattr(TrainingStep, "__call__", stopping)
 
 
 def same_losses(one, other):
@@ -144,9 +144,6 @@ def test_a_run_stopped_in_validation_validates_when_it_continues(run, monkeypatc
     valid, calls = DataLoader.valid, []
 
     def interrupted(self):
-        import os
-        import signal
-
         for batch in valid(self):
             calls.append(1)
             if len(calls) == 2:
@@ -163,15 +160,15 @@ def test_a_run_stopped_in_validation_validates_when_it_continues(run, monkeypatc
 
 def test_a_run_killed_outright_continues_from_its_last_checkpoint(run, monkeypatch):
     whole = run(run_num="whole", num_iters=20, checkpoint_every=4)
-    step = Trainer._train_step
+    step = TrainingStep.__call__
 
-    def dying(self, batches):
-        if self.iteration == 10:
+    def dying(self, iteration, x, y):
+        if iteration == 10:
             raise KeyboardInterrupt  # nothing is saved on this way out
-        step(self, batches)
+        return step(self, iteration, x, y)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", dying)
+        patch.setattr(TrainingStep, "__call__", dying)
         with pytest.raises(KeyboardInterrupt):
             run(run_num="parts", num_iters=20, checkpoint_every=4)
     resumed = run(run_num="parts", num_iters=20, checkpoint_every=4)
@@ -189,14 +186,14 @@ def test_a_finished_run_shows_its_result_again(run, capsys):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_iteration_and_checkpoint(run, monkeypatch):
-    step = Trainer._train_step
+    step = TrainingStep.__call__
 
-    def poisoned(self, batches):
-        if self.iteration == 9:
-            next(self.model.parameters()).data.fill_(math.nan)
-        step(self, batches)
+    def poisoned(self, iteration, x, y):
+        if iteration == 9:
+            next(self.parallel.model.parameters()).data.fill_(math.nan)
+        return step(self, iteration, x, y)
 
-    monkeypatch.setattr(Trainer, "_train_step", poisoned)
+    monkeypatch.setattr(TrainingStep, "__call__", poisoned)
     line = r"iteration 10: the training loss is nan; last good checkpoint: iter-00000008 in "
     with pytest.raises(NonFiniteLossError, match=line):
         run(num_iters=20, checkpoint_every=4)
@@ -265,14 +262,15 @@ def test_a_step_never_waits_for_the_device(run, monkeypatch):
             Readings.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
             return func(*args, **(kwargs or {}))
 
-    step, counts = Trainer._train_step, []
+    step, counts = TrainingStep.__call__, []
 
-    def counted(self, batches):
+    def counted(self, iteration, x, y):
         with Readings():
-            step(self, batches)
+            loss = step(self, iteration, x, y)
         counts.append(Readings.count)
+        return loss
 
-    monkeypatch.setattr(Trainer, "_train_step", counted)
+    monkeypatch.setattr(TrainingStep, "__call__", counted)
     run(num_iters=6, clip_grad_norm=1.0, enable_fused=True)
     assert counts == [0] * 6
     with Readings():
@@ -289,28 +287,50 @@ def test_cosine_schedule_with_warmup(tiny_config):
     assert {learning_rate(constant, i) for i in range(10, 110)} == {1.0}
 
 
-def test_the_ranges_of_a_step_nest(run, monkeypatch):
-    step, names = Trainer._train_step, []
-
-    def profiled(self, batches):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            step(self, batches)
-        spans = {e.name: e.time_range for e in profile.events()}
-        names.extend(n for n in ("step", "data", "forward", "backward", "optimizer") if n in spans)
-        for name in names[1:]:
-            assert spans["step"].start <= spans[name].start and spans[name].end <= spans["step"].end
-
-    monkeypatch.setattr(Trainer, "_train_step", profiled)
-    run(num_iters=1, warmup=0)
-    assert names == ["step", "data", "forward", "backward", "optimizer"]
+def test_the_ranges_of_a_step_nest(run):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(num_iters=1, warmup=0)
+    spans = {e.name: e.time_range for e in profile.events()}
+    for name in ("data", "forward", "backward", "optimizer"):
+        assert spans["step"].start <= spans[name].start and spans[name].end <= spans["step"].end
+    assert spans["step"].end <= spans["validation"].start
 
 
 def test_the_command_to_try_next_keeps_what_the_layout_needs(tiny_config, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
     pipeline = {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}
-    print_result(summary, tiny_config(**pipeline))
+    print_result(summary, "accuracy 0.500", tiny_config(**pipeline))
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("try next:"))
     assert all(f" --{name}={value}" in command for name, value in pipeline.items())
-    print_result(summary, tiny_config(amp_mode="bf16"))
+    print_result(summary, "accuracy 0.500", tiny_config(amp_mode="bf16"))
     assert "try next" not in capsys.readouterr().out
+
+
+def test_a_finished_run_refuses_options_that_it_was_not_made_with(run):
+    run(num_data_workers=0)
+    with pytest.raises(UsageError, match=r"finished run, made with other options: num_data_workers \(0 there, 1 now\)"):
+        run(num_data_workers=1)
+    assert run(num_data_workers=0, log_every=3).status is None  # of no account
+
+
+def test_run_num_auto_takes_the_next_free_number(run, tiny_options, tmp_path, monkeypatch):
+    run(run_num="03")
+    run(run_num="named")
+    runs = tmp_path / "logs/quick"
+    options = tiny_options(run_num="auto", num_iters=2, warmup=0)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    for number in ("04", "05"):
+        train.main(options)
+        assert json.loads((runs / number / "summary.json").read_text())["run"].endswith(number)
+        assert read_named_config(runs / number / "config.yaml", "quick")["run_num"] == number
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the job is requeued: it goes on in its folder
+    before = sorted(folder.name for folder in runs.iterdir())
+    train.main(options)
+    assert sorted(folder.name for folder in runs.iterdir()) == before
+
+
+def test_the_log_of_a_short_run_says_that_its_warmup_was_shortened(tiny_options, tmp_path):
+    train.main(tiny_options(num_iters=4, warmup=None))
+    log = (tmp_path / "logs/quick/00/out.log").read_text()
+    assert "num_iters 4 is less than the warmup of 100 iterations: warmup shortened to 2" in log

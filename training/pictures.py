@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,13 +15,11 @@ from matplotlib.ticker import MultipleLocator
 
 from weather.grid import Grid
 
-if TYPE_CHECKING:
-    from tools.forecasting.rollout import Skill
-
 matplotlib.use("Agg")
 FRAMES_PER_SECOND = 4
 FIELD, ERROR = "viridis", "RdBu_r"  # colour maps
 Style = dict[str, Any]  # options of imshow
+Skill = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]  # {score: {forecast: {channel: value by lead time}}}
 
 
 def forecast_figure(fields: Iterable[np.ndarray], grid: Grid, name: str, units: str) -> Figure:
@@ -91,7 +89,7 @@ def animate(
             figure.set_layout_engine("none")  # arranged in the first frame: the maps must not move
 
 
-def skill_figure(skill: "Skill", channels: Sequence[str], units: Mapping[str, str], leads: Sequence[int]) -> Figure:
+def skill_figure(skill: Skill, channels: Sequence[str], units: Mapping[str, str], leads: Sequence[int]) -> Figure:
     """RMSE and ACC by lead time, a column for each channel, a curve for each forecast.
 
     skill: {"rmse" or "acc": {forecast: {channel: values of all lead times}}}. units: {channel: units}. leads: hours.

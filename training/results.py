@@ -3,17 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
 from utils import comm
 from utils.config import SPLITS
 from utils.schema import Config
-
-if TYPE_CHECKING:
-    from training.tasks.classify import ClassValidator
-    from training.tasks.forecast import Validator
 
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
@@ -34,18 +31,16 @@ def open_writer(folder: Path, purge_step: int) -> Writer:
     return SummaryWriter(folder, purge_step=purge_step) if comm.is_main() else _NoWriter()
 
 
-def write_validation(
-    writer: Writer, scores: dict[str, Any], validator: "Validator | ClassValidator", iteration: int
-) -> None:
-    """Write one validation to TensorBoard: loss, RMSE and ACC of each channel, pictures."""
-    writer.add_scalar("loss/valid", scores["val_loss"], iteration)
-    for kind in (*FORECASTS.values(), "acc"):
-        for number, (name, value) in enumerate(scores.get(kind, {}).items()):
+def write_validation(writer: Writer, scores: dict[str, Any], figures: dict[str, Figure], iteration: int) -> None:
+    """Write one validation to TensorBoard: its scores, numbers or {channel: number}, and its pictures."""
+    for kind, score in scores.items():
+        if not isinstance(score, dict):
+            writer.add_scalar("loss/valid" if kind == "val_loss" else kind, score, iteration)
+            continue
+        for number, (name, value) in enumerate(score.items()):
             # Numbered, because TensorBoard sorts by name and u10 is to come first.
             writer.add_scalar(f"{kind}/{number:02d}_{name}", value, iteration)
-    if "accuracy" in scores:
-        writer.add_scalar("accuracy", scores["accuracy"], iteration)
-    for name, figure in validator.figures.items():
+    for name, figure in figures.items():
         writer.add_figure(f"forecast/{name}", figure, iteration, close=False)
     writer.flush()
 
@@ -60,12 +55,14 @@ def skill_table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def print_result(summary: dict[str, Any], config: Config) -> None:
-    """What a reader wants to see at the end of a run, and the command to try next; printed by rank 0."""
+def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
+    """Print, on rank 0, what a reader wants to see at the end of a run, and the command to try next.
+
+    scores: the main scores as text.
+    """
     if not comm.is_main():
         return
-    accurate = f"accuracy {summary['accuracy']:.3f}" if "accuracy" in summary else None
-    print(f"\n{accurate or skill_table(summary)}\n")
+    print(f"\n{scores}\n")
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
     print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")

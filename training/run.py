@@ -1,4 +1,4 @@
-"""The training loop: a fixed number of iterations, validation at the end of epochs, checkpoints, exact resume.
+"""A training run in its folder: batches, and what happens between two steps. Every run resumes exactly.
 
 The host never waits for the device inside a step. Losses stay on the device and are read together every `log_every`
 iterations, at the end of an epoch and before a checkpoint.
@@ -8,17 +8,16 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
-from distributed.parallel_model import ParallelModel
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.clock import Clock
 from training.model import build_model
@@ -27,8 +26,7 @@ from training.profiling import build_profiler, span
 from training.results import open_writer, print_result, write_validation
 from training.run_folder import RunFolder
 from training.step import TrainingStep
-from training.tasks.classify import ClassValidator
-from training.tasks.forecast import Validator
+from training.tasks import Task
 from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
@@ -40,91 +38,90 @@ from utils.stop_signals import StopRequest
 log = logging.getLogger(__name__)
 
 
-def train(
-    config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, loaders: Sequence[BatchLoader]
-) -> int | None:
-    """Train a ParallelModel to the end of the run in its folder and print the result; returns the exit status.
+class Run:
+    """One run of a config, from the newest checkpoint in its folder to its last iteration.
 
-    loaders: of training and validation. A run that is finished already is only shown.
+        with Run(config, step, task, loaders) as run:
+            for x, y in run.batches():
+                run.after_step(step(run.iteration, x, y))
+        return run.status()
+
+    loaders: of training and validation. Raises UsageError where the folder cannot be used; inside the block
+    NonFiniteLossError, naming the iteration and the last checkpoint, where the loss is NaN or infinite. A run that is
+    finished already has no batches and only shows its result.
     """
-    run = RunFolder(config)
-    summary = run.summary()
-    if summary and comm.is_main():
-        print(f"{run.path} is a finished run; its result:")
-    if not summary:
-        train_loader, valid_loader = loaders
-        summary = Trainer(config, device, parallel, optimizer, train_loader, valid_loader, run).fit()
-        if summary is None:
-            return STOPPED_STATUS
-        run.write_summary(summary)
-    print_result(summary, config)
-    return None
 
-
-class Trainer:
-    """Trains a ParallelModel as `config` says, in the folder `run`."""
-
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        parallel: ParallelModel,
-        optimizer: Optimizer,
-        train_loader: BatchLoader,
-        valid_loader: BatchLoader,
-        run: RunFolder,
-    ):
-        self.config, self.device, self.model, self.optimizer = config, device, parallel.model, optimizer
-        self.train_loader, self.run = train_loader, run
-        self.checkpoints = CheckpointFolder(run.checkpoints, config.keep_checkpoints, config.model_dump())
-        self.step = TrainingStep(config, device, parallel, optimizer)
-        self.profiler = build_profiler(config, device, run.path / "profile") if comm.is_main() else None
-        self.validator = (Validator if config.model == "forecast" else ClassValidator)(valid_loader)
-
+    def __init__(self, config: Config, step: TrainingStep, task: Task, loaders: Sequence[BatchLoader]):
+        self.folder = RunFolder(config)
+        self.config, self.step, self.device = self.folder.config, step, step.device  # its run_num is known now
+        self.model, self.optimizer = step.parallel.model, step.optimizer
+        self.train_loader, valid_loader = loaders
+        self.validator = task.build_validator(valid_loader)
+        self.checkpoints = CheckpointFolder(
+            self.folder.checkpoints, self.config.keep_checkpoints, self.config.model_dump()
+        )
         self.iteration = 0  # optimizer steps done
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
         self.train_loss: float | None = None  # mean over the last epoch
         self.best_val_loss = math.inf
-        self.validation_due = False  # stopped by a signal before the validation was done
-        self.resumed = False  # and no step made since
+        self.validation_due = False  # a signal stopped the run before its validation was done
+        self.resumed = False  # and no step has been made since
+        self.result: dict[str, Any] | None = None  # of the last validation
         self.pending_losses: list[Tensor] = []  # on the device, not read yet
         self.stop_request = StopRequest()  # of this process
         self.stopping = False  # all ranks know of a request and stop after the same step
         self.clock = Clock()
-        self.watchdog = Watchdog(config.watchdog_timeout, run.path)
+        self.watchdog = Watchdog(self.config.watchdog_timeout, self.folder.path)
+        self.open = ExitStack()  # what ends with the run
+        self.current_step = ExitStack()  # the range of the step under way
 
-    def fit(self) -> dict[str, Any] | None:
-        """Train until num_iters; returns the summary, or None where a signal stopped the run (after a checkpoint).
-
-        Raises NonFiniteLossError, naming the iteration and the last checkpoint, where the loss is NaN or infinite.
-        """
+    def __enter__(self) -> "Run":
+        """Resume, and do what was left undone; a finished run is only read."""
+        self.summary = self.folder.summary()
+        if self.summary:
+            return self
         self._resume()
-        config = self.config
+        wants_profile = comm.is_main()
+        self.profiler = (
+            build_profiler(self.config, self.device, self.folder.path / "profile") if wants_profile else None
+        )
         if self.profiler:
-            self.profiler.check(config.num_iters - self.iteration)
+            self.profiler.check(self.config.num_iters - self.iteration)
         self._log_memory()
-        self.writer = open_writer(self.run.path, purge_step=self.iteration + 1)
-        batches = self.train_loader.train(config.seed, self.iteration, config.num_iters)
-        with self.stop_request, self._progress_bar() as bar, self.watchdog:
-            result = None
-            if self.validation_due or self.iteration == config.num_iters:
-                result = self._validate()
-            self.clock.start()
-            while self.iteration < config.num_iters and not self.stopping:
-                if self.profiler:
-                    self.profiler.step()
-                self._train_step(batches)
-                bar.update()
-                result = self._after_step(bar)
-                self.watchdog.beat()
-            if self.profiler:
-                self.profiler.close()
-        batches.close()
-        self.writer.close()
-        return None if result is None or self.iteration < config.num_iters else self._summary(result)
+        self.writer = open_writer(self.folder.path, purge_step=self.iteration + 1)
+        self.open.callback(self.writer.close)
+        self.open.enter_context(self.stop_request)
+        self.bar = self.open.enter_context(self._progress_bar())
+        self.open.enter_context(self.watchdog)
+        if self.validation_due or self.iteration == self.config.num_iters:
+            self._validate()
+        return self
 
-    def _train_step(self, batches: Iterator[Batch]) -> None:
-        with span("step"):
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        """Close what is open; where all iterations are done, write the summary and print it."""
+        if self.summary and kind is None and comm.is_main():
+            print(f"{self.folder.path} is a finished run; its result:")
+        self.open.__exit__(kind, *error)
+        if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
+            self.summary = self._summarize(self.result)
+            self.folder.write_summary(self.summary)
+        if kind is None and self.summary:
+            print_result(self.summary, self.validator.describe(self.summary), self.config)
+
+    def status(self) -> int | None:
+        """The exit status: None (success) where the run is finished, STOPPED_STATUS where a signal stopped it."""
+        return None if self.summary else STOPPED_STATUS
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's part of the batch of each iteration that is left, (input, target); ends early at a signal."""
+        if self.summary:
+            return
+        batches = self.train_loader.train(self.config.seed, self.iteration, self.config.num_iters)
+        self.clock.start()
+        while self.iteration < self.config.num_iters and not self.stopping:
+            if self.profiler:
+                self.profiler.step()
+            self.current_step.enter_context(span("step"))
             with span("data"):
                 waited = time.perf_counter()
                 x, y = next(batches)
@@ -132,11 +129,21 @@ class Trainer:
             if self.resumed:
                 self.step.settle(x)
                 self.resumed = False
-            self.pending_losses.append(self.step(self.iteration, x, y))
-        self.iteration += 1
+            yield x, y
+        if self.profiler:
+            self.profiler.close()
+        batches.close()
 
-    def _after_step(self, bar: tqdm) -> dict[str, Any] | None:
-        """What happens between two steps; returns the result of a validation, or None."""
+    def after_step(self, loss: Tensor) -> None:
+        """Count the step, and log, validate and save where it is due. loss: a scalar on the device, not read yet."""
+        self.current_step.close()
+        self.pending_losses.append(loss)
+        self.iteration += 1
+        self.bar.update()
+        self._between_steps()
+        self.watchdog.beat()
+
+    def _between_steps(self) -> None:
         done, config = self.iteration, self.config
         finished = done == config.num_iters
         epoch = self._epochs(done)  # completed
@@ -146,25 +153,25 @@ class Trainer:
         save_due = finished or done % config.checkpoint_every == 0
         self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
         if not (save_due or end_of_epoch or self.stopping or done % config.log_every == 0):
-            return None
+            return
 
-        self._read_losses(bar)
-        result = None
+        self._read_losses()
+        validated = False
         if end_of_epoch:
             self._log_epoch(epoch)
             if finished or epoch % config.validate_every == 0:
-                result = self._validate()
-                save_due = save_due or (result is not None and result["val_loss"] == self.best_val_loss)
+                self._validate()
+                validated = self.result is not None
+                save_due = save_due or (self.result is not None and self.result["val_loss"] == self.best_val_loss)
         if save_due or self.stopping:
-            self._save(result)
+            self._save(self.result if validated else None)
         self.clock.start()
-        return result
 
     def _epochs(self, iterations: int) -> int:
         """Passes over the training samples completed in so many iterations."""
         return iterations * self.config.global_batch_size // self.train_loader.num_samples
 
-    def _read_losses(self, bar: tqdm) -> None:
+    def _read_losses(self) -> None:
         """Bring the losses of the last iterations to the host: the one place where it waits for the device.
 
         They are means over the batch of all ranks; the same reduction tells every rank whether one was asked to stop.
@@ -173,8 +180,7 @@ class Trainer:
         self.pending_losses.clear()
         *losses, stop = comm.all_reduce(torch.cat([own, own.new_tensor([self.stop_request.made])])).tolist()
         losses, self.stopping = [loss / comm.world_size() for loss in losses], self.stopping or stop > 0
-        samples = len(losses) * self.config.global_batch_size
-        speed = self.clock.stop(len(losses), samples)
+        speed = self.clock.stop(len(losses), len(losses) * self.config.global_batch_size)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
                 raise NonFiniteLossError(
@@ -187,7 +193,7 @@ class Trainer:
         self.writer.add_scalar("learning_rate", learning_rate(self.config, self.iteration - 1), self.iteration)
         self.writer.add_scalar("speed/samples_per_sec", speed, self.iteration)
         self.writer.add_scalar("speed/iterations_per_sec", speed / self.config.global_batch_size, self.iteration)
-        bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+        self.bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
 
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
@@ -198,19 +204,19 @@ class Trainer:
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.writer.add_scalar("loss/train_epoch", self.train_loss, self.iteration)
 
-    def _validate(self) -> dict[str, Any] | None:
+    def _validate(self) -> None:
+        """Score the model; a signal in one process interrupts it, and leaves `result` None."""
         started = time.perf_counter()
         with span("validation"), self.step.autocast():
-            result = self.validator.run(self.step.parallel, stop=self._validation_interrupted)
-        self.validation_due = result is None
-        if result is None:
+            self.result = self.validator.run(self.step.parallel, stop=self._validation_interrupted)
+        self.validation_due = self.result is None
+        if self.result is None:
             self.stopping = True
-            return None
-        self.best_val_loss = min(self.best_val_loss, result["val_loss"])
-        log.info("  Avg val loss=%.6f", result["val_loss"])
+            return
+        self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
+        log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
-        write_validation(self.writer, result, self.validator, self.iteration)
-        return result
+        write_validation(self.writer, self.result, self.validator.figures, self.iteration)
 
     def _validation_interrupted(self) -> bool:
         """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""
@@ -239,6 +245,8 @@ class Trainer:
         tensors = collect_state(self.model, self.optimizer)
         view = global_view(tensors, self.step.parallel.split)
         marker = self.checkpoints.load_newest(view)
+        for note in self.config.notes:
+            log.info("%s", note)
         if marker is None:
             log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
@@ -254,11 +262,11 @@ class Trainer:
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 
     def _log_memory(self) -> None:
-        """What the scaffolding of a run takes before it computes anything, and what its first forward pass adds."""
+        """Log the memory before anything is computed (the scaffolding of a run), and after the first forward pass."""
         high = partial(peak_memory_bytes, self.device)
         log.info("Memory high watermark of model and optimizer (scaffolding): %.3f GiB", high() / 2**30)
 
-        def once(*_):
+        def once(*_: Any) -> None:
             hook.remove()
             log.info("Memory high watermark after the first forward pass: %.3f GiB", high() / 2**30)
 
@@ -266,18 +274,18 @@ class Trainer:
         hook = called.register_forward_hook(once)
 
     def _where(self) -> str:
-        """The devices and how the model is split over them."""
+        """The devices, and how the model is split over them."""
         layout = self.config.layout(comm.world_size())
         split = layout.describe("tp", "cp", "domain", "pp", "dp")
         if layout.dp > 1 or (self.config.data_parallel in SHARDED and comm.get_size("dp_image") > 1):
             split += f" ({self.config.data_parallel})"
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 
-    def _summary(self, result: dict[str, Any]) -> dict[str, Any]:
+    def _summarize(self, result: dict[str, Any]) -> dict[str, Any]:
         synchronize(self.device)
         return {
             "config": self.config.config,
-            "run": str(self.run.path),
+            "run": str(self.folder.path),
             "iterations": self.iteration,
             "device": str(self.device),
             "world_size": comm.world_size(),
@@ -292,7 +300,7 @@ class Trainer:
         }
 
     def _progress_bar(self) -> tqdm:
-        """On a terminal; silent in a batch log."""
+        """Shown on a terminal; silent in a batch log."""
         total = self.config.num_iters
         hidden = None if comm.is_main() else True  # None: hidden unless this is a terminal
         return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)

@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -15,40 +17,53 @@ from utils.errors import UsageError
 from utils.files import whole_file
 from utils.schema import Config
 
+OWNER = "job"  # file with the job that --run_num auto gave the folder to
+T = TypeVar("T")
+
 
 class RunFolder:
     """Opens the folder of a run, made if need be.
 
-    Raises UsageError where it cannot be written, holds a run of other settings, or is to be begun anew although it
-    holds a run.
+    config: its run_num is that of the folder, also where `auto` was asked for.
+    Raises UsageError where the folder cannot be written, holds a run of other settings, or holds a run although a new
+    one was asked for.
     """
 
     def __init__(self, config: Config):
-        self.config = config
-        self.path = Path(config.expdir) / config.config / config.run_num
+        runs = Path(config.expdir) / config.config
+        if config.run_num == "auto":
+            number = comm.on_main(lambda: self._checked(lambda: next_run_num(runs), runs))
+            config = config.model_copy(update={"run_num": number})
+        self.config, self.path = config, runs / config.run_num
         self.checkpoints = self.path / "checkpoints"
         self.config_file = self.path / "config.yaml"
         self.summary_file = self.path / "summary.json"
-        comm.on_main(self._open)
+        comm.on_main(lambda: self._checked(self._open, self.path))
         if not comm.is_main():
             logging.getLogger().setLevel(logging.WARNING)
 
-    def _open(self) -> None:
-        config = self.config
+    @staticmethod
+    def _checked(function: Callable[[], T], path: Path) -> T:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if self.config_file.exists():
-                self._compare_settings()
-            else:
-                with whole_file(self.config_file) as part:
-                    write_config(config, part)
-            self._start_logging()
+            return function()
         except OSError as error:
-            raise UsageError(f"log folder {self.path}: cannot be written: {error.strerror}") from None
+            raise UsageError(f"log folder {path}: cannot be written: {error.strerror}") from None
+
+    def _open(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.config_file.exists():
+            self._compare_settings()
+        else:
+            with whole_file(self.config_file) as part:
+                write_config(self.config, part)
+        self._start_logging()
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of the finished run in this folder; None where there is none."""
-        return comm.on_main(lambda: json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None)
+        return comm.on_main(self._read_summary)
+
+    def _read_summary(self) -> dict[str, Any] | None:
+        return json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Written by rank 0."""
@@ -65,8 +80,16 @@ class RunFolder:
         name = self.config.config
         earlier = check_config(read_named_config(self.config_file, name), name, f"{self.config_file}: {name}")
         if keys := differing_keys(earlier, self.config):
-            changes = ", ".join(f"{k} ({getattr(earlier, k)} there, {getattr(self.config, k)} now)" for k in keys)
+            changes = self._changes(earlier, keys)
             raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num")
+        if self.summary_file.exists() and (keys := differing_keys(earlier, self.config, "layout", "speed")):
+            raise UsageError(
+                f"{self.path} is a finished run, made with other options: {self._changes(earlier, keys)}; to measure "
+                "these, choose another --run_num (auto: the next free number)"
+            )
+
+    def _changes(self, earlier: Config, keys: list[str]) -> str:
+        return ", ".join(f"{k} ({getattr(earlier, k)} there, {getattr(self.config, k)} now)" for k in keys)
 
     def _start_logging(self) -> None:
         """Log lines go to out.log and to standard output, where they leave a progress bar intact."""
@@ -81,6 +104,29 @@ class RunFolder:
             handler.setFormatter(formatter)
             root.addHandler(handler)
         root.setLevel(logging.INFO)
+
+
+def next_run_num(runs: Path) -> str:
+    """Make the folder of the next free number in the folder of all runs of a config; returns the number, as 07.
+
+    A job that its scheduler or torchrun starts again gets the folder that it had.
+    """
+    runs.mkdir(parents=True, exist_ok=True)
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or ""
+    if any(os.environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")):
+        for owner in runs.glob(f"*/{OWNER}"):
+            if owner.read_text() == job:
+                return owner.parent.name
+    taken = [int(folder.name) for folder in runs.iterdir() if folder.name.isdecimal()]
+    number = max(taken, default=-1) + 1
+    while True:
+        try:
+            (runs / f"{number:02d}").mkdir()
+        except FileExistsError:  # another job was faster
+            number += 1
+            continue
+        (runs / f"{number:02d}" / OWNER).write_text(job)
+        return f"{number:02d}"
 
 
 class _Console(logging.Handler):

@@ -1,4 +1,4 @@
-"""What makes the same model faster or smaller on one device, applied from outside. Names and weights stay the same."""
+"""Options that make the same model faster or smaller, applied from outside. Names and weights stay the same."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distributed.domain_parallel import transform_forward
-from networks.vit import Transformer
 from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
@@ -24,10 +23,10 @@ EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
 ]
 
 
-def apply_compute_options(config: Config, device: torch.device, model: Transformer) -> None:
+def apply_speed_options(config: Config, device: torch.device, model: nn.Module) -> None:
     """TF32, memory format, activation checkpointing and compilation, as the config says.
 
-    Raises UsageError for an option that this device does not have.
+    Raises UsageError for an option that this device, or a model without `blocks`, does not have.
     """
     if config.enable_cuda_graphs and device.type != "cuda":
         raise UsageError(f"--enable_cuda_graphs needs a GPU with CUDA or ROCm; this run is on {device}")
@@ -41,13 +40,22 @@ def apply_compute_options(config: Config, device: torch.device, model: Transform
     if config.enable_channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the convolution of the patch embedding
     if config.activation_checkpointing != "none":
-        blocks = list(model.blocks)[config.checkpointing_interval - 1 :: config.checkpointing_interval]
+        every = config.checkpointing_interval
+        blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
         checkpoint_activations(blocks, selective=config.activation_checkpointing == "selective")
     if config.enable_jit:
         # A graph break is an error. Several ranks compile each block alone: between two blocks gradients are reduced
         # and parameters gathered, while the others compute.
-        for module in [model] if comm.world_size() == 1 else model.blocks:
+        for module in [model] if comm.world_size() == 1 else blocks_of(model, "enable_jit on several ranks"):
             transform_forward(module, partial(torch.compile, fullgraph=True))
+
+
+def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:
+    """The `blocks` of a model, each of which maps tokens to tokens; raises UsageError, naming `option`, without any."""
+    blocks: Any = getattr(model, "blocks", None)
+    if blocks is None:
+        raise UsageError(f"{option} works block by block, and {type(model).__name__} has no `blocks`")
+    return list(blocks)
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], selective: bool = False) -> None:

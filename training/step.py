@@ -1,7 +1,6 @@
 """One optimizer step, eager or as one CUDA graph."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,15 +12,14 @@ from torch.optim import Optimizer
 
 from distributed.domain_parallel import transform_forward
 from distributed.parallel_model import ParallelModel
-from training.losses import classification_loss, relative_l2_loss
 from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
 from utils import comm
 from utils.schema import Config
 
-LOSSES = {"forecast": relative_l2_loss, "classifier": classification_loss}
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
+Loss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # (prediction, target, group that shares images)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
@@ -31,14 +29,16 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 class TrainingStep:
-    """Forward, loss, backward, update: step(iteration, x, y) gives the loss, a scalar on the device.
+    """Forward, loss, backward, reduction, update: step(iteration, x, y) gives the loss, a scalar on the device.
 
-    Nothing in here waits for the device, so the host runs ahead of it (with fp16, only if the optimizer is fused: it
-    then skips a step that overflowed by itself).
+    loss: of a Task (training/tasks). Nothing in here waits for the device, so the host runs ahead of it (with fp16 only
+    if the optimizer is fused: it then skips a step that overflowed by itself). Made last of all that draws random
+    numbers: it seeds dropout.
     """
 
-    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer):
+    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, loss: Loss):
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
+        self.image_loss = loss
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         # Ranks with different parameters must agree whether a step has overflowed.
         # The group is named: the default is the one that was there when torch's module was first imported.
@@ -49,21 +49,49 @@ class TrainingStep:
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             transform_forward(stage, self.autocast())
-        self.run = CapturedStep(self._run) if config.enable_cuda_graphs else self._run
+        self.run = CapturedStep(self.eager) if config.enable_cuda_graphs else self.eager
+        torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
         return self.run(x, y)
 
+    def eager(self, x: Tensor, y: Tensor) -> Tensor:
+        """The step itself. x, y: input and target, (B, ...). Returns the mean loss of this rank's samples."""
+        if self.parallel.pipeline:
+            losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale)
+        else:
+            losses = []
+            for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
+                with span("forward"), self.autocast():
+                    loss = self.loss(self.parallel.module(x_part), y_part)
+                with span("backward"):
+                    self.scaler.scale(loss).backward()
+                losses.append(loss.detach())
+        self.parallel.finish_gradients()
+        with span("optimizer"):
+            self.update()
+        total = sum(losses, torch.zeros((), device=self.device))
+        return total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
+
+    def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """This micro-batch's share of the loss of the whole batch, a scalar."""
+        return self.image_loss(prediction, target, comm.get_group("image")) / self.config.gradient_accumulation
+
+    def update(self) -> None:
+        """Clip the gradients where asked, let the optimizer use them, and forget them."""
+        if self.config.clip_grad_norm or self.model_parallel:
+            self.scaler.unscale_(self.optimizer)
+        if self.config.clip_grad_norm:
+            self.parallel.clip_gradients(self.config.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def autocast(self) -> Any:
         """The context, also a decorator, in which this step's model runs."""
         return autocast(self.config, self.device)
-
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
-        with span("forward"), self.autocast():
-            yield
 
     def settle(self, x: Tensor) -> None:
         """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
@@ -75,27 +103,6 @@ class TrainingStep:
                 for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
                     self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
             self.optimizer.zero_grad(set_to_none=True)
-
-    def _run(self, x: Tensor, y: Tensor) -> Tensor:
-        micro_batches, losses = self.config.gradient_accumulation, []
-        loss_of = LOSSES[self.config.model]
-
-        def loss(prediction, target):
-            value = loss_of(prediction, target, comm.get_group("image")) / micro_batches
-            losses.append(value.detach())
-            return self.scaler.scale(value)
-
-        self.parallel.forward_backward(x, y, loss, micro_batches, self._forward, partial(span, "backward"))
-        with span("optimizer"):
-            if self.config.clip_grad_norm or self.model_parallel:
-                self.scaler.unscale_(self.optimizer)
-            if self.config.clip_grad_norm:
-                self.parallel.clip_gradients(self.config.clip_grad_norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-        total = sum(losses[-micro_batches:], torch.zeros((), device=self.device))  # a pipeline tries its loss out first
-        return total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
 
 
 class SharedScaler(ShardedGradScaler):

@@ -9,14 +9,14 @@ import difflib
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from utils.errors import ArgumentParser, UsageError
-from utils.schema import ALIASES, FREE_KEYS, Config
+from utils.schema import ALIASES, Affects, Config, keys_that_affect
 
 SPLITS = {  # keys that split a model, and the scripts that do it
     "tensor_parallel": "train_mp.py or train_shard.py",
@@ -24,6 +24,15 @@ SPLITS = {  # keys that split a model, and the scripts that do it
     "pipeline_parallel": "train_mp.py",
     "domain_parallel": "train_shard.py",
 }
+ELSEWHERE = {  # options of the tutorials that users come from, and what takes their place here
+    "batch_size": "--global_batch_size (of all devices) or --local_batch_size (of one device)",
+    "enable_apex": "--enable_fused (torch's own fused optimizer)",
+    "enable_benchy": "python benchmark.py data",
+    "enable_manual_profiling": "ENABLE_PROFILING=1 (Nsight Systems) or --profile torch",
+    "num_epochs": "--num_iters",
+    "use_shifter": "CONTAINER=shifter IMAGE=... in the environment (docs/launch.md)",
+}
+NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
 
 def yaml() -> YAML:
@@ -52,10 +61,12 @@ def load_config(
     path, name = options.pop("yaml_config"), options.pop("config")
     chosen = {**(preset or {}), **options}
     settings = {**read_named_config(path, name), **chosen}
+    notes = _fit_warmup(settings, options)
     if "local_batch_size" in chosen and "global_batch_size" not in chosen:
         dp = check_config(settings, name, f"{path}: {name}", options).layout(world_size).dp
         settings["global_batch_size"] = chosen["local_batch_size"] * dp
     config = check_config(settings, name, f"{path}: {name}", options, world_size)
+    config.notes.extend(notes)
     for key_name, script in SPLITS.items():
         if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
             raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by {script}")
@@ -64,6 +75,19 @@ def load_config(
             f"{path}: {name}: train_shard.py goes without sequence_parallel and tp_backend dtensor: use train_mp.py"
         )
     return config
+
+
+def _fit_warmup(settings: dict[str, Any], options: Collection[str]) -> list[str]:
+    """Shorten the warmup of a config that --num_iters has made shorter than it; returns a note that says so."""
+    iterations, warmup = settings.get("num_iters"), settings.get("warmup")
+    if "num_iters" not in options or "warmup" in options or not isinstance(iterations, int):
+        return []
+    if not isinstance(warmup, int) or warmup <= iterations:
+        return []
+    settings["warmup"] = iterations // 2
+    return [
+        f"num_iters {iterations} is less than the warmup of {warmup} iterations: warmup shortened to {iterations // 2}"
+    ]
 
 
 def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
@@ -107,7 +131,6 @@ def check_config(
     if config.lr_scaling != "none" and config.base_batch_size is None:
         raise UsageError(f"{where}: lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to")
     _check_data_parallel(config, where)
-    _check_model(config, where)
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         raise UsageError(
             f"{where}: enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a "
@@ -150,9 +173,12 @@ def _check_splits(config: Config, where: str, world_size: int) -> None:
             "share activations draw their random numbers outside of a compiled graph"
         )
     if config.pp_schedule != "gpipe" and config.gradient_accumulation < config.pipeline_parallel:
+        stages, share = config.pipeline_parallel, config.global_batch_size // config.layout(world_size).dp
+        works = next((n for n in range(stages, share + 1, stages) if share % n == 0), None)
+        remedy = f"add --gradient_accumulation {works}" if works else f"a batch of {share} samples has too few"
         raise UsageError(
-            f"{where}: pp_schedule {config.pp_schedule} over {config.pipeline_parallel} stages needs at least as many "
-            f"micro-batches: gradient_accumulation is {config.gradient_accumulation}"
+            f"{where}: pp_schedule {config.pp_schedule} over {stages} stages needs at least as many micro-batches: "
+            f"gradient_accumulation is {config.gradient_accumulation}; {remedy}"
         )
 
 
@@ -170,28 +196,16 @@ def _check_data_parallel(config: Config, where: str) -> None:
                 raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
 
 
-def _check_model(config: Config, where: str) -> None:
-    if config.model == "forecast":
-        if len(config.img_size) != 2:
-            raise UsageError(f"{where}: img_size {config.img_size}: forecasts are of latitude and longitude")
-        return
-    if config.num_classes is None:
-        raise UsageError(f"{where}: model classifier needs num_classes")
-    if config.context_parallel > 1 or config.pipeline_parallel > 1 or config.gradient_accumulation > 1:
-        raise UsageError(
-            f"{where}: model classifier goes without context_parallel, pipeline_parallel and gradient_accumulation"
-        )
-
-
 def write_config(config: Config, path: Path) -> None:
     """Write the resolved config as a YAML file that --yaml_config reads back."""
     with open(path, "w") as file:
         yaml().dump({config.config: config.model_dump(exclude={"config"})}, file)
 
 
-def differing_keys(old: Config, new: Config) -> list[str]:
-    """Keys, in schema order, by which two configs would compute different things."""
-    return [k for k in Config.model_fields if k not in FREE_KEYS and getattr(old, k) != getattr(new, k)]
+def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
+    """Keys, in schema order, that affect one of these and differ; by default what decides the numbers of a run."""
+    keys = keys_that_affect(*(affecting or ("model", "result", "training")))
+    return [key for key in keys if getattr(old, key) != getattr(new, key)]
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
@@ -209,8 +223,8 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is."""
-    near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1)
+    """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is near."""
+    near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=NEAR)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
@@ -236,6 +250,8 @@ def parse_command_line(argv: Sequence[str], description: str | None, yaml_config
         kinds = get_args(field.annotation) or (field.annotation,)
         if field.annotation is bool:
             how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(field.annotation) is dict:
+            how = {"type": _scalar, "metavar": "{KEY: VALUE}"}
         elif str in kinds or any(isinstance(kind, str) for kind in kinds):
             how = {"metavar": "|".join(kinds) if isinstance(kinds[0], str) else "TEXT"}
         elif isinstance(field.annotation, type(list[int])):
@@ -248,6 +264,8 @@ def parse_command_line(argv: Sequence[str], description: str | None, yaml_config
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]
+        if instead := ELSEWHERE.get(word.lstrip("-")):
+            raise UsageError(f"command line: there is no '{word}' here: use {instead}")
         near = nearest(word, [f"--{name}" for name in ("yaml_config", *Config.model_fields)])
         raise UsageError(f"command line: unknown option '{word}'{near}")
     return vars(options)

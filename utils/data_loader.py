@@ -19,11 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
-from utils.errors import UsageError
 from utils.sample_order import rank_indices, training_indices, validation_counts, validation_indices
-from utils.schema import Config
-from utils.tiles import own_window
-from weather.dataset import FieldDataset, Statistics, load_statistics
+from weather.dataset import FieldDataset, Statistics
 
 # A frame seen in its file is only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
@@ -232,38 +229,3 @@ class DataLoader(BatchLoader):
             planes = zip(target.unbind(1), source.unbind(1), self.bias, self.affine[0].tolist(), strict=True)
             for place, plane, bias, scale in planes:
                 torch.add(bias, plane, alpha=scale, out=place)
-
-
-def loader_class(name: str) -> type[BatchLoader]:
-    """The class of the data loader that the config names. DALI is imported only where it is asked for."""
-    if name == "pytorch":
-        return DataLoader
-    from utils.data_loader_dali import DaliDataLoader
-
-    return DaliDataLoader
-
-
-def build_loaders(config: Config, device: torch.device) -> list[BatchLoader]:
-    """Training and validation loader, as the config says. Raises UsageError where data and config disagree."""
-    if config.model == "classifier":
-        from training.tasks.classify import build_class_loaders
-
-        return build_class_loaders(config, device)
-    Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
-    n_in, n_out, batch_size = config.n_in_channels, config.n_out_channels, config.global_batch_size
-    own_batch_size = batch_size // comm.get_size("dp")
-    window = own_window(config.img_size, config.patch_size)
-    train, valid = (
-        FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, *window)
-        for folder, limit in (
-            (config.train_data_path, config.limit_nsamples),
-            (config.valid_data_path, config.limit_nsamples_val),
-        )
-    )
-    if batch_size > len(train):
-        raise UsageError(
-            f"global_batch_size {batch_size} is larger than the training data: "
-            f"{len(train)} samples in {config.train_data_path}"
-        )
-    shared = load_statistics(config), n_in, n_out, own_batch_size, device, config.num_data_workers
-    return [Loader(dataset, *shared) for dataset in (train, valid)]

@@ -18,6 +18,10 @@ class UsageError(Exception):
     """Settings or input that cannot be used. The message is the one line shown to the user."""
 
 
+class LayoutError(UsageError, ValueError):
+    """A model or an image that cannot be split over the ranks as asked."""
+
+
 class NonFiniteLossError(Exception):
     """The training loss became NaN or infinite."""
 
@@ -31,7 +35,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 @contextmanager
-def reported_as_usage_error(kind: type[Exception], where: str) -> Iterator[None]:
+def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...], where: str) -> Iterator[None]:
     """Turn an exception of `kind`, raised by a module that knows no settings, into a UsageError that says where."""
     try:
         yield

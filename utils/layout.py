@@ -15,6 +15,7 @@ DIMENSIONS = {
     "pp": "pipeline parallel",
 }
 PARTS = {"dp": ("dp_shard", "dp_replicate"), "domain": ("domain_lon", "domain_lat")}  # of the mesh, fastest first
+Sizes = tuple[int, ...]  # of the pieces of a dimension, by rank
 ORDER = "tp-cp-domain-dp-pp"  # neighbours along the first dimension are adjacent ranks
 
 
@@ -25,6 +26,11 @@ def tile_counts(domain_parallel: int | str) -> tuple[int, int]:
         raise UsageError(f"domain_parallel '{domain_parallel}': expected ranks along latitude, or 2x2 for tiles")
     rows, columns = (*map(int, counts), 1)[:2]
     return rows, columns
+
+
+def shard_sizes(length: int, size: int) -> Sizes:
+    """Cut `length` into `size` contiguous pieces as even as possible, the longer first: (45, 4) -> (12, 11, 11, 11)."""
+    return tuple(length // size + (rank < length % size) for rank in range(size))
 
 
 @dataclass(frozen=True)

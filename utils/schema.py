@@ -1,18 +1,41 @@
 """The schema of a run's settings: every key of a config file and option of the command line, its type and meaning."""
 
+import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from utils.layout import ORDER, Layout, tile_counts
 
 Text = Annotated[str, Field(min_length=1)]
 
 
-def key(description: str, default: Any = ...) -> Any:
-    """A field of the schema: what it means and its default, none where it must be given."""
-    return Field(default, description=description)
+Affects = Literal["model", "result", "training", "layout", "speed", "nothing"]
+Options = TypeVar("Options")
+
+
+def key(description: str, default: Any = ..., affects: Affects = "result", **bounds: Any) -> Any:
+    """A field of the schema: its meaning, its default (none where it must be given), what it affects, and its bounds.
+
+    affects:
+    - model: what the weights mean. Another value is another model, or another task.
+    - result: the numbers that training and forecasts give.
+    - training: the numbers that training gives; a forecast does not ask.
+    - layout: how work is shared among ranks and what is computed twice, not the numbers.
+    - speed: how fast it runs and what is recorded of that, not the numbers.
+    - nothing: names, folders, patience, and how often something is written.
+
+    A run can be resumed with other values of the last three.
+    """
+    return Field(default, description=description, json_schema_extra={"affects": affects}, **bounds)
+
+
+def keys_that_affect(*what: Affects) -> list[str]:
+    """The names of the keys that affect one of these, in schema order."""
+    fields: dict[str, Any] = Config.model_fields
+    return [name for name, field in fields.items() if field.json_schema_extra["affects"] in what]
 
 
 class Config(BaseModel):
@@ -20,21 +43,23 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    config: Text = key("name of the configuration in the YAML file")
+    config: Text = key("name of the configuration in the YAML file", affects="nothing")
 
-    model: Literal["forecast", "classifier"] = key("forecast: image to image; classifier: image to class", "forecast")
-    num_classes: PositiveInt | None = key("classes of the classifier", None)
-    embed_dim: PositiveInt = key("embedding size")
-    depth: PositiveInt = key("number of transformer blocks")
-    num_heads: PositiveInt = key("attention heads")
-    mlp_ratio: PositiveFloat = key("hidden size of the MLP / embedding size")
-    patch_size: PositiveInt = key("grid points along one side of a patch")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
+    task: Text = key("forecast: image to image; classify: image to class", "forecast", "model")
+    model: Text = key("vit, convnet, neighborhood, classifier, or package.module:Class", "vit", "model")
+    model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
+    num_classes: PositiveInt | None = key("classes of the classifier", None, "model")
+    embed_dim: PositiveInt = key("embedding size", affects="model")
+    depth: PositiveInt = key("number of transformer blocks", affects="model")
+    num_heads: PositiveInt = key("attention heads", affects="model")
+    mlp_ratio: PositiveFloat = key("hidden size of the MLP / embedding size", affects="model")
+    patch_size: PositiveInt = key("grid points along one side of a patch", affects="model")
+    dropout: float = key("dropout probability", 0.0, "training", ge=0, lt=1)
 
-    img_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=3)] = key("points: latitude longitude")
-    n_in_channels: PositiveInt = key("channels of the input, the first ones of the file")
-    n_out_channels: PositiveInt = key("channels to forecast, the first ones of the file")
-    dt: PositiveInt = key("forecast lead, in time steps of the file")
+    img_size: list[PositiveInt] = key("points: latitude longitude", affects="model", min_length=2, max_length=3)
+    n_in_channels: PositiveInt = key("channels of the input, the first ones of the file", affects="model")
+    n_out_channels: PositiveInt = key("channels to forecast, the first ones of the file", affects="model")
+    dt: PositiveInt = key("forecast lead, in time steps of the file", affects="model")
     train_data_path: Text = key("folder of the training years (.h5)")
     valid_data_path: Text = key("folder of the validation years")
     inf_data_path: Text = key("folder of the test years")
@@ -43,77 +68,103 @@ class Config(BaseModel):
     time_means_path: Text = key("time mean of each channel at each point (.npy), the climatology")
     limit_nsamples: PositiveInt | None = key("train on the first samples only", None)
     limit_nsamples_val: PositiveInt | None = key("validate on the first samples only", None)
-    data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch")
-    num_data_workers: NonNegativeInt = key("threads (DALI: processes) that read ahead; 0: none", 0)
+    data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch", "speed")
+    num_data_workers: NonNegativeInt = key("threads (DALI: processes) that read ahead; 0: none", 0, "speed")
 
     global_batch_size: PositiveInt = key("samples of one optimizer step, over all devices")
     local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
     num_iters: PositiveInt = key("optimizer steps of the whole run")
     optimizer: Literal["Adam", "AdamW"] = key("optimizer")
-    gradient_accumulation: PositiveInt = key("micro-batches that a device computes for one optimizer step", 1)
+    gradient_accumulation: PositiveInt = key("micro-batches of one optimizer step on each device", 1, "layout")
     lr: PositiveFloat = key("peak learning rate, of base_batch_size where it is scaled")
     lr_scaling: Literal["none", "linear", "sqrt"] = key("how lr grows with global_batch_size / base_batch_size", "none")
     base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = key("Adam betas")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = key("Adam betas", min_length=2, max_length=2)
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
     warmup: NonNegativeInt = key("iterations of linear warmup", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
 
-    comm_timeout: PositiveInt = key("seconds after which a rank that waits for another gives up", 600)
-    watchdog_timeout: PositiveInt = key("seconds without a finished step after which the run ends", 1800)
+    comm_timeout: PositiveInt = key("seconds after which a rank that waits for another gives up", 600, "nothing")
+    watchdog_timeout: PositiveInt = key("seconds without a finished step after which the run ends", 1800, "nothing")
 
-    device: Text = key("auto, cpu, cuda, cuda:1, mps, ...", "auto")
+    device: Text = key("auto, cpu, cuda, cuda:1, mps, ...", "auto", "speed")
     amp_mode: Literal["none", "bf16", "fp16"] = key("automatic mixed precision", "none")
     enable_fused: bool = key("fused optimizer kernel", False)
-    enable_jit: bool = key("torch.compile the model", False)
-    enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False)
+    enable_jit: bool = key("torch.compile the model", False, "training")
+    enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False, "training")
     enable_tf32: bool = key("TF32 in float32 matrix products and convolutions on a GPU", False)
     enable_channels_last: bool = key("channels-last memory format in convolutions", False)
     activation_checkpointing: Literal["none", "full", "selective"] = key(
-        "recompute blocks in the backward pass: whole, or all but matrix products and attention", "none"
+        "recompute blocks in the backward pass: whole, or all but matrix products and attention", "none", "layout"
     )
-    checkpointing_interval: PositiveInt = key("recompute only every k-th block", 1)
+    checkpointing_interval: PositiveInt = key("recompute only every k-th block", 1, "layout")
 
-    data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key("what the data-parallel ranks share", "ddp")
-    noddp: bool = key("no gradient reduction: to measure what it costs; ranks train apart", False)
-    bucket_cap_mb: PositiveFloat = key("ddp, zero1: MiB of gradients in one reduction", 25)
-    gradient_compression: Literal["none", "bf16"] = key("ddp: reduce gradients in bfloat16", "none")
-    dp_shard: PositiveInt | None = key("hsdp: ranks that share one copy; null: those of a node", None)
-    wrap_policy: Literal["block", "size", "none"] = key("zero2, fsdp, hsdp: what is gathered at once", "block")
-    wrap_min_params: PositiveInt = key("parameters of a unit with wrap_policy size", 1_000_000)
-    prefetch: NonNegativeInt = key("zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0)
-    gather_dtype: Literal["none", "bf16", "fp16"] = key("zero2, fsdp, hsdp: dtype of gathered parameters", "none")
-    cpu_offload: bool = key("zero2, fsdp, hsdp: parameters, gradients and optimizer in host memory", False)
+    data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key(
+        "what the data-parallel ranks share", "ddp", "layout"
+    )
+    noddp: bool = key("no gradient reduction: to measure what it costs; ranks train apart", False, "training")
+    bucket_cap_mb: PositiveFloat = key("ddp, zero1: MiB of gradients in one reduction", 25, "layout")
+    gradient_compression: Literal["none", "bf16"] = key("ddp: reduce gradients in bfloat16", "none", "training")
+    dp_shard: PositiveInt | None = key("hsdp: ranks that share one copy; null: those of a node", None, "layout")
+    wrap_policy: Literal["block", "size", "none"] = key(
+        "zero2, fsdp, hsdp: what is gathered at once", "block", "layout"
+    )
+    wrap_min_params: PositiveInt = key("parameters of a unit with wrap_policy size", 1_000_000, "layout")
+    prefetch: NonNegativeInt = key("zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0, "layout")
+    gather_dtype: Literal["none", "bf16", "fp16"] = key(
+        "zero2, fsdp, hsdp: dtype of gathered parameters", "none", "training"
+    )
+    cpu_offload: bool = key("zero2, fsdp, hsdp: parameters, gradients and optimizer in host memory", False, "layout")
 
-    tensor_parallel: PositiveInt = key("train_mp, train_shard: ranks that share heads and hidden features (tp)", 1)
-    context_parallel: PositiveInt = key("train_mp: ranks that share the tokens of an image (cp)", 1)
-    pipeline_parallel: PositiveInt = key("train_mp: ranks that share the blocks (pp)", 1)
+    tensor_parallel: PositiveInt = key(
+        "train_mp, train_shard: ranks that share heads and hidden features (tp)", 1, "layout"
+    )
+    context_parallel: PositiveInt = key("train_mp: ranks that share the tokens of an image (cp)", 1, "layout")
+    pipeline_parallel: PositiveInt = key("train_mp: ranks that share the blocks (pp)", 1, "layout")
     domain_parallel: PositiveInt | Text = key(
-        "train_shard: ranks that share an image, as bands of latitude (4) or tiles (2x2)", 1
+        "train_shard: ranks that share an image, as bands of latitude (4) or tiles (2x2)", 1, "layout"
     )
-    parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER)
-    tp_backend: Literal["native", "dtensor"] = key("train_mp: tp by our layers, or by parallelize_module", "native")
-    sequence_parallel: bool = key("train_mp: norms and dropout of tp ranks on a slice of the tokens", False)
+    parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER, "layout")
+    tp_backend: Literal["native", "dtensor"] = key(
+        "train_mp: tp by our layers, or by parallelize_module", "native", "layout"
+    )
+    sequence_parallel: bool = key("train_mp: norms and dropout of tp ranks on a slice of the tokens", False, "layout")
     cp_method: Literal["gather", "ring", "all_to_all"] = key(
-        "context parallel: how attention sees all tokens", "gather"
+        "context parallel: how attention sees all tokens", "gather", "layout"
     )
     domain_method: Literal["gather", "ring", "all_to_all"] = key(
-        "domain parallel: how attention sees all tokens", "gather"
+        "domain parallel: how attention sees all tokens", "gather", "layout"
     )
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = key("order of the micro-batches in the pipeline", "1f1b")
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = key(
+        "order of the micro-batches in the pipeline", "1f1b", "layout"
+    )
 
-    expdir: Text = key("folder of all runs", "./logs")
-    run_num: Text = key("name of this run: its folder is <expdir>/<config>/<run_num>", "00")
-    resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto")
-    log_every: PositiveInt = key("iterations between two readings of the loss", 10)
-    validate_every: PositiveInt = key("epochs between two validations", 1)
-    checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000)
-    async_save: bool = key("write checkpoints while training goes on", True)
-    keep_checkpoints: PositiveInt = key("newest checkpoints to keep, besides the best", 2)
-    profile: Literal["none", "torch"] = key("record a window of steps with torch.profiler", "none")
-    profile_start: NonNegativeInt = key("steps of this process before the window", 20)
-    profile_steps: PositiveInt = key("steps in the window", 10)
+    expdir: Text = key("folder of all runs", "./logs", "nothing")
+    run_num: Text = key(
+        "name of this run, its folder is <expdir>/<config>/<run_num>; auto: the next free number", "00", "nothing"
+    )
+    resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto", "nothing")
+    log_every: PositiveInt = key("iterations between two readings of the loss", 10, "nothing")
+    validate_every: PositiveInt = key("epochs between two validations", 1, "result")
+    checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000, "nothing")
+    async_save: bool = key("write checkpoints while training goes on", True, "nothing")
+    keep_checkpoints: PositiveInt = key("newest checkpoints to keep, besides the best", 2, "nothing")
+    profile: Literal["none", "torch"] = key("record a window of steps with torch.profiler", "none", "speed")
+    profile_start: NonNegativeInt = key("steps of this process before the window", 20, "speed")
+    profile_steps: PositiveInt = key("steps in the window", 10, "speed")
+
+    _notes: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed on the way from the file and the command line to this config, as lines for the log."""
+        return self._notes
+
+    def options(self, kind: Callable[..., Options]) -> Options:
+        """A dataclass whose fields are named as keys of this config, filled from them: DataParallelOptions, ..."""
+        fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass, which has no type of its own
+        return kind(**{field.name: getattr(self, field.name) for field in fields})
 
     def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
         """How these ranks are split. Raises UsageError where the numbers do not fit.
@@ -130,13 +181,3 @@ class Config(BaseModel):
 
 
 ALIASES = {"tensor_parallel": ["row_parallel_size"]}  # other names of an option
-
-# Settings that do not change what is computed: they may differ when a run is resumed.
-FREE_KEYS = {
-    "comm_timeout", "watchdog_timeout", "device", "expdir", "resume", "num_data_workers", "data_loader_config",
-    "log_every", "checkpoint_every", "keep_checkpoints", "async_save", "profile", "profile_start", "profile_steps",
-    "gradient_accumulation", "activation_checkpointing", "checkpointing_interval", "data_parallel", "bucket_cap_mb",
-    "dp_shard", "wrap_policy", "wrap_min_params", "prefetch", "cpu_offload", "tensor_parallel", "context_parallel",
-    "pipeline_parallel", "parallel_order", "tp_backend", "sequence_parallel", "cp_method", "pp_schedule",
-    "domain_parallel", "domain_method",
-}  # fmt: skip

@@ -5,17 +5,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
-from distributed.data_parallel import data_parallel
-from distributed.domain_parallel import split_images
 from distributed.global_view import global_view, take_parts
-from distributed.model_parallel import split_model
 from distributed.shard_tensor import wrap
 from tests.test_data_parallel import train as train_data_parallel
+from tools.instruments.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
-from training.model import build_model, initial_weights
-from training.optimizer import build_optimizer
-from training.speed_options import apply_compute_options
-from training.step import TrainingStep
+from training.model import patch_size
 from utils import comm
 from utils.tiles import own_window
 
@@ -27,17 +22,12 @@ _serial = {}  # {options and steps: losses, weights}
 
 def build(config):
     comm.build_mesh(CPU, config.layout(comm.world_size()))
-    model = build_model(config)
-    split = split_model(model, config) if config.domain_parallel == 1 else split_images(model, config)
-    apply_compute_options(config, CPU, model)
-    parallel = data_parallel(model, config, CPU, initial_weights(config), split)
-    torch.manual_seed(comm.dropout_stream(config.sequence_parallel))
-    return TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU))
+    return build_step(config, CPU)
 
 
 def own_part(batch, config):
     """This rank's samples of a global batch, and its part of them."""
-    rows, columns = own_window(config.img_size, config.patch_size)
+    rows, columns = own_window(config.img_size, patch_size(config))
     return batch[comm.get_rank("dp") :: comm.get_size("dp"), :, rows, columns]
 
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.data_parallel import data_parallel
-from distributed.domain_parallel import split_images
+from distributed.data_parallel import DataParallelOptions, data_parallel
+from distributed.domain_parallel import DomainOptions, split_images
 from tools.benchmarks import team
 from tools.instruments.memory import SavedTensors, optimizer_states
 from tools.instruments.peak import PeakMemory, is_out_of_memory
 from training.losses import classification_loss
 from training.model import build_model
 from training.optimizer import build_optimizer
-from training.speed_options import apply_compute_options
+from training.speed_options import apply_speed_options
 from training.step import autocast
 from utils import comm
 from utils.device import synchronize
@@ -125,9 +125,9 @@ class RankCase:
         model, whole = build_model(config), build_model(config)
         weights = whole.initial_weights(torch.Generator().manual_seed(config.seed))
         with reported_as_usage_error(ValueError, f"layout '{case.name}'"):
-            split = split_images(model, config)
-        apply_compute_options(config, device, model)
-        self.parallel = data_parallel(model, config, device, weights, split)
+            split = split_images(model, config.options(DomainOptions))
+        apply_speed_options(config, device, model)
+        self.parallel = data_parallel(model, config.options(DataParallelOptions), device, weights, split)
         self.parallel.module.train(case.mode == "training")
         self.optimizer = build_optimizer(config, model, device) if case.mode == "training" else None
 

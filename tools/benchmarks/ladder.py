@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from distributed.data_parallel import data_parallel
+from distributed.data_parallel import DataParallelOptions, data_parallel
 from tools.instruments.flops import training_flops
 from tools.tables import format_table, machine, write_bars, write_json
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
-from training.speed_options import apply_compute_options
+from training.speed_options import apply_speed_options
 from training.step import AMP_DTYPES, TrainingStep
-from utils.data_loader import build_loaders
+from training.tasks import build_task
 from utils.device import peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError
 from utils.schema import Config
@@ -170,12 +170,12 @@ def _climb(pipe: Connection, config: Config) -> None:
 
 def _serve(pipe: Connection, config: Config) -> None:
     device = select_device(config.device)
-    loader, valid_loader = build_loaders(config, device)
+    loader, valid_loader = build_task(config).build_loaders(device)
     valid_loader.close()
     model = build_model(config)
-    apply_compute_options(config, device, model)
-    parallel = data_parallel(model, config, device, initial_weights(config))
-    step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
+    apply_speed_options(config, device, model)
+    parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config))
+    step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), build_task(config).loss)
     batches = loader.train(config.seed, 0, 10**9)
     losses: list[torch.Tensor] = []
     wait = 0.0

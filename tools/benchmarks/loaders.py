@@ -17,7 +17,8 @@ import torch
 
 from tools.benchmarks.plain_loader import plain_loader
 from tools.tables import format_table, machine, write_json
-from utils.data_loader import BatchLoader, DataLoader, build_loaders
+from training.tasks import build_task
+from utils.data_loader import BatchLoader, DataLoader
 from utils.device import select_device, synchronize
 from utils.schema import Config
 from weather.dataset import FieldDataset
@@ -125,7 +126,7 @@ def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.de
 
 def _ours(config: Config, device: torch.device, count: int, raw: bool = False) -> float:
     """raw: leave the values as they are on disk, as the host does for a GPU."""
-    loader, valid = build_loaders(config, device)
+    loader, valid = build_task(config).build_loaders(device)
     valid.close()
     if raw:
         assert isinstance(loader, DataLoader)
@@ -134,7 +135,7 @@ def _ours(config: Config, device: torch.device, count: int, raw: bool = False) -
 
 
 def _band(config: Config, folder: Path, rows: slice, device: torch.device, workers: int, count: int) -> float:
-    train, valid = build_loaders(config, device)
+    train, valid = build_task(config).build_loaders(device)
     channels = max(config.n_in_channels, config.n_out_channels)
     dataset = FieldDataset(folder, channels, config.img_size, config.dt, rows=rows)
     loader = DataLoader(dataset, train.statistics, train.n_in, train.n_out, config.global_batch_size, device, workers)
@@ -153,7 +154,9 @@ def _iterate(loader: BatchLoader, seed: int, count: int, device: torch.device) -
 
 
 def _plain(config: Config, folder: Path, workers: int, count: int) -> float:
-    train, valid = build_loaders(config.model_copy(update={"train_data_path": str(folder)}), select_device("cpu"))
+    train, valid = build_task(config.model_copy(update={"train_data_path": str(folder)})).build_loaders(
+        select_device("cpu")
+    )
     loader = plain_loader(train.dataset, train.statistics, config.global_batch_size, workers)
 
     def endless() -> Generator[Any, None, None]:

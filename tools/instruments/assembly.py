@@ -1,45 +1,56 @@
-"""A training step as the training scripts build it, and a batch for it."""
+"""A model and its training step, assembled as the training scripts do, for programs that measure or use them."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from distributed.data_parallel import data_parallel
-from distributed.domain_parallel import split_images
-from distributed.model_parallel import split_model
-from training.model import build_model, initial_weights
+from distributed.data_parallel import DataParallelOptions, data_parallel
+from distributed.domain_parallel import DomainOptions, split_images
+from distributed.model_parallel import ModelParallelOptions, split_model
+from distributed.parallel_model import ParallelModel
+from training.model import build_model, initial_weights, patch_size
 from training.optimizer import build_optimizer
-from training.speed_options import apply_compute_options
+from training.speed_options import apply_speed_options
 from training.step import TrainingStep
+from training.tasks import build_task
 from utils import comm
 from utils.errors import reported_as_usage_error
 from utils.schema import Config
 from utils.tiles import own_window
 
 
-def build_step(config: Config, device: torch.device, where: str) -> TrainingStep:
-    """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
+def build_parallel(
+    config: Config, device: torch.device, weights: Iterable[tuple[str, Tensor]] | None = None
+) -> ParallelModel:
+    """The model of a config on the ranks of the mesh. weights: (name, full tensor); the initial ones unless given."""
     model = build_model(config)
-    with reported_as_usage_error(ValueError, where):
-        split = (split_images if comm.get_size("domain") > 1 else split_model)(model, config)
-    apply_compute_options(config, device, model)
-    parallel = data_parallel(model, config, device, initial_weights(config), split)
-    step = TrainingStep(config, device, parallel, build_optimizer(config, model, device))
-    torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
-    return step
+    if comm.get_size("domain") > 1:
+        split = split_images(model, config.options(DomainOptions))
+    else:
+        split = split_model(model, config.options(ModelParallelOptions))
+    apply_speed_options(config, device, model)
+    weights = initial_weights(config) if weights is None else weights
+    return data_parallel(model, config.options(DataParallelOptions), device, weights, split)
+
+
+def build_step(config: Config, device: torch.device, where: str = "") -> TrainingStep:
+    """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
+    with reported_as_usage_error(ValueError, where or config.config):
+        parallel = build_parallel(config, device)
+    return TrainingStep(
+        config, device, parallel, build_optimizer(config, parallel.model, device), build_task(config).loss
+    )
 
 
 def random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's part of a batch: random images, and random images or classes to learn."""
-    random = torch.Generator().manual_seed(config.seed)
+    """This rank's part of a batch of random numbers: inputs, and targets as the task has them."""
+    x, y = build_task(config).random_batch(torch.Generator().manual_seed(config.seed))
     own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
-    part = (own, slice(None), *own_window(config.img_size, config.patch_size))
+    window = own_window(config.img_size, patch_size(config))
 
-    def images(channels: int) -> Tensor:
-        whole = torch.randn(config.global_batch_size, channels, *config.img_size, generator=random)
-        return whole[part].to(device).clone()
+    def part(whole: Tensor) -> Tensor:
+        cut = (own, slice(None), *window) if whole.dim() == 2 + len(window) else own
+        return whole[cut].to(device).clone()
 
-    x = images(config.n_in_channels)
-    if config.model == "classifier":
-        assert config.num_classes
-        return x, torch.randint(config.num_classes, (config.global_batch_size,), generator=random)[own].to(device)
-    return x, images(config.n_out_channels)
+    return part(x), part(y)

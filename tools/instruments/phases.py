@@ -1,11 +1,12 @@
 """Which part of a training step is under way: forward, backward or update."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from training.profiling import span
 from training.step import TrainingStep
 
 PHASES = ("forward", "backward", "update")
@@ -18,7 +19,7 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
     forward: the forward pass and the loss. update: inside the optimizer. backward: all else, the reduction of gradients
     included. listener.sent_forward: storages of what a pipeline hands on to its next stage, whenever it is sent.
     """
-    parallel, pipeline = step.parallel, step.parallel.pipeline
+    pipeline = step.parallel.pipeline
     listener.phase, listener.sent_forward = "backward", set()
 
     @contextmanager
@@ -46,16 +47,14 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
         listener.sent_forward -= {one.tensor.untyped_storage()._cdata for one in made}
         return made
 
-    def spans(function, x, y, loss, micro_batches, forward_span, backward_span):
-        @contextmanager
-        def forward():
-            with forward_span(), phase("forward"):
-                yield
-
-        return function(x, y, partial(within("forward"), loss), micro_batches, forward, backward_span)
+    @contextmanager
+    def span_and_phase(name: str) -> Iterator[None]:
+        with span(name), phase("forward") if name == "forward" else nullcontext():
+            yield
 
     with ExitStack() as stack:
-        stack.enter_context(around(parallel, "forward_backward", spans))
+        stack.enter_context(patch("training.step.span", span_and_phase))
+        stack.enter_context(around(step, "loss", within("forward")))  # which a pipeline calls
         stack.enter_context(around(step.scaler, "step", within("update")))
         for stage in pipeline.stages if pipeline else ():
             stack.enter_context(around(stage, "forward_one_chunk", within("forward")))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from distributed.collectives import shard_sizes
-from distributed.data_parallel import data_parallel
+from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.domain_parallel import split_images, transform_forward
 from distributed.model_parallel import split_model
 from tools.instruments.memory import memory_of_a_pipeline_step, memory_of_a_step, optimizer_states
@@ -28,7 +28,7 @@ from tools.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes, 
 from tools.planner.tracker import Message, Operation, Tracker
 from training.model import build_model
 from training.optimizer import build_optimizer
-from training.speed_options import apply_compute_options
+from training.speed_options import apply_speed_options
 from training.step import AMP_DTYPES, TrainingStep
 from utils import comm
 from utils.layout import Layout
@@ -122,9 +122,9 @@ def _trace(config, layout, rank, device_type):
         for block in model.blocks if autocast else ():
             block.attn.dropout = 0.0  # inside the fused kernels of a GPU it leaves nothing behind
             transform_forward(block, autocast)
-        apply_compute_options(config, device, model)
+        apply_speed_options(config, device, model)
         with fake, torch.random.fork_rng(), _shapes(config, layout):
-            parallel = data_parallel(model, config, device, [], split)
+            parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
             optimizer = build_optimizer(config, model, device)
             for group in optimizer.param_groups if device_type != "cpu" else ():
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU

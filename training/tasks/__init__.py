@@ -1,1 +1,15 @@
-"""What a model can be trained for: each task has its data, its loss and its validation."""
+"""What a model can be trained for. Each module here is a task: its file name is what --task calls it."""
+
+import importlib
+import pkgutil
+
+from training.tasks.task import Task, unknown_task
+from utils.schema import Config
+
+
+def build_task(config: Config) -> Task:
+    """The task of a config: the class `Trained` of training/tasks/<task>.py. Raises UsageError, see Task."""
+    known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "task"]
+    if config.task not in known:
+        raise unknown_task(config.task, known)
+    return importlib.import_module(f"{__name__}.{config.task}").Trained(config)

@@ -1,4 +1,4 @@
-"""Images for the classifier, made as they are asked for: waves, whose numbers along the axes are the class.
+"""Classification of made images: waves, whose numbers along the axes are the class.
 
 Every rank computes the points of its own part alone, from the number of the sample; nothing is read or sent.
 """
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.parallel_model import ParallelModel
+from training.losses import classification_loss
+from training.tasks.task import Shape, Task, Validator
 from utils import comm
 from utils.data_loader import Batch, BatchLoader, Indices
 from utils.errors import UsageError
-from utils.schema import Config
-from utils.tiles import own_window
 
 SAMPLES = {"train": 4096, "valid": 256}  # where limit_nsamples does not say otherwise
 
@@ -58,7 +58,7 @@ class ClassImageLoader(BatchLoader):
 
     @property
     def num_samples(self) -> int:
-        """Images that there are."""
+        """Number of images."""
         return len(self.images)
 
     def close(self) -> None:
@@ -71,43 +71,65 @@ class ClassImageLoader(BatchLoader):
             yield torch.stack(images).to(self.device), torch.tensor(labels, device=self.device)
 
 
-def build_class_loaders(config: Config, device: torch.device) -> list[BatchLoader]:
-    """Training and validation loader."""
-    window, batch_size = own_window(config.img_size, config.patch_size), config.global_batch_size
-    counts = config.limit_nsamples or SAMPLES["train"], config.limit_nsamples_val or SAMPLES["valid"]
-    if batch_size > counts[0]:
-        raise UsageError(f"global_batch_size {batch_size} is larger than the training data: {counts[0]} samples")
-    classes = config.num_classes or 0  # check_config has asked for them
-    loaders: list[BatchLoader] = []
-    for part, count in enumerate(counts):
-        seed = 2 * config.seed + part  # training and validation images are different, for any config.seed
-        images = ClassImages(count, config.img_size, config.n_in_channels, classes, window, seed)
-        loaders.append(ClassImageLoader(images, batch_size // comm.get_size("dp"), device))
-    return loaders
+class ClassValidator(Validator):
+    """Loss and accuracy."""
 
+    def describe(self, summary: dict[str, Any]) -> str:
+        """The accuracy."""
+        return f"accuracy {summary['accuracy']:.3f}"
 
-class ClassValidator:
-    """Loss and accuracy over every sample of `loader` exactly once."""
-
-    names = units = ()
-
-    def __init__(self, loader: BatchLoader):
-        self.loader = loader
-        self.figures: dict[str, Figure] = {}
-
-    @torch.no_grad()
-    def run(self, parallel: ParallelModel, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Scores of one pass of a ParallelModel, or None where `stop()` became true on the way."""
-        parallel.model.eval()
-        try:
-            scores = []
-            for x, y, count in self.loader.valid():
-                if stop():
-                    return None
-                logits = parallel.model(x)[:count].float()
-                right = (logits.argmax(1) == y[:count]).float()
-                scores.append(torch.stack([F.cross_entropy(logits, y[:count], reduction="none"), right], 1))
-        finally:
-            parallel.model.train()
+    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """{"val_loss", "accuracy"}."""
+        scores = []
+        for x, y, count in self.loader.valid():
+            if stop():
+                return None
+            logits = parallel.model(x)[:count].float()
+            right = (logits.argmax(1) == y[:count]).float()
+            scores.append(torch.stack([F.cross_entropy(logits, y[:count], reduction="none"), right], 1))
         loss, accuracy = comm.global_mean(torch.cat(scores)).tolist()
         return {"val_loss": loss, "accuracy": accuracy}
+
+
+class Trained(Task):
+    """Image to class: cross-entropy, accuracy."""
+
+    def check(self) -> None:
+        """Classes are needed, and every rank needs all logits of its samples."""
+        config = self.config
+        if config.num_classes is None:
+            raise UsageError(f"{config.config}: task classify needs num_classes")
+        if config.context_parallel > 1 or config.pipeline_parallel > 1 or config.gradient_accumulation > 1:
+            others = "context_parallel, pipeline_parallel and gradient_accumulation"
+            raise UsageError(f"{config.config}: task classify goes without {others}")
+        self.classes: int = config.num_classes
+
+    def output_shape(self, samples: int) -> Shape:
+        """One logit for each class."""
+        return samples, self.classes
+
+    def build_loaders(self, device: torch.device) -> list[BatchLoader]:
+        """Loaders of images that are made on the way."""
+        config, window = self.config, self.own_window()
+        counts = config.limit_nsamples or SAMPLES["train"], config.limit_nsamples_val or SAMPLES["valid"]
+        self.check_batch(counts[0], "")
+        loaders: list[BatchLoader] = []
+        for part, count in enumerate(counts):
+            seed = 2 * config.seed + part  # training and validation images are different, for any config.seed
+            images = ClassImages(count, config.img_size, config.n_in_channels, self.classes, window, seed)
+            loaders.append(ClassImageLoader(images, config.global_batch_size // comm.get_size("dp"), device))
+        return loaders
+
+    def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
+        """Cross-entropy."""
+        return classification_loss(prediction, target, image_group)
+
+    def build_validator(self, loader: BatchLoader) -> Validator:
+        """Loss and accuracy."""
+        return ClassValidator(loader)
+
+    def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Images of normal random numbers, and random classes."""
+        config = self.config
+        x = torch.randn(config.global_batch_size, config.n_in_channels, *config.img_size, generator=generator)
+        return x, torch.randint(self.classes, (config.global_batch_size,), generator=generator)

@@ -1,28 +1,92 @@
-"""One pass over the validation samples: loss, RMSE and ACC of the model and of the trivial forecasts."""
+"""Forecasting: from the state of the atmosphere to the state one step later, on year files."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.losses import relative_l2
+from training.losses import relative_l2, relative_l2_loss
 from training.metrics import ForecastMetrics
 from training.pictures import forecast_figure
+from training.results import skill_table
+from training.tasks.task import Shape, Task, Validator
 from utils import comm
-from utils.data_loader import BatchLoader
+from utils.data_loader import BatchLoader, DataLoader, reads_samples
+from utils.errors import UsageError
+from utils.schema import Config
+from weather.dataset import FieldDataset, Statistics, load_statistics
 
 PICTURED = ("u10", "z500")
 
 
-class Validator:
-    """Scores forecasts on every sample of `loader` exactly once."""
+class Trained(Task):
+    """Image to image: relative L2 loss, latitude-weighted scores of each channel."""
+
+    def check(self) -> None:
+        """The data have latitude and longitude."""
+        if len(self.config.img_size) != 2:
+            where = f"{self.config.config}: img_size {self.config.img_size}"
+            raise UsageError(f"{where}: forecasts are of latitude and longitude")
+
+    def output_shape(self, samples: int) -> Shape:
+        """Whole images of the channels to forecast."""
+        return samples, self.config.n_out_channels, *self.config.img_size
+
+    def build_loaders(self, device: torch.device) -> list[BatchLoader]:
+        """Loaders of pairs of frames. Raises UsageError where data and config disagree."""
+        config = self.config
+        Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
+        n_in, n_out, window = config.n_in_channels, config.n_out_channels, self.own_window()
+        train, valid = (
+            FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, *window)
+            for folder, limit in (
+                (config.train_data_path, config.limit_nsamples),
+                (config.valid_data_path, config.limit_nsamples_val),
+            )
+        )
+        self.check_batch(len(train), f" in {config.train_data_path}")
+        batch_size = config.global_batch_size // comm.get_size("dp")
+        shared = config_statistics(config), n_in, n_out, batch_size, device, config.num_data_workers
+        return [Loader(dataset, *shared) for dataset in (train, valid)]
+
+    def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
+        """The relative L2 loss of neural operators."""
+        return relative_l2_loss(prediction, target, image_group)
+
+    def build_validator(self, loader: BatchLoader) -> Validator:
+        """RMSE and ACC of each channel."""
+        return ForecastValidator(loader)
+
+    def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Images of normal random numbers."""
+        config, (samples, *size) = self.config, (self.config.global_batch_size, *self.config.img_size)
+        x = torch.randn(samples, config.n_in_channels, *size, generator=generator)
+        return x, torch.randn(samples, config.n_out_channels, *size, generator=generator)
+
+
+def loader_class(name: str) -> type[BatchLoader]:
+    """The class of the data loader that the config names. DALI is imported only where it is asked for."""
+    if name == "pytorch":
+        return DataLoader
+    from utils.data_loader_dali import DaliDataLoader
+
+    return DaliDataLoader
+
+
+def config_statistics(config: Config) -> Statistics:
+    """The statistics of the channels that a config reads."""
+    return load_statistics(config)
+
+
+class ForecastValidator(Validator):
+    """Loss, RMSE and ACC of the forecasts, beside those of persistence and climatology."""
 
     def __init__(self, loader: BatchLoader):
-        self.loader = loader
+        super().__init__(loader)
         n = loader.n_out
         self.names = loader.dataset.channel_names[:n]
         self.units = loader.dataset.channel_units[:n]
@@ -30,18 +94,13 @@ class Validator:
         self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
         self.new_metrics = partial(ForecastMetrics, loader.dataset.grid.latitude, self.stds, self.climatology)
         self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
-        self.figures: dict[str, Figure] = {}  # pictured channel -> figure, of the last pass
 
-    @torch.no_grad()
-    def run(self, parallel: ParallelModel, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Scores of one pass of a ParallelModel, or None where `stop()` became true on the way."""
-        parallel.model.eval()
-        try:
-            return self._run(parallel, stop)
-        finally:
-            parallel.model.train()
+    def describe(self, summary: dict[str, Any]) -> str:
+        """RMSE of the headline channels beside persistence and climatology."""
+        return skill_table(summary)
 
-    def _run(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """{"val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse"}, all but the first by channel."""
         metrics, persistence, climatology = self.new_metrics(), self.new_metrics(), self.new_metrics()
         losses, example = [], None
         for x, y, count in self.loader.valid():

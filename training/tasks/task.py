@@ -1,0 +1,107 @@
+"""What a task is: its data, its loss, its validation, and the shape of what a model must give."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from distributed.parallel_model import ParallelModel
+from training.model import build_model, patch_size
+from utils.config import nearest
+from utils.data_loader import BatchLoader
+from utils.errors import UsageError
+from utils.schema import Config
+from utils.tiles import own_window
+
+Shape = tuple[int, ...]
+
+
+class Task(ABC):
+    """What a model is trained for. A module of training/tasks holds one class of this kind, of the name `Trained`.
+
+    Raises UsageError where the config lacks what the task needs, or where the model's output does not fit.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.check()
+        x = torch.empty(1, config.n_in_channels, *config.img_size, device="meta")
+        found, wanted = tuple(build_model(config)(x).shape), self.output_shape(1)
+        if found != wanted:
+            raise UsageError(
+                f"{config.config}: task {config.task} needs a model whose output is {list(wanted)} for one sample; "
+                f"that of model {config.model} is {list(found)}"
+            )
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise UsageError for settings that the task cannot be done with."""
+
+    @abstractmethod
+    def output_shape(self, samples: int) -> Shape:
+        """The shape of what a model gives for so many whole samples."""
+
+    @abstractmethod
+    def build_loaders(self, device: torch.device) -> list[BatchLoader]:
+        """Loaders of this rank's part of the training and of the validation data."""
+
+    @abstractmethod
+    def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
+        """The mean loss of a batch, a scalar in float32. image_group: the ranks that share its images."""
+
+    @abstractmethod
+    def build_validator(self, loader: BatchLoader) -> "Validator":
+        """What scores a model on every sample of a loader."""
+
+    @abstractmethod
+    def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a whole global batch, random numbers on the CPU."""
+
+    def own_window(self) -> tuple[slice, ...]:
+        """This rank's part of every image, one slice for each axis."""
+        return own_window(self.config.img_size, patch_size(self.config))
+
+    def check_batch(self, samples: int, source: str) -> None:
+        """Raise UsageError where the training data, from `source`, have fewer samples than one batch."""
+        batch = self.config.global_batch_size
+        if batch > samples:
+            raise UsageError(f"global_batch_size {batch} is larger than the training data: {samples} samples{source}")
+
+
+class Validator(ABC):
+    """Scores a model on every sample of `loader` exactly once.
+
+    names, units: of the channels that are scored one by one. figures: pictures of the last pass, {name: figure}.
+    """
+
+    def __init__(self, loader: BatchLoader):
+        self.loader = loader
+        self.names: list[str] = []
+        self.units: list[str] = []
+        self.figures: dict[str, Figure] = {}
+
+    @torch.no_grad()
+    def run(self, parallel: ParallelModel, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+        """Scores of one pass of a ParallelModel, `val_loss` among them; None where `stop()` became true on the way."""
+        parallel.model.eval()
+        try:
+            return self.score(parallel, stop)
+        finally:
+            parallel.model.train()
+
+    def describe(self, summary: dict[str, Any]) -> str:
+        """The main scores of a run's summary, for people."""
+        return f"validation loss {summary['val_loss']:.4f}"
+
+    @abstractmethod
+    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """One pass of a model that is in evaluation mode; `stop` is asked before each batch."""
+
+
+def unknown_task(name: str, known: list[str]) -> UsageError:
+    """The error for a task that no module holds."""
+    return UsageError(f"task '{name}'{nearest(name, known)}: there are {', '.join(known)}")
