@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int | None:
     model = build_model(config)  # names and shapes; parameters are allocated once each rank knows its share
     split = split_model(model, config.options(ModelParallelOptions))
     apply_speed_options(config, device, model)
-    loaders = comm.agree(lambda: task.build_loaders(device))
+    loaders = task.loaders(device)  # of this rank's part of the samples
     parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config), split)
     optimizer = build_optimizer(config, model, device)
     step = TrainingStep(config, device, parallel, optimizer, task.loss)

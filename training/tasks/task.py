@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from training.model import build_model, patch_size
+from utils import comm
 from utils.config import nearest
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
@@ -44,6 +45,10 @@ class Task(ABC):
     @abstractmethod
     def output_shape(self, samples: int) -> Shape:
         """The shape of what a model gives for so many whole samples."""
+
+    def loaders(self, device: torch.device) -> list[BatchLoader]:
+        """build_loaders on every rank; where one of them fails, every rank raises its UsageError."""
+        return comm.agree(lambda: self.build_loaders(device))
 
     @abstractmethod
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:

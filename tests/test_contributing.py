@@ -1,0 +1,79 @@
+"""CONTRIBUTING.md names the places where things are added: they exist, and they are all that it takes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+TABLE = dict(re.findall(r"^\| (.+?) \| (`.+`.*?) \|$", PAGE, re.M))
+MODEL = """from torch import Tensor, nn
+
+from networks.initial_weights import InitialWeights
+
+
+class Toy(InitialWeights):
+    def __init__(self, in_channels: int, out_channels: int, width: int = 4):
+        super().__init__()
+        self.first = nn.Conv2d(in_channels, width, 3, padding=1)
+        self.last = nn.Conv2d(width, out_channels, 1)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+"""
+TASK = """from torch import Tensor
+
+from training.tasks import forecast
+
+
+class Trained(forecast.Trained):
+    def loss(self, prediction: Tensor, target: Tensor, image_group) -> Tensor:
+        return (prediction - target).abs().mean()
+"""
+
+
+def files(row):
+    """The files that the page names for a kind of addition."""
+    return re.findall(r"`([\w./]+)`", TABLE[row])
+
+
+def test_every_file_that_the_page_names_is_there():
+    assert len(TABLE) >= 9
+    for row in TABLE:
+        for file in files(row):
+            assert (ROOT / file).parent.is_dir(), (row, file)
+            assert "NAME" in file or (ROOT / file).is_file(), (row, file)
+    for file in re.findall(r"`((?:[\w.]+/)+[\w.]+\.\w+)`", PAGE):
+        assert (ROOT / file.replace("NAME", "generic")).exists() or "NAME" in file, file
+
+
+def test_a_model_and_a_task_need_exactly_the_files_that_the_page_names(tmp_path, data_keys):
+    tree, written = tmp_path / "tree", []
+    for name in ("networks", "weather", "utils", "distributed", "training", "config"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", tree)
+
+    def write(file, text):
+        (tree / file).write_text(text)
+        written.append(re.sub("toy", "NAME", file))
+
+    write("networks/toy.py", MODEL)
+    registry = (tree / "networks/__init__.py").read_text()
+    write("networks/__init__.py", registry.replace("MODELS = {", 'MODELS = {\n    "toy": "networks.toy:Toy",'))
+    assert sorted(written) == sorted(files("a model"))
+    write("training/tasks/toy.py", TASK)
+    assert written[-1:] == files("a task")
+
+    words = ["--config=quick", "--model=toy", "--task=toy", "--model_args={width: 3}", "--img_size", "16", "32"]
+    words += ["--num_iters=3", "--global_batch_size=4", "--device=cpu"]
+    words += [f"--{key}={value}" for key, value in data_keys.items()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "train.py", *words], cwd=tree, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished 3 iterations" in done.stdout
