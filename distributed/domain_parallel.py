@@ -26,6 +26,7 @@ from distributed.split import Split
 from distributed.tensor_parallel import check_transformer, tensor_parallel
 from networks.vit import Attention, PerAxis, Transformer
 from utils import comm
+from utils.errors import layout_errors_of
 from utils.tiles import image_cuts, per_axis
 
 
@@ -34,6 +35,7 @@ class DomainOptions:
     """What rung 4 needs to know; the fields are keys of the config (utils/schema.py)."""
 
     img_size: Sequence[int]
+    config: str = "model"  # how messages call it
     domain_method: str = "gather"
     data_parallel: str = "ddp"
     amp_mode: str = "none"
@@ -175,6 +177,11 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
     and with fp16 under fully_shard: torch's gradient scaler takes no mixture of DTensors and plain tensors.
     Raises LayoutError where heads, hidden features or patches cannot be split, and for ring attention with dropout.
     """
+    with layout_errors_of(options.config):
+        return _split(model, options)
+
+
+def _split(model: nn.Module, options: DomainOptions) -> Split:
     split, patch_size = Split(), getattr(model, "patch_size", 1)
     if comm.get_size("tp") > 1:
         split.dims = tensor_parallel(check_transformer(model, "tensor parallelism"), comm.get_group("tp"))

@@ -13,7 +13,7 @@ from distributed.split import Split
 from distributed.tensor_parallel import check_transformer, tensor_parallel
 from networks.vit import Transformer
 from utils import comm
-from utils.errors import LayoutError
+from utils.errors import LayoutError, layout_errors_of
 from utils.tiles import image_cuts
 
 
@@ -22,6 +22,7 @@ class ModelParallelOptions:
     """How each dimension splits the model; the fields are keys of the config (utils/schema.py)."""
 
     img_size: Sequence[int]
+    config: str = "model"  # how messages call it
     tp_backend: str = "native"
     sequence_parallel: bool = False
     cp_method: str = "gather"
@@ -34,6 +35,11 @@ def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
     Raises LayoutError where heads, hidden features, rows of patches or blocks cannot be split, and for a model that is
     no transformer of networks/vit.py.
     """
+    with layout_errors_of(options.config):
+        return _split(model, options)
+
+
+def _split(model: nn.Module, options: ModelParallelOptions) -> Split:
     cp, tp, pp = (comm.get_size(name) for name in ("cp", "tp", "pp"))
     if max(cp, tp, pp) == 1:
         return Split()
