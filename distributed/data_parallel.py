@@ -1,4 +1,4 @@
-"""Data parallel: every rank computes on its part of the batch. The strategies differ in what a rank keeps.
+"""Data parallelism: every rank computes on its part of the batch. The strategies differ in what a rank stores.
 
 | strategy | parameters | gradients | optimizer state | collectives of a step |
 |---|---|---|---|---|

@@ -1,14 +1,15 @@
 """Rung 4: one sample split over ranks along latitude, or along latitude and longitude, for any model in networks/.
 
-The model is not touched: it is given a ShardTensor in place of its input, and every operation in it works on the part
-that a rank has (distributed/shard_tensor.py). What passes the edge of the model is this rank's part, a plain tensor.
+The model does not change. Its input is a ShardTensor, and every operation in it works on this rank's part
+(distributed/shard_tensor.py). What enters and leaves the model is this rank's part as a plain tensor.
 
-Weights are plain tensors, whole on every rank. A rank's gradient of them is a part of a sum; data parallelism averages
-gradients over dp and domain ranks together, as if tiles were samples, so the loss is multiplied by the number of domain
-ranks: the mean over dp x domain ranks is then the mean over dp of the sum over domain.
+Weights are plain tensors, whole on every rank. Each rank computes a part of their gradient, and the parts must be
+summed. Data parallelism averages gradients over dp and domain ranks together, as if tiles were samples. The loss is
+therefore multiplied by the number of domain ranks: the mean over dp x domain ranks is then the mean over dp of the sum
+over domain.
 
-A parameter of one row a token, the position embedding, can be split as the tokens are (shard_parameters): a rank holds,
-updates and saves the rows of its own tokens, and no other domain rank has a gradient for them.
+A parameter with one row for each token, the position embedding, can be split as the tokens are (shard_parameters). A
+rank holds, updates and saves the rows of its own tokens; no other domain rank has a gradient for them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ def domain_mesh() -> DeviceMesh | None:
 
 
 class Domain:
-    """How images of a size are split over the domain ranks. mesh: as of domain_mesh."""
+    """How images of one size are split over the domain ranks. mesh: the result of domain_mesh."""
 
     def __init__(self, mesh: DeviceMesh, img_size: Sequence[int], patch_size: PerAxis):
         self.mesh, patch = as_mesh(mesh), per_axis(patch_size, len(img_size))
@@ -99,9 +100,9 @@ def domain_parallel(
 
 
 class OnParts:
-    """The forward of a block, checkpointed or compiled, between blocks that are not.
+    """The forward function of a block that is checkpointed or compiled, between blocks that are not.
 
-    A ShardTensor cannot pass into a compiled or checkpointed region, its part can. `transforms` are applied to a
+    A ShardTensor cannot enter a compiled or checkpointed region, but its local part can. `transforms` are applied to a
     function of the part, one after the other. Raises ValueError where the output is not split as the input is.
     """
 

@@ -1,4 +1,4 @@
-"""Parts of tensors as what they are parts of, so that a checkpoint can be read by any other layout."""
+"""Local parts of tensors, described by the global tensors they belong to: any layout can read such a checkpoint."""
 
 import math
 from typing import Any
@@ -16,10 +16,10 @@ Tensors = dict[str, Any]  # {"model": {name: weight}, "optimizer": {name: {momen
 
 
 def global_view(tensors: Tensors, split: Split) -> Tensors:
-    """The same tensors as parts of whole ones, or whole.
+    """The same tensors, described as parts of global ones, or whole.
 
-    One that is split over the tensor-parallel ranks becomes a DTensor that says so, of the same memory; one that is
-    split over the domain ranks, in pieces that no DTensor can describe, is put together: call take_parts after loading.
+    A tensor split over the tensor-parallel ranks becomes a DTensor of the same memory. A tensor split over the domain
+    ranks, in pieces that no DTensor can describe, is gathered: call take_parts after loading.
     tensors: as of checkpoint.collect_state, weights and moments by the parameter's name.
     """
     if not split.dims and not split.specs:
@@ -34,7 +34,7 @@ def global_view(tensors: Tensors, split: Split) -> Tensors:
 
 @torch.no_grad()
 def take_parts(tensors: Tensors, view: Tensors, split: Split) -> None:
-    """Put what was loaded into a global view back into `tensors`, where the view does not share their memory."""
+    """Copy what was loaded into a global view back into `tensors`, where the two do not share memory."""
     for name, spec in split.specs.items():
         tensors["model"][name].copy_(part_of(view["model"][name], spec))
         for key, value in tensors["optimizer"][name].items():

@@ -1,4 +1,4 @@
-"""Gradients when each rank holds only a part of the model."""
+"""Gradients of a model of which each rank holds only a part."""
 
 from collections.abc import Collection
 
@@ -15,8 +15,8 @@ from utils import comm
 def average_over_dp(model: nn.Module, names: Collection[str]) -> None:
     """Finish, once a step, the gradients of parameters that are split over the domain ranks: their mean over dp.
 
-    names: of these parameters, which data parallelism leaves alone. The loss was multiplied by the number of domain
-    ranks (distributed/domain_parallel.py); that is taken back here.
+    names: these parameters; data parallelism ignores them. The loss was multiplied by the number of domain ranks
+    (distributed/domain_parallel.py), so the gradients are divided by it here.
     """
     grads = [p.grad for name, p in model.named_parameters() if name in names and p.grad is not None]
     dp = comm.get_size("dp")
@@ -30,8 +30,8 @@ def average_over_dp(model: nn.Module, names: Collection[str]) -> None:
 def clip_gradients(model: nn.Module, split: Split, max_norm: float) -> None:
     """Scale all gradients so that their global L2 norm is at most max_norm.
 
-    split: what model parallelism has made of the model. Every rank adds up the squares that it holds, each divided by
-    the number of ranks that hold the same: one all-reduce of one number over all ranks.
+    split: the result of model parallelism. Every rank sums the squares that it holds, each divided by the number of
+    ranks that hold the same gradient: one all-reduce of one number over all ranks.
     """
     local, squares = [], []
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""How fast a run trains."""
+"""The speed of a run."""
 
 import time
 
@@ -6,7 +6,7 @@ WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, alloc
 
 
 class Clock:
-    """Time spent in training steps, without validation and checkpoints. Runs from `start` to `stop`."""
+    """Measures the time in training steps, from `start` to `stop`, without validation and checkpoints."""
 
     def __init__(self) -> None:
         self.iterations = 0
@@ -39,7 +39,7 @@ class Clock:
         return lap
 
     def steady_samples_per_sec(self) -> float | None:
-        """Speed after the warmup; of everything in a run that is shorter; None where no step was made."""
+        """Speed after the warmup, or of all steps in a shorter run; None where no step was made."""
         if self.steady_samples:
             return self.steady_samples / self.steady_seconds
         return self.samples / self.seconds if self.samples else None

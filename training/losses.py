@@ -16,7 +16,7 @@ def relative_l2_loss(prediction: Tensor, target: Tensor, image_group: dist.Proce
     prediction, target: (B, ...), tensors or ShardTensors. Returns a scalar, in float32 also where the inputs are half
     precision. The loss of neural operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022,
     arXiv:2202.11214).
-    image_group: process group whose ranks each hold a part of the images; the norms are those of whole images.
+    image_group: process group whose ranks each hold a part of the images; norms are of whole images.
     """
     return relative_l2(prediction, target, image_group).mean()
 

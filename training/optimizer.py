@@ -14,9 +14,9 @@ from utils.schema import Config
 
 
 def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> Optimizer:
-    """Adam or AdamW as the config says; fused: one kernel updates all parameters.
+    """Adam or AdamW, as the config says. If fused, one kernel updates all parameters.
 
-    For CUDA graphs the optimizer keeps everything on the device, the learning rate too.
+    For CUDA graphs the optimizer keeps everything on the device, including the learning rate.
     """
     captured, peak = config.enable_cuda_graphs, peak_learning_rate(config)
     lr = torch.tensor(peak, device=device) if captured else peak
@@ -29,7 +29,7 @@ def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> O
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters of one kind together: a kernel that updates many does not take DTensors and plain tensors at once."""
+    """One group for each kind of parameter: fused kernels do not take DTensors and plain tensors together."""
     kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -62,7 +62,7 @@ def learning_rate(config: Config, iteration: int) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Give every group this learning rate; where it is a tensor, of a CUDA graph, in place."""
+    """Set the learning rate of every group; in place where it is a tensor, which a CUDA graph reads."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(value)

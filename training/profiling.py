@@ -1,4 +1,4 @@
-"""Profiles of a window of steps: named ranges, Nsight Systems, torch.profiler."""
+"""Profiling: named ranges, Nsight Systems, and torch.profiler for a window of steps."""
 
 import logging
 import os
@@ -60,7 +60,7 @@ def restart_under_nsys() -> None:
 
 
 def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profiler | None":
-    """The profiler of a run: Nsight Systems where nsys started the process, else what --profile says.
+    """The profiler of a run: Nsight Systems where nsys started the process, else the one that --profile names.
 
     folder: where --profile torch writes. Raises UsageError where the device cannot be profiled so.
     """

@@ -1,4 +1,4 @@
-"""Ends a run in which nothing happens any more: a desynchronised collective, a dead file system, a deadlock."""
+"""Ends a run that makes no progress: after a desynchronised collective, a dead file system, a deadlock."""
 
 import faulthandler
 import sys
@@ -32,7 +32,7 @@ class Watchdog:
         self.ended.set()
 
     def beat(self) -> None:
-        """A step was finished."""
+        """Note that a step has finished."""
         self.last = time.monotonic()
 
     def _watch(self) -> None:

@@ -2,7 +2,7 @@
 
 Every process holds one device. Ranks form a mesh with named dimensions: dp data parallel (dp_replicate x dp_shard where
 parameters are sharded inside smaller groups), cp context parallel, domain (domain_lat x domain_lon) domain parallel,
-tp tensor parallel, pp pipeline parallel. The functions below work in a single process too, where they do nothing.
+tp tensor parallel, pp pipeline parallel. In a single process the functions below work too, and communicate nothing.
 
     python -m utils.comm --world_size 8 --tensor_parallel 4 --parallel_order tp-dp     shows the groups as a table
 """
@@ -44,8 +44,8 @@ _meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined on
 def init(device_name: str = "auto", timeout: float = 600) -> torch.device:
     """Connect the processes of this run; returns this one's device.
 
-    timeout: seconds after which a rank that waits for another gives up. NCCL on CUDA devices, gloo elsewhere.
-    Raises UsageError, before any connection, for variables that do not fit, and where the others do not come.
+    timeout: a rank waits so many seconds for another. The backend is NCCL on CUDA devices, gloo elsewhere.
+    Raises UsageError for launch variables that contradict each other, and where other ranks do not arrive in time.
     """
     launch = read_launch()
     device = select_device(device_name, launch.local_rank if launch.world_size > 1 else 0)
@@ -85,7 +85,7 @@ def shutdown(timeout: float = 10) -> None:
 
 
 def build_mesh(device: torch.device, layout: Layout) -> None:
-    """Arrange all ranks as a Layout says, with one group for every dimension and combination."""
+    """Arrange all ranks as the Layout says, and make a process group for every dimension and combination."""
     _meshes.clear()
     if world_size() == 1:
         return
@@ -103,7 +103,7 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
 
 
 def swap_meshes(meshes: dict[str, DeviceMesh]) -> dict[str, DeviceMesh]:
-    """Let the groups of another layout be those of this process; returns the ones before, to be given back."""
+    """Replace the meshes of this process by those of another layout; returns the previous ones."""
     before = dict(_meshes)
     _meshes.clear()
     _meshes.update(meshes)
@@ -123,14 +123,14 @@ def get_group(name: str) -> dist.ProcessGroup | None:
 
 
 def get_size(name: str) -> int:
-    """Ranks along a dimension. All are data parallel until a mesh is built."""
+    """Number of ranks along a dimension. Until a mesh is built, all ranks are data parallel."""
     if _meshes:
         return _meshes[name].size()
     return world_size() if name in DATA_PARALLEL else 1
 
 
 def get_rank(name: str) -> int:
-    """This rank's place along a dimension."""
+    """This rank's number along a dimension."""
     if _meshes:
         return _meshes[name].get_local_rank()
     return rank() if name in DATA_PARALLEL else 0
@@ -146,7 +146,7 @@ def dropout_stream(sequence_parallel: bool = False) -> int:
 
 
 def world_size() -> int:
-    """Ranks of the run; 1 in a single process."""
+    """Number of ranks; 1 in a single process."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -156,7 +156,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process speaks for all: writes logs, summaries, markers."""
+    """Whether this is rank 0, which writes logs, summaries and markers."""
     return rank() == 0
 
 
@@ -201,7 +201,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) 
 
 
 def global_mean(values: Tensor) -> Tensor:
-    """Mean over the first axis of `values`, rows of all ranks counted, added up in float64: (n, ...) -> (...)."""
+    """Mean over the first axis of all ranks' `values`, summed in float64: (n, ...) -> (...). n may differ by rank."""
     values = values.cpu() if values.device.type == "mps" else values
     sums = values.double().sum(0)
     packed = all_reduce(torch.cat([sums.flatten(), sums.new_tensor([len(values)])]))
@@ -221,8 +221,7 @@ def device_tensor(values: Sequence[float], device: torch.device) -> Tensor:
 def run_ranks(main: Callable[[], int | None]) -> NoReturn:
     """run_main for a program of one or more processes: whatever happens to one rank, every rank ends.
 
-    A rank that fails tells the others why, and ends at once without waiting for them; those notice that it is gone and
-    name its error.
+    A rank that fails tells the others why and ends at once. The others notice, name its error and end too.
     """
 
     def guarded():
@@ -239,7 +238,7 @@ def run_ranks(main: Callable[[], int | None]) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; raises UsageError for a layout that cannot be."""
+    """Command line; raises UsageError for a layout that is impossible."""
     parser = ArgumentParser(description="Show the groups of a parallel layout.")
     parser.add_argument("--world_size", type=int, required=True)
     for name in ("tensor", "context", "pipeline"):

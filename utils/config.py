@@ -54,8 +54,8 @@ def load_config(
     """Config from the command line: `--yaml_config FILE --config NAME` and any key of the schema.
 
     world_size: ranks of the run. splits: the keys by which this program can split a model. preset: {key: value} in
-    place of the file's, where no option says otherwise. Raises UsageError naming file, config and key for whatever does
-    not fit the schema, and where ranks or batch cannot be shared equally.
+    place of the file's, where no option says otherwise. Raises UsageError, naming file, config and key, for values that
+    do not fit the schema, and for ranks or batches that cannot be shared equally.
     """
     options = parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
     path, name = options.pop("yaml_config"), options.pop("config")
@@ -119,7 +119,7 @@ def check_config(
 ) -> Config:
     """Config from a mapping; `options` names the keys that came from the command line, for the message.
 
-    world_size: None leaves unchecked how the batch is shared.
+    world_size: None skips the check that the batch can be shared equally.
     """
     try:
         config = Config(config=name, **settings)
@@ -157,7 +157,7 @@ def _check_shares(config: Config, where: str, world_size: int) -> None:
 
 
 def _check_splits(config: Config, where: str, world_size: int) -> None:
-    """Ways to split the model that do not go with other options."""
+    """Refuse splits of the model that exclude other options."""
     if config.tp_backend == "dtensor" and config.tensor_parallel > 1:
         if config.data_parallel in ("ddp", "zero1") and config.layout(world_size).dp * config.context_parallel > 1:
             raise UsageError(
@@ -209,7 +209,7 @@ def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
-    """One line that says what of a mapping does not fit the schema; `options` came from the command line."""
+    """One line about the first value that does not fit the schema; `options` came from the command line."""
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
     name = str(problem["loc"][0])
     if name in options:

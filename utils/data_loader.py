@@ -1,8 +1,8 @@
-"""Batches of normalised samples on the device: what every data loader promises, and the native one.
+"""Batches of normalised samples on the device: the interface of all data loaders, and the native loader.
 
-Natively, threads read samples straight into the batch buffers of a small ring. To a GPU the whole batch goes in one
-copy, from pinned memory, on a side stream, while the previous step computes, and is normalised there in one pass. On
-the CPU the buffer itself is the batch: the reading threads normalise each frame from the page cache into its place.
+The native loader's threads read samples straight into the batch buffers of a small ring. A batch for a GPU is copied
+from pinned memory on a side stream, while the previous step computes, and normalised there in one pass. On the CPU the
+buffer itself is the batch: the threads normalise each frame from the page cache into its place.
 """
 
 import threading
@@ -32,9 +32,9 @@ Indices = partial[np.ndarray]  # indices(iteration): the samples of this rank
 class BatchLoader:
     """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, n_out, h, w).
 
-    A batch is valid until the next one is asked for: its memory is used again.
-    statistics: of the channels of the dataset. batch_size: of this rank; the ranks' batches side by side are the batch
-    of a single process. num_workers: threads or processes that read ahead. A loader says in `_batches` how it reads.
+    A batch is valid until the next one is requested: its memory is used again.
+    statistics: of the dataset's channels. batch_size: samples of this rank; the ranks' batches side by side are the
+    batch of a single process. num_workers: threads or processes that read ahead. Subclasses implement `_batches`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BatchLoader:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the data set."""
+        """Number of samples in the dataset."""
         return len(self.dataset)
 
     def train(self, seed: int, start: int, stop: int) -> Generator[Batch, None, None]:
@@ -84,7 +84,7 @@ class BatchLoader:
         raise NotImplementedError
 
     def _shared_batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
-        """The same where several ranks train on the same samples: the first one reads and sends them to the others."""
+        """As _batches; where several ranks train on the same samples, the first one reads and broadcasts them."""
         group = comm.get_group("tp_pp")
         if comm.get_size("tp_pp") == 1:
             yield from self._batches(indices, iterations)
@@ -108,7 +108,7 @@ class BatchLoader:
 
 
 def reads_samples() -> bool:
-    """Whether this rank reads; of ranks that are alike in data and context parallelism only the first does."""
+    """Whether this rank reads. Of the ranks that train on the same samples only the first one does."""
     return comm.get_rank("tp_pp") == 0
 
 
@@ -123,7 +123,7 @@ class Slot:
 
 
 def reading_threads(count: int) -> ThreadPoolExecutor:
-    """A pool of threads whose own torch operations use one core each: they must not take those of the step."""
+    """A pool of threads whose torch operations use one core each, so that the training step keeps the others."""
     usual, started = torch.get_num_threads(), threading.Barrier(count)
 
     def use_one_core():
@@ -137,7 +137,7 @@ def reading_threads(count: int) -> ThreadPoolExecutor:
 
 
 class DataLoader(BatchLoader):
-    """The native loader. Its workers are threads; without any it reads when the batch is asked for."""
+    """The native loader. Its workers are threads; without workers it reads when a batch is requested."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -191,7 +191,7 @@ class DataLoader(BatchLoader):
         return slot
 
     def _read(self, indices: np.ndarray, outs: np.ndarray) -> None:
-        """Read samples into outs (n, 2, C, h, w); for the CPU normalise them on the way."""
+        """Read samples into outs, (n, 2, C, h, w), and normalise them where the batch stays on the CPU."""
         for index, out in zip(indices, outs, strict=True):
             if not self.normalise_on_read:
                 self.dataset.read(index, out)
@@ -220,7 +220,7 @@ class DataLoader(BatchLoader):
         return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
 
     def _normalise_into(self, out: np.ndarray, frames: np.ndarray) -> None:
-        """The same on the host, in one pass over the memory: (2, C, h, w)."""
+        """Normalise frames (2, C, h, w) on the host, in one pass over the memory."""
         source, target = torch.from_numpy(frames), torch.from_numpy(out)
         if source[0].is_contiguous():
             for frame, place in zip(source.split(1), target.split(1), strict=True):

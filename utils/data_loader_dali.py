@@ -1,7 +1,7 @@
-"""The NVIDIA DALI data loader: the same samples in the same order, to float rounding the same values.
+"""The NVIDIA DALI data loader: the same samples in the same order as the native one, equal to float rounding.
 
-A DALI pipeline asks for sample after sample, reads ahead in worker processes, copies each batch to the GPU (where there
-is one) and normalises it there, while the previous step computes. The same pipeline runs on a machine without a GPU.
+A DALI pipeline requests one sample after another, reads ahead in worker processes, copies each batch to the GPU and
+normalises it there, while the previous step computes. On a machine without a GPU the same pipeline runs on the CPU.
 """
 
 import multiprocessing
@@ -34,7 +34,7 @@ except ImportError as error:
 
 
 class DaliDataLoader(BatchLoader):
-    """The loader over DALI. Its workers are processes, some for training, as many for validation; 0: it reads here."""
+    """The loader over DALI. It has num_workers processes for training and as many for validation; 0: none."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -119,7 +119,7 @@ class BatchStream:
 
 @pipeline_def
 def normalised_samples(source: "SampleSource", statistics: Statistics, parallel: bool, on_gpu: bool) -> Any:
-    """The pipeline: samples of the source, on the GPU where there is one, normalised."""
+    """The pipeline: normalised samples of the source, on the GPU where there is one."""
     float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
     samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (2, C, h, w)
     if on_gpu:
@@ -128,7 +128,7 @@ def normalised_samples(source: "SampleSource", statistics: Statistics, parallel:
 
 
 class SampleSource:
-    """What DALI calls for every sample: here, or in a worker process, which opens the files for itself.
+    """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself.
 
     indices(iteration): the samples of a batch. iterations: a range.
     """
@@ -159,7 +159,7 @@ class SampleSource:
 
 @contextmanager
 def stop_signals_held_back() -> Iterator[None]:
-    """Processes started inside never see the stop signals by themselves; in this one they wait until the end.
+    """Block the stop signals: processes started inside never receive them, this one receives them afterwards.
 
     A scheduler signals the whole process group, and the trainer still needs its data to finish the step and save.
     """

@@ -1,4 +1,4 @@
-"""The device of this process: whatever torch.accelerator finds, or the CPU."""
+"""The device of this process: the accelerator that torch.accelerator finds, or the CPU."""
 
 import resource
 import sys
@@ -11,8 +11,8 @@ from utils.errors import UsageError
 def select_device(name: str, local_rank: int = 0) -> torch.device:
     """Turn 'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ... into a torch.device that is there.
 
-    local_rank: of this process among those of its node; an accelerator without a number becomes its own. Where each
-    process sees its own device only, that one.
+    local_rank: number of this process on its node, which chooses among its accelerators where `name` has no number.
+    Where each process sees one device only, it gets that one.
     Raises UsageError for a name torch does not know or a device this machine lacks.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -37,13 +37,13 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished all work that was started."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Largest memory this process has held: allocated by torch on an accelerator, resident on the CPU."""
+    """Most memory that this process has held: allocated by torch on CUDA, else resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

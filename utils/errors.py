@@ -1,4 +1,4 @@
-"""One clear line for whoever runs a command: what was wrong, where, and what to do."""
+"""Errors as one clear line: what was wrong, where, and what to do; and the exit statuses."""
 
 import argparse
 import faulthandler
@@ -36,7 +36,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 @contextmanager
 def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...], where: str) -> Iterator[None]:
-    """Turn an exception of `kind`, raised by a module that knows no settings, into a UsageError that says where."""
+    """Turn an exception of `kind`, from a module that knows no settings, into a UsageError that begins with `where`."""
     try:
         yield
     except kind as error:

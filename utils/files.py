@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Who this process is: what plain python, torchrun or srun, with or without export_DDP_vars.sh, say of it."""
+"""Which rank this process is, as plain python, torchrun, srun or export_DDP_vars.sh started it."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process."""
+    """The rank of this process, and where rank 0 is, from the launcher's variables."""
 
     rank: int = 0
     local_rank: int = 0
@@ -24,7 +24,7 @@ class Launch:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on each node, the last one may have fewer."""
+        """Ranks on each node; the last node may have fewer."""
         return -(-self.world_size // self.nodes)
 
 

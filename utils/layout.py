@@ -35,11 +35,11 @@ def shard_sizes(length: int, size: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """So many ranks as tp x cp x domain x pp x dp, dp being what is left.
+    """The ranks of a run as tp x cp x domain x pp x dp. dp is the number that the others leave.
 
-    domain: ranks along latitude, and along longitude, that share an image. shard: ranks of dp that share one copy of
-    sharded parameters (dp_shard); None: all of dp. order: which dimension's neighbours are adjacent ranks, the first
-    one's most. Raises UsageError where the numbers do not fit.
+    domain: ranks along latitude and along longitude that share an image. shard: dp ranks that share one copy of sharded
+    parameters (dp_shard); None: all of them. order: the dimension named first has adjacent ranks as neighbours, then
+    the second, and so on. Raises UsageError where the numbers do not fit.
     """
 
     world_size: int
@@ -69,11 +69,11 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: what the other dimensions leave."""
+        """Number of data-parallel ranks."""
         return self.world_size // (self.tp * self.cp * self.pp * math.prod(self.domain))
 
     def describe(self, *names: str) -> str:
-        """These dimensions as text, of those with more than one rank: tp 2 x domain 2x2."""
+        """The named dimensions that have more than one rank, as text: tp 2 x domain 2x2."""
         sizes = {name: getattr(self, name) for name in names if name != "domain"}
         rows, columns = self.domain
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def mesh_dims(self) -> dict[str, int]:
-        """{name: size} of the mesh, the slowest dimension first: ranks are numbered in row-major order."""
+        """{name: size} of the mesh. Ranks are numbered in row-major order, so the slowest dimension comes first."""
         shard = self.shard or self.dp
         sizes = {"dp_shard": shard, "dp_replicate": self.dp // shard, "tp": self.tp, "cp": self.cp, "pp": self.pp}
         sizes |= {"domain_lat": self.domain[0], "domain_lon": self.domain[1]}

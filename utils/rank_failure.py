@@ -23,7 +23,7 @@ FAREWELL_SECONDS = 2
 
 
 class FailureListener:
-    """Of one rank. store: a connection of its own, since the process group's may be busy waiting."""
+    """Watches for the failure of other ranks. store: a connection of its own: the process group's may be waiting."""
 
     def __init__(self, store: "Store", rank: int):
         self.store, self.rank = store, rank
@@ -32,7 +32,7 @@ class FailureListener:
         self.thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Python must not end while the thread is in the store."""
+        """End the thread; Python must not exit while it uses the store."""
         self.leaving.set()
         self.thread.join(timeout)
 
@@ -71,7 +71,7 @@ class FailureListener:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End this process without waiting for others: they may wait for this one."""
+    """End this process without waiting for other ranks, which may be waiting for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Which samples a rank gets in an iteration: a function of numbers alone, so that a run can go on anywhere."""
+"""The samples of a rank in an iteration: a function of numbers alone, so that a run can resume anywhere."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,15 +15,15 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 def training_indices(num_samples: int, batch_size: int, seed: int, iteration: int) -> np.ndarray:
     """Samples of one training step, (batch_size,).
 
-    The epochs' permutations follow each other in one endless stream, and step i takes its i-th batch: every sample
-    comes once an epoch, every batch is full, and the iteration alone says where a resumed run goes on.
+    The permutations of all epochs follow each other in one endless stream, of which step i takes the i-th batch. Every
+    sample comes once an epoch, every batch is full, and the iteration alone says where a run resumes.
     """
     positions = range(iteration * batch_size, (iteration + 1) * batch_size)
     return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
 
 
 def validation_indices(num_samples: int, batch_size: int, iteration: int) -> np.ndarray:
-    """Samples of one validation batch, (batch_size,): in order; the last batch is filled up from the start."""
+    """Samples of one validation batch, (batch_size,), in order. The last batch is filled up from the start."""
     return np.arange(iteration * batch_size, (iteration + 1) * batch_size) % num_samples
 
 
@@ -37,7 +37,7 @@ def rank_indices(
 
 
 def validation_counts(num_samples: int, batch_size: int, rank: int, world_size: int) -> list[int]:
-    """How many samples of each of a rank's validation batches are new: what fills up the last ones comes twice.
+    """How many samples of each of a rank's validation batches are new; the others fill up the last batches.
 
     batch_size: of one rank. Every rank has as many batches; a count may be 0.
     """

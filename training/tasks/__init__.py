@@ -8,7 +8,17 @@ from utils.schema import Config
 
 
 def build_task(config: Config) -> Task:
-    """The task of a config: the class `Trained` of training/tasks/<task>.py. Raises UsageError, see Task."""
+    """The task of a config: the class `Trained` of training/tasks/<task>.py.
+
+    Raises UsageError for an unknown task, and for settings or a model that do not fit it.
+    """
+    task = task_of(config)
+    task.check_model()
+    return task
+
+
+def task_of(config: Config) -> Task:
+    """As build_task, but the model is not looked at."""
     known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "task"]
     if config.task not in known:
         raise unknown_task(config.task, known)

@@ -24,12 +24,16 @@ Shape = tuple[int, ...]
 class Task(ABC):
     """What a model is trained for. A module of training/tasks holds one class of this kind, of the name `Trained`.
 
-    Raises UsageError where the config lacks what the task needs, or where the model's output does not fit.
+    Raises UsageError where the config lacks what the task needs.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.check()
+
+    def check_model(self) -> None:
+        """Raise UsageError where the output of the config's model does not fit the task."""
+        config = self.config
         x = torch.empty(1, config.n_in_channels, *config.img_size, device="meta")
         found, wanted = tuple(build_model(config)(x).shape), self.output_shape(1)
         if found != wanted:
