@@ -15,7 +15,7 @@ import time
 
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import split_images
-from tools.forecasting.dated_frames import Frames, choose_starts
+from tools.forecasting.dated_frames import DatedFrames, choose_starts
 from tools.forecasting.output_files import attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import report
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     model = build_model(config)  # names and shapes; memory comes when it is known who holds what
     with reported_as_usage_error(ValueError, config.config):
         split = split_images(model, config)
-    frames = comm.agree(lambda: Frames(getattr(config, DATA[options.split]), config, device))
+    frames = comm.agree(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
     leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
     starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
     channel = comm.agree(lambda: shown_channel(frames.dataset.channel_names[: config.n_out_channels], options.channel))

@@ -265,5 +265,12 @@ def build_loaders(config: Config, device: torch.device) -> list[BatchLoader]:
             f"global_batch_size {batch_size} is larger than the training data: "
             f"{len(train)} samples in {config.train_data_path}"
         )
-    shared = load_statistics(config), n_in, n_out, own_batch_size, device, config.num_data_workers
+    shared = statistics_of(config), n_in, n_out, own_batch_size, device, config.num_data_workers
     return [Loader(dataset, *shared) for dataset in (train, valid)]
+
+
+def statistics_of(config: Config) -> Statistics:
+    """The statistics that a config names, of its channels and its image. Raises UsageError as load_statistics."""
+    channels = max(config.n_in_channels, config.n_out_channels)
+    paths = config.global_means_path, config.global_stds_path, config.time_means_path
+    return load_statistics(*paths, channels, config.img_size)

@@ -20,7 +20,6 @@ import h5py
 import numpy as np
 
 from utils.errors import UsageError
-from utils.schema import Config
 from weather.channels import CHANNELS
 from weather.grid import Grid, latitudes, longitudes
 
@@ -270,17 +269,22 @@ class Statistics(NamedTuple):
     time_means: np.ndarray  # (C, H, W), the climatology
 
 
-def load_statistics(config: Config) -> Statistics:
-    """Statistics from the three files that the config names, for its channels and image.
+def load_statistics(
+    global_means_path: Path | str,
+    global_stds_path: Path | str,
+    time_means_path: Path | str,
+    channels: int,
+    img_size: Sequence[int],
+) -> Statistics:
+    """Read the statistics of the first `channels` channels from three .npy files, the climatology on (H, W) points.
 
-    Raises UsageError where a file is missing, of another shape, or holds values that cannot be used.
+    Raises UsageError if a file is missing, has another shape, or holds values that cannot be used.
     """
-    channels = max(config.n_in_channels, config.n_out_channels)
-    means = read_statistics(config.global_means_path, channels)
-    stds = read_statistics(config.global_stds_path, channels)
+    stds = read_statistics(global_stds_path, channels)
     if (stds <= 0).any():
-        raise UsageError(f"{config.global_stds_path}: holds standard deviations that are not positive")
-    return Statistics(means, stds, read_statistics(config.time_means_path, channels, config.img_size))
+        raise UsageError(f"{global_stds_path}: holds standard deviations that are not positive")
+    climatology = read_statistics(time_means_path, channels, img_size)
+    return Statistics(read_statistics(global_means_path, channels), stds, climatology)
 
 
 def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Frames by their date: what a forecast starts from, and the truth that it is compared with."""
+"""Frames by their date: the initial states of forecasts, and the truth that forecasts are compared with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,15 +8,16 @@ import torch
 import xarray
 from torch import Tensor
 
+from utils.data_loader import statistics_of
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
-from weather.dataset import FieldDataset, YearFile, load_statistics
+from weather.dataset import FieldDataset, YearFile
 
 HOUR = np.timedelta64(1, "h")
 
 
-class Frames:
+class DatedFrames:
     """Normalised frames of a folder of year files, of this rank's part of the image.
 
     Attributes: times, (T,) datetime64[s], increasing, of all files; interval, hours between frames; statistics of the
@@ -25,7 +26,7 @@ class Frames:
     """
 
     def __init__(self, folder: Path | str, config: Config, device: torch.device):
-        self.folder, self.device, self.statistics = folder, device, load_statistics(config)
+        self.folder, self.device, self.statistics = folder, device, statistics_of(config)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
         window = own_window(config.img_size, config.patch_size)
         self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, *window)
@@ -84,7 +85,7 @@ def file_times(file: YearFile) -> np.ndarray:
     return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
 
 
-def choose_starts(frames: Frames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
+def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
     """The dates from which to forecast, (N,) datetime64[s], increasing.
 
     leads: hours, increasing. wanted: dates as text, or a number of dates, spread evenly over those that have a frame at

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from tools.forecasting.dated_frames import HOUR, Frames
+from tools.forecasting.dated_frames import HOUR, DatedFrames
 from tools.forecasting.output_files import forecast_dataset, write_netcdf
 from training.metrics import ForecastMetrics
 from training.results import FORECASTS
@@ -41,7 +41,7 @@ class Result:
 
 def roll_out(
     parallel: ParallelModel,
-    frames: Frames,
+    frames: DatedFrames,
     starts: np.ndarray,
     leads: list[int],
     config: Config,
@@ -51,8 +51,8 @@ def roll_out(
 ) -> Result:
     """Forecast from every start with a ParallelModel; returns the Result, on every rank.
 
-    frames: the Frames to start from and to compare with. leads: of lead_times. channel: its name. out: a folder for the
-    forecasts as NetCDF, or None; attributes: of these files. Called by all ranks together: data-parallel ones share out
+    frames: the DatedFrames to start from and to compare with. leads: of lead_times. channel: its name. out: a folder
+    for the forecasts as NetCDF, or None; attributes: of these files. Called by all ranks together: data-parallel ones share out
     the starts, domain-parallel ones the images.
     """
     n_in, n_out, data, whole = config.n_in_channels, config.n_out_channels, frames.dataset, parallel.whole_images
