@@ -51,9 +51,9 @@ def roll_out(
 ) -> Result:
     """Forecast from every start with a ParallelModel; returns the Result, on every rank.
 
-    frames: the DatedFrames to start from and to compare with. leads: of lead_times. channel: its name. out: a folder
-    for the forecasts as NetCDF, or None; attributes: of these files. Called by all ranks together: data-parallel ones share out
-    the starts, domain-parallel ones the images.
+    frames: the initial states, and the truth to compare with. leads: of lead_times. channel: name of the channel to
+    show. out: folder for the forecasts as NetCDF, or None. attributes: of these files. All ranks call this together:
+    data-parallel ranks divide the starts, domain-parallel ranks divide the images.
     """
     n_in, n_out, data, whole = config.n_in_channels, config.n_out_channels, frames.dataset, parallel.whole_images
     names, units, shown = data.channel_names[:n_out], data.channel_units[:n_out], data.channel_names.index(channel)
