@@ -1,4 +1,4 @@
-"""A run as others use it: the config, a checkpoint and the weights from its folder, for a layout of their own."""
+"""Load a trained run from its folder: config, checkpoint and weights, for a layout that may differ from the run's."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,14 +24,14 @@ from utils.config import check_config, differing_keys, load_config, read_named_c
 from utils.errors import UsageError, first_line
 from utils.schema import Config
 
-# What says how a run was split, made fast and regularised. A forecast needs none of it and begins with the defaults.
+# Keys for layout, speed and regularisation of the training. A forecast starts from their defaults instead.
 OF_TRAINING = (
     "dropout", "gradient_accumulation", "enable_jit", "enable_cuda_graphs", "activation_checkpointing", "data_parallel",
     "noddp", "bucket_cap_mb", "gradient_compression", "dp_shard", "wrap_policy", "prefetch", "gather_dtype",
     "cpu_offload", "tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel", "tp_backend",
     "sequence_parallel",
 )  # fmt: skip
-# What the weights are of: another value is another model, or another task.
+# Keys that the weights depend on: another value means another model or another task.
 OF_MODEL = {
     "model", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size", "img_size", "n_in_channels",
     "n_out_channels", "dt",
@@ -39,11 +39,11 @@ OF_MODEL = {
 
 
 def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits: Collection[str]) -> Config:
-    """The Config of a run in its folder, overridden by the words of a command line.
+    """The Config of the run in a folder, overridden by the words of a command line.
 
-    splits: the keys by which the program can split a model; how the run itself was split does not matter. The local
-    batch is 1 where the words do not say otherwise. Raises UsageError where there is no run, it is no forecasting one,
-    or the words do not fit it.
+    splits: the keys by which this program can split a model; the layout of the run itself does not matter. The local
+    batch size is 1 unless the words set it. Raises UsageError if the folder holds no run of a forecasting model, or if
+    the words contradict its weights.
     """
     file = Path(folder) / "config.yaml"
     if not file.is_file():
@@ -65,10 +65,10 @@ def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits
 
 
 def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
-    """Folder and marker of a whole checkpoint of a run. For one rank.
+    """Folder and marker of a complete checkpoint of a run. One rank calls this.
 
-    which: best (lowest validation loss; newest where none has one), newest, or a checkpoint's name. Raises UsageError
-    where it is not there, or damaged.
+    which: best (lowest validation loss; the newest if none has a loss), newest, or the name of a checkpoint. Raises
+    UsageError if this checkpoint is missing or damaged.
     """
     folders = CheckpointFolder(Path(run) / "checkpoints", keep=1).folders()
     if not folders:
@@ -91,9 +91,9 @@ def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
 
 
 def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
-    """Fill the model of a ParallelModel from a checkpoint of any layout; each rank reads what it holds.
+    """Load the weights of a checkpoint of any layout into a ParallelModel; each rank reads only its own shards.
 
-    Called by all ranks together. Raises UsageError where the checkpoint is of another model.
+    All ranks call this together. Raises UsageError if the checkpoint holds another model.
     """
     hush_single_process_warning()
     model = parallel.model
