@@ -37,8 +37,8 @@ def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool
     """Split a ViT, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
 
     Returns {parameter name: dim} of the split parameters, cut by collectives.shard; the others are whole. The model may
-    hold its weights, of which this rank keeps its part, or be on the meta device. Apply context parallelism before this;
-    apply checkpointing, compilation and data parallelism after it.
+    hold its weights, of which this rank keeps its part, or be on the meta device. Context parallelism must be applied
+    before this; checkpointing, compilation and data parallelism after it.
 
     Dropout: seed the default generators alike on all ranks of the group; with sequence parallelism, differently.
 
