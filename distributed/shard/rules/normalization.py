@@ -172,7 +172,7 @@ def group_norm(
     size = spec.shape[1] // num_groups
     if spec.is_split(1) and any(n % size for n in spec.shares(1)[0]):
         raise no_rule(func, (input,), {}, "a group of channels is split")
-    spatial = range(2, len(spec.dims))
+    spatial = tuple(range(2, len(spec.dims)))
     shared_by, (weight, bias) = sharers(spec, spatial), (own(w, spec, (1,)) for w in (weight, bias))
     groups = part.shape[1] // size
     if shared_by is None and part.numel():
