@@ -4,24 +4,21 @@
     python forecast.py --run_folder logs/quick/00 --dates 1985-01-15T00 1985-02-01T12 --lead_hours 240 --channel t2m
     torchrun --nproc_per_node 2 forecast.py --run_folder logs/quick/00 --domain_parallel 2
 
-A forecast of several steps is a rollout: what the model says of one step is its input of the next. Every key of the
-run's config is an option here as well, as in train.py (--device, --amp_mode, --inf_data_path ...); how the run itself
-was split over devices does not matter. Exit status: as train.py.
+A forecast of several steps is a rollout: the output of each step is the input of the next step. Every key of the run's
+config is an option here too, as in train.py (--device, --amp_mode, --inf_data_path ...). The layout of the run itself
+does not matter. The exit status has the same meaning as for train.py.
 """
 
 import argparse
 import sys
 import time
 
-from distributed.data_parallel import DataParallelOptions, data_parallel
-from distributed.domain_parallel import DomainOptions, split_images
-from tools.forecasting.dated_frames import Frames, choose_starts
+from tools.forecasting.dated_frames import DatedFrames, choose_starts
 from tools.forecasting.output_files import attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import report
 from tools.forecasting.trained_run import find_checkpoint, load_weights_into, run_config
-from training.model import build_model
-from training.speed_options import apply_speed_options
+from tools.instruments.assembly import build_parallel
 from utils import comm
 from utils.errors import ArgumentParser, UsageError, reported_as_usage_error
 from utils.launch import read_launch
@@ -31,7 +28,7 @@ DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_dat
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Forecast as the words of a command line say (sys.argv's, if none are given)."""
+    """Forecast with the options of a command line, by default that of this process."""
     options, words = parse(sys.argv[1:] if argv is None else argv)
     launch = read_launch()
     config = run_config(options.run_folder, words, launch.world_size, SPLITS)
@@ -39,17 +36,13 @@ def main(argv: list[str] | None = None) -> None:
     device = comm.init(config.device, config.comm_timeout)
     comm.build_mesh(device, layout)
 
-    model = build_model(config)  # names and shapes; memory comes when it is known who holds what
-    with reported_as_usage_error(ValueError, config.config):
-        split = split_images(model, config.options(DomainOptions))
-    frames = comm.agree(lambda: Frames(getattr(config, DATA[options.split]), config, device))
+    frames = comm.agree(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
     leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
     starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
     channel = comm.agree(lambda: shown_channel(frames.dataset.channel_names[: config.n_out_channels], options.channel))
     checkpoint, marker = comm.on_main(lambda: find_checkpoint(options.run_folder, options.checkpoint))
 
-    apply_speed_options(config, device, model)
-    parallel = data_parallel(model, config.options(DataParallelOptions), device, weights=(), split=split)
+    parallel = build_parallel(config, device, weights=())
     comm.agree(lambda: load_weights_into(parallel, checkpoint))
     out = options.out or f"{options.run_folder}/forecast"
     comm.on_main(lambda: prepare_folder(out))
@@ -64,22 +57,28 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's own options, and the words that are left."""
+    """Split the words into this program's own options and the remaining words, which override the config."""
     parser = ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
-    # torchrun takes --run and --start for abbreviations of its own options: each has a second name.
+    # Each has a second name, because torchrun reads --run and --start as abbreviations of its own options.
     option("--run_folder", "--run", required=True, metavar="FOLDER", help="of a training run, like logs/quick/00")
     option("--checkpoint", default="best", metavar="NAME", help="best, newest or iter-... (%(default)s)")
-    option("--split", choices=DATA, default="test", help="data to start from and to compare with (%(default)s)")
-    option("--dates", "--start", nargs="+", metavar="DATE", help="to start from (UTC), like 1985-02-01T06")
-    option("--starts", type=int, default=8, metavar="N", help="or so many, spread over the data (%(default)s)")
+    option("--split", choices=DATA, default="test", help="initial states and truth (%(default)s)")
+    option("--dates", "--start", nargs="+", metavar="DATE", help="start dates (UTC), like 1985-02-01T06")
+    option(
+        "--starts",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of start dates, spread evenly over the data (%(default)s)",
+    )
     option("--lead_hours", type=int, default=120, metavar="N", help="length of a forecast (%(default)s)")
-    option("--channel", metavar="NAME", help="of the maps and the animation (z500)")
-    option("--out", metavar="FOLDER", help="where results go (<run>/forecast)")
-    option("--zarr", action="store_true", help="also put the forecasts together in one Zarr store")
-    option("--skill_only", action="store_true", help="write no fields: scores, maps and animation alone")
+    option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
+    option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
+    option("--zarr", action="store_true", help="also join the forecasts in one Zarr store")
+    option("--skill_only", action="store_true", help="write only scores, maps and animation, no fields")
     options, words = parser.parse_known_args(argv)
     if options.zarr and options.skill_only:
         raise UsageError("--zarr goes without --skill_only")

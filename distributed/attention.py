@@ -1,6 +1,7 @@
-"""Attention over tokens that are split over a context-parallel group, in contiguous pieces of any sizes.
+"""Attention over tokens that are split over a context-parallel group into contiguous pieces of any sizes.
 
-Every rank has the queries, keys and values of its own tokens and needs the keys and values of all. Three ways:
+Every rank holds the queries, keys and values of its own tokens, and needs the keys and values of all tokens. There are
+three methods:
 
 | method | forward | backward | bytes sent by a rank, forward | good for |
 |---|---|---|---|---|
@@ -11,10 +12,10 @@ Every rank has the queries, keys and values of its own tokens and needs the keys
 Ring attention: Liu et al. 2023 (arXiv:2310.01889); merging blocks by their log-sum-exp: Dao et al. 2022
 (arXiv:2205.14135). All-to-all: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 
-Each function stands in for F.scaled_dot_product_attention: q, k, v (B, heads, n, d) -> (B, heads, n, d), where n is
-sizes[rank], this rank's tokens of all N; it may be 0. The dtype is kept. Heads may at the same time be split over
-another group. mask: bool (True: attend) or added to the scores, broadcast to (B, heads, n, N), keys in the order of the
-ranks; for all_to_all, all rows of it, (B, heads, N, N), in that order too.
+Each function replaces F.scaled_dot_product_attention: q, k, v (B, heads, n, d) -> (B, heads, n, d), where n is
+sizes[rank], the number of this rank's tokens among all N; it may be 0. The dtype is kept. Heads may be split over
+another group at the same time. mask: bool (True: attend) or added to the scores; it broadcasts to (B, heads, n, N),
+with keys in the order of the ranks. all_to_all takes all rows of the mask, (B, heads, N, N), in the same order.
 """
 
 from collections.abc import Callable
@@ -34,21 +35,21 @@ def gather_attention(
     kv = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), 1)  # (n, 2, B, heads, d): one collective, no copy
     k, v = all_gather(kv, 0, sizes, group).permute(1, 2, 3, 0, 4).unbind()  # (B, heads, N, d)
     if not q.numel():
-        return q * k.sum() * v.sum()  # no tokens here: 0 of them, but the backward pass takes part in the collectives
+        return q * k.sum() * v.sum()  # no tokens here, but backward must take part in the collectives
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
 
 
 def all_to_all_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
 ) -> Tensor:
-    """Own tokens of all heads are exchanged for all tokens of own heads, and back.
+    """Exchange own tokens of all heads for all tokens of own heads, attend, and exchange back.
 
-    Raises ValueError where the group's size does not divide the heads.
+    Raises ValueError if the number of heads is not a multiple of the group's size.
     """
     heads, n, parts = q.shape[1], q.shape[2], group.size
     if heads % parts:
         raise ValueError(f"context parallel: all_to_all cannot split {heads} heads over {parts} ranks")
-    # Rows to a rank are its heads of own tokens, tokens outermost: what arrives, in the order of ranks, is all tokens.
+    # Each rank is sent its heads of own tokens, tokens outermost. The received rows, in rank order, are all tokens.
     qkv = torch.stack((q, k, v)).unflatten(2, (parts, -1))  # (3, B, size, heads / size, n, d)
     qkv = qkv.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)  # (size * n, 3, B, heads / size, d)
     qkv = all_to_all(qkv, (n,) * parts, sizes, group)  # (N, 3, B, heads / size, d)
@@ -63,12 +64,12 @@ def all_to_all_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
 ) -> Tensor:
-    """Keys and values go round the ring of ranks; each block that comes by is attended to and merged.
+    """Pass keys and values around the ring of ranks; attend to each block that arrives, and merge the results.
 
-    While a rank computes with one block, the next is under way. Accumulators are float32 at least. Raises ValueError
-    for dropout of the attention, whose masks of blocks cannot be replayed in the backward pass, and for a mask that
-    wants a gradient. Under torch.compile the blocks of the forward pass are kept for the backward pass: size - 1
-    exchanges less there, for the memory of gather.
+    The next block travels while a rank computes with the current one. Accumulators are at least float32. Raises
+    ValueError for dropout of the attention, because backward cannot reproduce its masks of blocks, and for a mask that
+    requires a gradient. Under torch.compile the blocks of the forward pass are kept for the backward pass, which then
+    needs size - 1 fewer exchanges but as much memory as gather.
     """
     if dropout_p:
         raise ValueError("context parallel: ring attention cannot drop out attention weights; use gather or all_to_all")
@@ -98,7 +99,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The blocks go round again; a block's gradient follows it, gathers every rank's part and ends at its owner."""
+        """Pass the blocks around again; the gradient of each follows it, collects all parts and ends at the owner."""
         (q, k, v, out, lse), sizes, group, mask = ctx.saved_tensors, ctx.sizes, ctx.group, ctx.mask
         attend, grad = kernel(q, mask), _dense(grad)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -128,12 +129,12 @@ class _Ring(torch.autograd.Function):
 
 
 def _block_shape(block, sizes, group, step):
-    """Shape of the block that a rank holds at a step of the ring: its own at first, then the previous ranks'."""
+    """Shape of the block that a rank holds at a step of the ring: first its own, then those of previous ranks."""
     return (*block.shape[:3], sizes[(group.rank - step) % group.size], block.shape[4])
 
 
 def _dense(x):
-    """The fused kernels take features that lie next to each other; from others they compute nonsense."""
+    """Make the features contiguous: the fused kernels give wrong results for other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -146,9 +147,9 @@ def _columns(mask, sizes, group, step):
 
 
 def _merge(out, lse, block_out, block_lse):
-    """Attention to two sets of keys from attention to each, weighted by their sums of exponentials.
+    """Merge the attention to two sets of keys, weighted by their sums of exponentials.
 
-    out: (B, heads, n, d), lse: (B, heads, n), None at the start.
+    out: (B, heads, n, d), lse: (B, heads, n); None at the start.
     """
     block_out = block_out.to(block_lse.dtype)
     if out is None:
@@ -160,12 +161,12 @@ def _merge(out, lse, block_out, block_lse):
 
 
 def _finite(lse):
-    """Queries that may attend to nothing so far have a sum of 0: their weights become 0, not NaN."""
+    """Replace -inf by 0, so that the weights of queries without any key so far become 0, not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
 def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> type[Any]:
-    """The fused kernel that also returns the log-sum-exp, or Plain where there is none."""
+    """The fused kernel that also returns the log-sum-exp, or Plain if there is none."""
     device_type, d = device_type or q.device.type, q.shape[-1]
     if mask is not None:
         return Plain
@@ -176,8 +177,8 @@ def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> ty
     return CudaEfficient if device_type == "cuda" and q.dtype == torch.float32 and d % 4 == 0 else Plain
 
 
-# In each kernel: forward gives the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n); backward,
-# given these two over *all* keys, gives this block's part of the gradients of q, k, v.
+# In each kernel, forward returns the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n) for a
+# block of keys. backward takes these two for *all* keys and returns this block's part of the gradients of q, k, v.
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -214,7 +215,7 @@ class CudaFlash:
 
 
 class CudaEfficient:
-    """The memory-efficient kernel, which takes float32 too. It pads the log-sum-exp to a multiple of 32 queries."""
+    """The memory-efficient kernel, which supports float32. It pads the log-sum-exp to a multiple of 32 queries."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,7 +234,7 @@ class CudaEfficient:
 
 
 class Plain:
-    """Plain tensor operations, computed and returned in float32 at least; mask: of these keys."""
+    """Plain tensor operations, computed and returned at least in float32. mask: for the keys of the block."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

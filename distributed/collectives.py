@@ -1,7 +1,7 @@
-"""Collectives of model parallelism, each an autograd function: what runs forward, and its transpose that runs backward.
+"""Collectives of model parallelism as autograd functions: one collective runs forward, its transpose runs backward.
 
-A rank's activation is either *replicated* (the same on every rank of the group), *sharded* along a dimension, or
-*partial* (the sum over the ranks is meant). Each function below goes from one to another:
+An activation is either *replicated* (the same on every rank of the group), *sharded* along a dimension, or *partial*
+(each rank holds one term of a sum). Each function below converts one into another:
 
     function            forward                      backward
     copy_to_region      identity                     all-reduce         replicated -> replicated, used differently
@@ -12,9 +12,9 @@ A rank's activation is either *replicated* (the same on every rank of the group)
     reduce_scatter      reduce-scatter               all-gather         partial -> sharded
     all_to_all          all-to-all                   all-to-all back    sharded -> sharded along another dimension
 
-"Used differently": every rank goes on with it in its own way, so each holds a part of its gradient. The first two are f
-and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). The dtype is kept. A group of one rank communicates
-nothing. All is built on torch's functional collectives, which torch.compile traces without a graph break.
+"Used differently" means that every rank computes something else with the tensor, so each holds a part of its gradient.
+The first two are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). The dtype is kept. A group of one rank
+communicates nothing. All functions use torch's functional collectives, which torch.compile traces without graph breaks.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ ops = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """What a layer knows of its process group: plain values, so that a model can be copied and traced."""
+    """A process group as plain values, so that a model that holds it can be copied and traced."""
 
     name: str
     rank: int
@@ -52,18 +52,18 @@ def as_group(group: AnyGroup) -> Group:
 
 
 def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """The piece of a tensor that belongs to a rank of a group, a view: (..., n, ...) -> (..., n_rank, ...)."""
+    """View of the piece of a tensor for a rank of a group: (..., n, ...) -> (..., n_rank, ...)."""
     sizes = shard_sizes(full.shape[dim], size)
     return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
-    """The same tensor; backward adds up the gradients that the ranks hold."""
+    """Return the same tensor; backward adds up the gradients of the ranks."""
     return _apply(_identity, _all_reduce, x, group)
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' tensors; the gradient, the same on every rank, passes as it is."""
+    """The sum of the ranks' tensors; backward passes on the gradient, which is the same on every rank."""
     return _apply(_all_reduce, _identity, x, group)
 
 
@@ -73,12 +73,12 @@ def scatter_to_region(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor
 
 
 def gather_from_region(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
-    """All ranks' slices, joined, (..., sizes[rank], ...) -> (..., N, ...), where all ranks go on in the same way."""
+    """The joined slices of all ranks, which all use them alike: (..., sizes[rank], ...) -> (..., N, ...)."""
     return _apply(_all_gather, _own_slice, x, group, dim, sizes)
 
 
 def all_gather(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
-    """All ranks' slices, joined, (..., sizes[rank], ...) -> (..., N, ...), where every rank goes on in its own way."""
+    """The joined slices of all ranks, which use them differently: (..., sizes[rank], ...) -> (..., N, ...)."""
     return _apply(_all_gather, _reduce_scatter, x, group, dim, sizes)
 
 
@@ -93,19 +93,19 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: G
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' tensors, where every rank makes the same loss of it and their *mean* is minimized.
+    """The sum of the ranks' tensors, for a loss that every rank computes alike, when the *mean* loss is minimized.
 
-    Backward multiplies the gradient by the number of ranks: the transpose of the sum adds up one equal gradient from
-    every rank's loss. Data parallelism, which averages the gradients of the weights over the ranks, undoes the factor.
+    Backward multiplies the gradient by the number of ranks, because the transpose of the sum adds up equal gradients
+    from the losses of all ranks. Data parallelism removes the factor: it averages gradients of weights over the ranks.
     """
     return _apply(_all_reduce, _times_size, x, group)
 
 
 def alike_on_ranks(x: Tensor, group: Group) -> Tensor:
-    """The same number, a loss that every rank of the group computes alike, where the ranks' *mean* is minimized.
+    """Return the same number: a loss that every rank of the group computes alike, when the *mean* loss is minimized.
 
-    Backward multiplies the gradient by the number of ranks: each rank goes on to a part of the weights' gradients, and
-    the mean over the ranks is to be the sum of the parts.
+    Backward multiplies the gradient by the number of ranks. Each rank then computes a part of the gradients of the
+    weights, and the mean over the ranks must equal the sum of the parts.
     """
     return _apply(_identity, _times_size, x, group)
 
@@ -146,17 +146,17 @@ def _all_reduce(x, group):
 
 
 def _all_gather(x, group, dim, sizes):
-    # The collective wants equal sizes: shorter slices are padded on the way.
+    # The collective needs equal sizes, so shorter slices are padded.
     x = _pad(x, dim, max(sizes)).contiguous()
     joined = _finished(ops.all_gather_into_tensor, x, group.size, group.name)  # (size * n_0, n_1, ...)
     joined = joined.unflatten(0, (group.size, x.shape[0]))
     if min(sizes) == max(sizes):
-        return joined.movedim(0, dim).flatten(dim, dim + 1)  # no copy where nothing lies before dim
+        return joined.movedim(0, dim).flatten(dim, dim + 1)  # no copy if dim is the first dimension
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(joined.unbind(), sizes, strict=True)], dim)
 
 
 def _reduce_scatter(x, group, dim, sizes):
-    if dim > 0 or min(sizes) < max(sizes):  # else the slices lie one behind the other already
+    if dim > 0 or min(sizes) < max(sizes):  # otherwise the slices are already contiguous
         x = torch.cat([_pad(part, dim, max(sizes)) for part in x.split(sizes, dim)])
     summed = _finished(ops.reduce_scatter_tensor, x.contiguous(), "sum", group.size, group.name)
     return summed.narrow(dim, 0, sizes[group.rank])
@@ -173,7 +173,7 @@ def _all_to_all(x, group, sent, received):
 def _finished(collective, *args):
     if torch.compiler.is_compiling():
         return ops.wait_tensor(collective(*args))
-    with torch._C._AutoDispatchBelowAutograd():  # autograd is ours; torch's own wrapper, in Python, would find nothing
+    with torch._C._AutoDispatchBelowAutograd():  # skips torch's slow autograd wrapper; _Pair is ours
         return ops.wait_tensor(collective(*args))
 
 
@@ -182,9 +182,9 @@ def _all_to_all_back(grad, group, sent, received):
 
 
 def start_shift(x: Tensor, shape: Sequence[int], group: Group) -> Callable[[], Tensor]:
-    """Send x to the next rank of the ring; call the result to get what the previous rank sent, a tensor of `shape`.
+    """Send x to the next rank of the ring. Call the result to get the previous rank's tensor, of `shape`.
 
-    Computation between the two overlaps with the exchange. Not differentiable: for use inside an autograd function.
+    Computation between these two calls overlaps with the exchange. Not differentiable: for use in autograd functions.
     """
     sent, received = [0] * group.size, [0] * group.size
     sent[(group.rank + 1) % group.size] = x.numel()

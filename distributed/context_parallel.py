@@ -1,14 +1,15 @@
-"""Context parallelism, applied to the plain model from outside: the tokens of an image split over a group.
+"""Context parallelism, applied to the plain model from outside: the tokens of an image are split over a group.
 
-A rank holds a band of latitude: whole rows of patches, 45 rows over 4 ranks as 12, 11, 11, 11. It reads, embeds and
-predicts only this band; only attention needs the others (distributed/attention.py). All weights are whole on every
-rank, each rank's gradient is a part of theirs, and the loss is one of the whole image. The rule that makes it right:
+Each rank holds a band of latitude, made of whole rows of patches: 45 rows over 4 ranks are 12, 11, 11 and 11 rows.
+The rank reads, embeds and predicts only this band; only attention needs the other bands (distributed/attention.py). All
+weights are whole on every rank, each rank computes a part of their gradient, and the loss is that of the whole image.
+Two rules make the gradients right:
 
     data parallelism averages gradients over the flattened dp-cp group, as if bands were samples, and
     l2_norms, which adds up the bands' parts of the loss, multiplies the gradient by the number of cp ranks.
 
-The mean over dp x cp ranks is then the gradient of a serial step. (The gradient of the *input* band is cp times the
-serial one, for the same reason.) Seed dropout differently on all ranks of the group: each has tokens of its own.
+The mean over dp x cp ranks is then the gradient of a serial step. For the same reason the gradient of the *input* band
+is cp times the serial one. Seed dropout differently on all ranks of the group, because each has tokens of its own.
 """
 
 from functools import partial
@@ -23,13 +24,13 @@ from utils.errors import LayoutError
 
 
 def context_parallel(model: Transformer, group: AnyGroup, method: str = "gather") -> None:
-    """Let a ViT, in place, work on this rank's band: (B, C_in, h, W) -> (B, C_out, h, W), h as of tiles.own_window.
+    """Make a ViT, in place, compute this rank's band: (B, C_in, h, W) -> (B, C_out, h, W); tiles.own_window gives h.
 
     group: a ProcessGroup or a DeviceMesh of one dimension. method: gather, ring or all_to_all, see attention.py.
-    The names and shapes of parameters do not change. Tensor parallelism comes after.
+    The names and shapes of parameters do not change. Apply tensor parallelism after this.
 
-    Raises ValueError for more ranks than rows of patches, an unknown method, dropout of attention with ring, and heads
-    that all_to_all cannot split.
+    Raises ValueError if there are more ranks than rows of patches, for an unknown method, for dropout of the attention
+    with ring, and if all_to_all cannot split the heads.
     """
     group = as_group(group)
     if method not in METHODS:
@@ -50,9 +51,9 @@ def context_parallel(model: Transformer, group: AnyGroup, method: str = "gather"
 
 
 def check_attention(attention: Attention, method: str, ranks: int, kind: str) -> None:
-    """Raises ValueError where `ranks` cannot share the tokens of an attention layer by a method.
+    """Raises ValueError if a method cannot split the tokens of an attention layer over this number of ranks.
 
-    The layer may be split over tensor-parallel ranks already. kind: of parallelism, for the message.
+    The layer may already be split over tensor-parallel ranks. kind: the kind of parallelism, for the message.
     """
     heads = attention.proj.in_features // attention.head_dim
     if method == "all_to_all" and heads % ranks:
@@ -64,8 +65,8 @@ def check_attention(attention: Attention, method: str, ranks: int, kind: str) ->
 def l2_norms(*tensors: Tensor, group: AnyGroup) -> tuple[Tensor, ...]:
     """L2 norms of tensors whose second axis is split over a context-parallel group: each (B, M_local) -> (B,).
 
-    One all-reduce of (len(tensors), B) numbers forward, none backward. Gradients are those of a serial loss once data
-    parallelism has averaged the weights' over this group too: see the top of this file.
+    Forward is one all-reduce of (len(tensors), B) numbers; backward communicates nothing. The gradients are those of a
+    serial loss after data parallelism has averaged them over this group too: see the top of this file.
     """
     squares = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in tensors]).square()
     total = sum_over_ranks(squares, as_group(group))

@@ -1,17 +1,18 @@
-"""Rows of other ranks: any interval of a dimension that is cut over the ranks of a group. Halos are the common case.
+"""Fetch rows of other ranks: any interval of a dimension that is split over a group. Halos are the common case.
 
-A tensor of L rows lies in shards, `sizes` rows on each rank (uneven, empty ones too). Every rank asks for an interval
-[first, last) of the whole; as all ranks know all intervals, each works out alone what it sends and what it receives.
-Nothing is sent where all intervals lie in their own shards. Backward sends each row's gradient back and adds it up.
+A tensor of L rows is split into shards with `sizes` rows on each rank (sizes may differ or be 0). Every rank requests
+an interval [first, last) of the whole dimension. All ranks know all intervals, so each rank computes by itself what to
+send and what to receive. Nothing is sent if all intervals lie in their own shards. Backward returns the gradient of
+each row to its owner, which adds it up.
 
     coming = Fetch(x, dim, sizes, intervals, group)   # begins to send and to receive
-    y = f(coming.own)                                 # meanwhile: what needs rows of this rank only
+    y = f(coming.own)                                 # meanwhile, compute with rows of this rank only
     x = coming.rows()                                 # waits; this rank's interval in one piece
 
-Backward overlaps in the same way: the gradients of the rows travel while that of f is computed.
+Backward overlaps in the same way: the gradients of the rows travel while the gradient of f is computed.
 
-method: p2p sends between those ranks only that have something for each other; all_to_all involves all ranks, and is
-what torch.compile can trace. The rows sent are the same. The default is p2p, and all_to_all while compiling.
+method: p2p sends only between ranks that exchange rows; all_to_all involves all ranks, and torch.compile can trace it.
+Both send the same rows. The default is p2p, and all_to_all while compiling.
 """
 
 import math
@@ -47,12 +48,12 @@ def halo_exchange(
 ) -> Tensor:
     """Extend a local shard by its neighbours' rows.
 
-    x: local shard, (..., n_local, ...), cut along `dim` over `group` (distributed.collectives.Group), `sizes` rows on
-    each rank. before, after: rows needed from the previous and the next shard (may exceed a neighbour's size: then it
-    reaches further). periodic: the first and the last rank are neighbours (longitude); otherwise the rows outside are
-    `fill`, or are left out where fill is None.
-    Returns the extended shard, (..., before + n_local + after, ...); x itself where there is no halo. Differentiable:
-    backward adds each halo's gradient to its owner. Raises ValueError where the halo is negative or longer than the
+    x: local shard, (..., n_local, ...), split along `dim` over `group` (distributed.collectives.Group), `sizes` rows on
+    each rank. before, after: rows needed from the previous and the next shard (if this exceeds a neighbour's size, the
+    halo reaches further). periodic: the first and the last rank are neighbours (longitude); otherwise the rows outside
+    are `fill`, or are omitted if fill is None.
+    Returns the extended shard, (..., before + n_local + after, ...), or x itself if the halo is empty. Differentiable:
+    backward adds the gradient of each halo to its owner. Raises ValueError if the halo is negative or longer than the
     whole dimension.
     """
     length = sum(sizes)
@@ -63,19 +64,19 @@ def halo_exchange(
 
 
 def bounds(sizes: Sequence[int]) -> list[Interval]:
-    """First row of each shard and the one behind its last: (4, 3) -> [(0, 4), (4, 7)]."""
+    """The interval [first, last) of each shard: (4, 3) -> [(0, 4), (4, 7)]."""
     return [(last - n, last) for n, last in zip(sizes, accumulate(sizes), strict=True)]
 
 
 class Fetch:
-    """An interval of rows on its way to this rank; every rank of the group makes one.
+    """A fetch of an interval of rows, begun by the constructor and completed by rows(). All ranks make one together.
 
-    x: local shard, (..., sizes[rank], ...). intervals: [(first, last)] of all ranks, in rows of the whole.
-    periodic, fill, method: as of halo_exchange.
-    own: x, to compute with before rows() is called, which has to follow.
-    traffic: whether any rank needs rows of another; the same on every rank. joined: whether rows() makes a new tensor,
-    which it does not where there is no traffic and the interval lies in x.
-    Raises ValueError where sizes, intervals and x do not fit together, or for an unknown method.
+    x: local shard, (..., sizes[rank], ...). intervals: [(first, last)] of all ranks, in rows of the whole dimension.
+    periodic, fill, method: as for halo_exchange.
+    Attributes: own, x to compute with until rows() is called; traffic, whether any rank needs rows of another, the same
+    on every rank; joined, whether rows() makes a new tensor. Without traffic and with an interval inside x, rows()
+    returns a view of x.
+    Raises ValueError if sizes, intervals and x do not fit together, or for an unknown method.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Fetch:
             self.finish = lambda: _Finish.apply(token, *counts, group, travelling)
 
     def rows(self, first: int | None = None, last: int | None = None) -> Tensor:
-        """The interval, or its rows [first, last), (..., last - first, ...); waits for what travels."""
+        """Wait for the exchange; return the interval, or its rows [first, last): (..., last - first, ...)."""
         first, last = self.plan.first if first is None else first, self.plan.last if last is None else last
         if self.arrived is None:
             self.arrived = self._arrive() if self.traffic else {}
@@ -135,14 +136,14 @@ class Fetch:
         if None in self.arrived:
             parts.append(self.arrived[None])
         elif all(owner is None for owner, _, _ in self.plan.pieces):
-            parts.append(self.own.narrow(self.dim, 0, 0))  # for autograd: the rows belong to x
+            parts.append(self.own.narrow(self.dim, 0, 0))  # so that the result depends on x in the autograd graph
         return torch.cat(parts, self.dim) if self.joined else parts[0]
 
     def _arrive(self):
-        """{piece of the interval: its rows} for those of other ranks.
+        """{piece of the interval: its rows} for the pieces from other ranks.
 
-        {None: no rows} where there are none: the result has to depend on them, or backward would not come by here
-        while other ranks wait for it.
+        Returns {None: no rows} if there are no such pieces. The result must depend on them even so, because otherwise
+        backward would skip this exchange while other ranks wait for it.
         """
         pieces = [piece for pieces in self.plan.received for piece in pieces] or [(None, 0, 0)]
         blocks = _unpacked(self.finish(), self.own, self.dim, pieces)
@@ -152,9 +153,9 @@ class Fetch:
 class _Plan(NamedTuple):
     first: int
     last: int  # of this rank's interval
-    pieces: tuple  # that it is made of, in order: (owner, None outside of the whole; first row in its shard; rows)
-    sent: tuple  # by rank, what it gets of this shard, and
-    received: tuple  # by rank, what is got of its shard: (which piece of the interval, first row in the shard, rows)
+    pieces: tuple  # of the interval, in order: (owner, or None outside the whole; first row in its shard; rows)
+    sent: tuple  # pieces of this shard for each rank, and
+    received: tuple  # pieces of each rank's shard: (number of the piece, first row in the shard, rows)
     traffic: bool
 
 
@@ -174,7 +175,7 @@ def _plan(sizes, intervals, rank, periodic, clip):
 
 
 def _pieces(sizes, length, first, last, periodic):
-    """Cut [first, last) where shards begin and end: [(owner, first row in its shard, rows)]."""
+    """Cut [first, last) at the bounds of the shards: [(owner, first row in its shard, rows)]."""
     pieces = []
     while first < last:
         row = first % length if periodic and length else first
@@ -188,9 +189,9 @@ def _pieces(sizes, length, first, last, periodic):
 
 
 class _Start(torch.autograd.Function):
-    """Forward begins to send rows, backward ends with the gradients that come for them.
+    """Forward begins to send rows; backward waits for their gradients and adds them up.
 
-    What travels meanwhile is in the list `travelling`; the token ties the two functions together.
+    The list `travelling` holds the exchange in progress. The token connects _Start and _Finish in the autograd graph.
     """
 
     @staticmethod
@@ -212,7 +213,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Forward ends with the rows that come, backward begins to send their gradients."""
+    """Forward waits for the rows; backward begins to send their gradients."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, sent: Counts, received: Counts, group: Group, travelling: list) -> Tensor:
@@ -248,7 +249,7 @@ _ready: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def _connected(process_group, like):
-    """The group, in which NCCL asks that all ranks take part in the first communication."""
+    """The group after a first communication of all ranks, which NCCL requires before sending between pairs."""
     if like.is_cuda and process_group not in _ready:
         dist.all_reduce(like.new_zeros(1), group=process_group)
         _ready.add(process_group)
@@ -256,7 +257,7 @@ def _connected(process_group, like):
 
 
 def _memory_format(x):
-    """That of x, which torch.cat keeps if all pieces have it."""
+    """The memory format of x; torch.cat keeps it if all pieces have it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
     found = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
     return last if found else torch.contiguous_format
@@ -267,19 +268,19 @@ def _with_rows(x, dim, rows):
 
 
 def _numbers(x, dim, pieces):
-    """How many numbers each rank's pieces of x have."""
+    """The number of elements in each rank's pieces of x."""
     row = math.prod(_with_rows(x, dim, 1))
     return [row * sum(n for _, _, n in of_rank) for of_rank in pieces]
 
 
 def _packed(x, dim, pieces):
-    """The pieces of all ranks, one behind the other."""
+    """The pieces for all ranks in one flat tensor."""
     parts = [x.narrow(dim, start, n).reshape(-1) for of_rank in pieces for _, start, n in of_rank]
     return torch.cat(parts) if parts else x.narrow(dim, 0, 0).reshape(-1)
 
 
 def _unpacked(flat, like, dim, pieces):
-    """Blocks of rows, of the shape of `like` otherwise, from a flat tensor of them."""
+    """The blocks of rows in a flat tensor, shaped as `like` except for the number of rows."""
     blocks = [_with_rows(like, dim, n) for _, _, n in pieces]
     parts = flat.split([math.prod(block) for block in blocks]) if blocks else ()
     return [part.view(block) for part, block in zip(parts, blocks, strict=True)]

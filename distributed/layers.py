@@ -1,8 +1,8 @@
 """Layers split over a tensor-parallel group. Each takes a whole layer and keeps this rank's part of its weights.
 
-Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053): a column-parallel layer, whose output features are split, is
-followed by a row-parallel one, whose input features are; between the two nothing is communicated. Korthikanti et al.
-2022 (arXiv:2205.05198): with sequence parallelism the tokens are split outside of such a pair.
+Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053): a column-parallel layer splits its output features, and the
+row-parallel layer after it splits its input features, so nothing is communicated between the two. Korthikanti et al.
+2022 (arXiv:2205.05198): sequence parallelism splits the tokens outside of such a pair.
 
 Shapes in comments: B batch, N tokens, n this rank's slice of the tokens, D features.
 """
@@ -19,7 +19,7 @@ from distributed.collectives import Group, Sizes, all_gather, copy_to_region, re
 
 
 def shard_parameter(parameter: Tensor, dim: int, group: Group) -> nn.Parameter:
-    """A parameter of its own memory: this rank's piece of a whole one, also on the meta device."""
+    """This rank's piece of a whole parameter, with memory of its own. Works on the meta device too."""
     piece = shard(parameter.detach(), dim, group.rank, group.size).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(piece, requires_grad=parameter.requires_grad)
 
@@ -27,7 +27,7 @@ def shard_parameter(parameter: Tensor, dim: int, group: Group) -> nn.Parameter:
 class ColumnParallelLinear(nn.Linear):
     """Linear layer with its output features split over `group`: (B, N, D_in) -> (B, N, D_out / size).
 
-    tokens: with sequence parallelism every rank's number of tokens; the input is then this rank's slice, (B, n, D_in).
+    tokens: number of tokens of every rank, for sequence parallelism. The input is then this rank's slice, (B, n, D_in).
     """
 
     def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
@@ -47,8 +47,8 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """Linear layer with its input features split over `group`: (B, N, D_in / size) -> (B, N, D_out).
 
-    The bias, whole on every rank, is added once, to the sum. tokens: as in ColumnParallelLinear; the output is then
-    (B, n, D_out), and the bias's gradient that of n tokens only.
+    The bias is whole on every rank and is added once, to the sum. tokens: as in ColumnParallelLinear. The output is
+    then (B, n, D_out), and each rank computes the gradient of the bias for its n tokens only.
     """
 
     def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
@@ -67,18 +67,18 @@ class RowParallelLinear(nn.Linear):
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """What autocast would do inside the next linear layer, done before the collective, which then carries half."""
+    """Apply the cast of autocast before the collective instead of after it: the collective sends half the bytes."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class RankRandom(nn.Module):
-    """Call `inner` so that its random numbers differ from rank to rank of a group: dropout of sharded activations.
+    """Call `inner` with random numbers that differ between the ranks of a group, for dropout of sharded activations.
 
-    The default generators must be alike on all ranks of the group, and are so afterwards: dropout outside, of
-    replicated activations, is the same everywhere. The seed is drawn from the CPU's default generator, which activation
-    checkpointing sets back before it computes again, so the same numbers come again. torch.compile breaks its graph
-    here, in training only, and CUDA graphs cannot capture it.
+    The default generators must have the same state on all ranks of the group, and still have it afterwards. Dropout of
+    replicated activations elsewhere is therefore the same on all ranks. The seed is drawn from the CPU's default
+    generator. Activation checkpointing restores this generator before it recomputes, so the numbers are the same again.
+    torch.compile breaks its graph here in training, and CUDA graphs cannot capture it.
     """
 
     def __init__(self, inner: Callable[..., Tensor], group: Group):
@@ -86,7 +86,7 @@ class RankRandom(nn.Module):
         self.inner, self.group = inner, group
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What `inner` gives; in training, with random numbers of this rank's own."""
+        """Call `inner`; in training, with random numbers of this rank's own."""
         return self._forked(*args, **kwargs) if self.training else self.inner(*args, **kwargs)
 
     @torch.compiler.disable(reason="dropout under tensor parallelism sets generators; sequence parallelism does not")
@@ -97,7 +97,7 @@ class RankRandom(nn.Module):
 
 @contextlib.contextmanager
 def rank_random(device: torch.device, group: Group) -> Iterator[None]:
-    """Inside, default generators that are alike on all ranks of a group give every rank numbers of its own."""
+    """A context in which the default generators, equal on all ranks of a group, give each rank its own numbers."""
     seed = int(torch.randint(2**62, ()))
     on_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):

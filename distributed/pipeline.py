@@ -1,9 +1,10 @@
 """Pipeline parallel: the blocks of the model are split into stages, and micro-batches flow through them.
 
-Each rank holds one stage (two with the interleaved schedule) and passes activations on to the next, gradients back to
-the one before; torch.distributed.pipelining runs the schedule. With p stages and m micro-batches a rank is idle for
-(p - 1) / (m + p - 1) of a step: the bubble. 1f1b has the bubble of gpipe, but keeps the activations of at most p
-micro-batches; two interleaved stages a rank halve the bubble and double the messages.
+Each rank holds one stage, or two with the interleaved schedule. It sends activations to the next stage and gradients
+back to the previous one; torch.distributed.pipelining runs the schedule. With p stages and m micro-batches each rank is
+idle for (p - 1) / (m + p - 1) of a step. This idle time is called the bubble. 1f1b has the same bubble as gpipe, but
+keeps the activations of at most p micro-batches. Two interleaved stages per rank halve the bubble and double the number
+of messages.
 
 GPipe: Huang et al. 2019 (arXiv:1811.06965); 1F1B: Narayanan et al. 2019 (arXiv:1806.03377); interleaved: Narayanan et
 al. 2021 (arXiv:2104.04473).
@@ -23,14 +24,14 @@ SCHEDULES: dict[str, Callable] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, 
 
 
 class Blocks(nn.ModuleDict):
-    """Some blocks of a model under their numbers in it, so that parameters keep their names."""
+    """Some blocks of a model, stored under their numbers in the model, so that parameters keep their names."""
 
     def __iter__(self):
         return iter(self.values())
 
 
 class Stage(nn.Module):
-    """Consecutive blocks of a ViT; the first stage also embeds the image, the last one makes it from tokens."""
+    """Consecutive blocks of a ViT. The first stage also embeds the image, the last one also applies the head."""
 
     def __init__(self, model: Transformer, numbers: Iterable[int], first: bool, last: bool):
         super().__init__()
@@ -42,18 +43,18 @@ class Stage(nn.Module):
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: the image, or tokens (B, N, D) of the stage before -> tokens (B, N, D), or what the head makes of them."""
+        """x: the image, or tokens (B, N, D) of the previous stage -> tokens (B, N, D), or the output of the head."""
         if self.first:
             x = self.pos_drop(self.pos_embed(self.patch_embed(x)))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) if self.last else x.contiguous()  # to be sent
+        return self.head(self.norm(x)) if self.last else x.contiguous()  # sending needs contiguous memory
 
 
 def split_into_stages(model: Transformer, group: dist.ProcessGroup | None, schedule: str) -> list[Stage]:
-    """Keep of a ViT, in place, what the stages of this rank hold, and return these stages, in order.
+    """Reduce a ViT, in place, to the stages of this rank, and return these stages in order.
 
-    Parameters keep their names in the model. Raises ValueError where the blocks cannot be shared equally.
+    Parameters keep their names in the model. Raises ValueError if the blocks cannot be divided equally.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     per_rank = 2 if schedule == "interleaved" else 1
@@ -62,7 +63,7 @@ def split_into_stages(model: Transformer, group: dist.ProcessGroup | None, sched
         each = f" of which each rank holds {per_rank}" if per_rank > 1 else ""
         raise LayoutError(f"pipeline parallel: {depth} blocks cannot be shared by {stages} stages{each}")
     length = depth // stages
-    own = range(rank, stages, size)  # interleaved: the stages go round the ranks
+    own = range(rank, stages, size)  # interleaved: stages are assigned to ranks in turn
     built = [Stage(model, range(i * length, (i + 1) * length), i == 0, i == stages - 1) for i in own]
     model.blocks = Blocks({name: block for stage in built for name, block in stage.blocks.items()})
     if not built[0].first:
@@ -75,7 +76,7 @@ def split_into_stages(model: Transformer, group: dist.ProcessGroup | None, sched
 class Pipeline:
     """Runs training steps and forecasts through the stages of all ranks of `group`.
 
-    stages: this rank's, each maybe wrapped by DDP or fully_shard. micro_batches: parts that a batch is cut into.
+    stages: those of this rank; DDP or fully_shard may wrap them. micro_batches: number of parts of a batch.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Pipeline:
         ]
         self.micro_batches = micro_batches
         own = self.stages if schedule == "interleaved" else self.stages[0]
-        # The loss of a micro-batch is already its share of the whole.
+        # The loss of a micro-batch is already its share of the loss of the batch.
         self.schedule = SCHEDULES[schedule](own, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, prediction, target):
@@ -104,10 +105,10 @@ class Pipeline:
     def step(
         self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], scale: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Forward and backward of all micro-batches. x: (B, ...), used by the first stage; y: by the last one.
+        """Run forward and backward of all micro-batches. The first stage uses x, (B, ...); the last one uses y.
 
-        loss: called as loss(prediction, target) on the last rank with every micro-batch. scale: of the loss, before it
-        is differentiated. Returns the losses of the micro-batches, on the last rank.
+        loss: called as loss(prediction, target) on the last rank for every micro-batch. scale: applied to the loss
+        before it is differentiated. Returns the losses of the micro-batches, on the last rank.
         """
         losses: list[Tensor] = []
 
@@ -123,7 +124,7 @@ class Pipeline:
     @torch.no_grad()
     def forecast(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """Forecast of a batch, the same on every rank of the pipeline. shape: of the forecast, (B, C, H, W)."""
-        self.loss, unused = None, torch.zeros(len(x))  # the schedule asks for a loss, and for a target of it
+        self.loss, unused = None, torch.zeros(len(x))  # the schedule requires a loss and a target
         prediction = self.schedule.eval(*([x] if self.first else []), target=unused if self.last else None)
         prediction = prediction.float().contiguous() if self.last else torch.empty(shape, device=self.device)
         dist.broadcast(prediction, group=self.group, group_src=self.size - 1)

@@ -2,13 +2,13 @@
 
     from distributed.shard_tensor import ShardTensor
 
-The class is in distributed/shard/tensor.py, the rules of its operations are in distributed/shard/rules/. Importing this
-module registers all of them.
+The class is in distributed/shard/tensor.py, and the rules of its operations are in distributed/shard/rules/. Importing
+this module registers all of them.
 """
 
-from distributed.shard import rules
-from distributed.shard.spec import part_of
-from distributed.shard.tensor import (
+from distributed.shard import rules  # noqa: F401
+from distributed.shard.spec import part_of  # noqa: F401
+from distributed.shard.tensor import (  # noqa: F401
     ShardTensor,
     dispatch,
     local,
@@ -22,20 +22,3 @@ from distributed.shard.tensor import (
     shared,
     wrap,
 )
-
-__all__ = [
-    "ShardTensor",
-    "dispatch",
-    "local",
-    "named",
-    "no_rule",
-    "part_of",
-    "redistributed",
-    "reduced",
-    "replicated",
-    "rule",
-    "rules",
-    "scatter_tensor",
-    "shared",
-    "wrap",
-]

@@ -1,17 +1,18 @@
-"""Tensor parallelism, applied to the plain model from outside: heads and hidden features split over a group.
+"""Tensor parallelism, applied to the plain model from outside: heads and hidden features are split over a group.
 
-Per block 2 all-reduces forward and 2 backward (Shoeybi et al. 2019, arXiv:1909.08053). With sequence parallelism
-(Korthikanti et al. 2022, arXiv:2205.05198) norms, dropout and residuals work on a slice of the tokens: 2 all-gathers
-and 2 reduce-scatters each way, the same bytes, and the activations between the pairs take 1/size of the memory.
+Each block needs 2 all-reduces forward and 2 backward (Shoeybi et al. 2019, arXiv:1909.08053). With sequence parallelism
+(Korthikanti et al. 2022, arXiv:2205.05198) norms, dropout and residuals work on a slice of the tokens. Each block then
+needs 2 all-gathers and 2 reduce-scatters in each direction. They send the same number of bytes, and the activations
+between the pairs take 1/size of the memory.
 
 | | split over the group | whole on every rank |
 |---|---|---|
 | weights | qkv, fc1 (rows), proj, fc2 (columns), biases of qkv, fc1 | norms, biases of proj, fc2, patch embedding, position embedding, head |
 | activations | heads, hidden features; tokens between pairs, with sequence parallelism | the residual stream, without |
 
-What is whole on every rank stays equal to the bit, because every rank computes the same gradient for it. The exception
-comes with sequence parallelism: norms and biases that see a slice of the tokens hold a part of their gradient, and
-reduce_partial_gradients adds up all of them in one all-reduce, once per optimizer step.
+Weights that are whole on every rank stay identical, because every rank computes the same gradient for them. Sequence
+parallelism is the exception: norms and biases that see a slice of the tokens hold a part of their gradient.
+reduce_partial_gradients adds up all these parts in one all-reduce, once per optimizer step.
 """  # noqa: E501
 
 from functools import partial
@@ -36,13 +37,14 @@ from utils.errors import LayoutError
 def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
     """Split a ViT, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
 
-    Returns {parameter name: dim} of the parameters that are split, each in pieces as of collectives.shard; the others
-    are whole. The model may hold its weights, of which this rank's are kept, or lie on the meta device. Context
-    parallelism comes before; checkpointing, compiling and data parallelism after.
+    Returns {parameter name: dim} of the split parameters, cut by collectives.shard; the others are whole. The model may
+    hold its weights, of which this rank keeps its part, or be on the meta device. Context parallelism must be applied
+    before this; checkpointing, compilation and data parallelism after it.
 
-    Dropout: seed the default generators alike on all ranks of the group, and differently, with sequence parallelism.
+    Dropout: seed the default generators alike on all ranks of the group; with sequence parallelism, differently.
 
-    Raises ValueError where the group's size does not divide the heads or the hidden features, or exceeds the tokens.
+    Raises ValueError if heads or hidden features are not a multiple of the group's size, or if there are fewer tokens
+    than ranks.
     """
     group = as_group(group)
     if group.size == 1:
@@ -93,7 +95,7 @@ def _split_pair(module, first, second, group, tokens):
 
 
 def _split_tokens(model, group, tokens):
-    """Tokens are split from the first dropout to the last norm."""
+    """Split the tokens from the first dropout to the last norm."""
     model.pos_drop.register_forward_pre_hook(partial(_scatter_tokens, tokens=tokens, group=group))
     model.norm.register_forward_hook(partial(_gather_tokens, tokens=tokens, group=group))
     for norm in [model.norm, *(norm for block in model.blocks for norm in (block.norm1, block.norm2))]:
@@ -110,10 +112,10 @@ def _gather_tokens(module, inputs, output, tokens, group):
 
 @torch.no_grad()
 def reduce_partial_gradients(model: nn.Module, group: AnyGroup) -> None:
-    """Add up, over the tensor-parallel group and in one all-reduce, the gradients of which each rank holds a part.
+    """Add up all gradients of which each rank holds a part, in one all-reduce over the tensor-parallel group.
 
-    After the last backward pass of a step, before gradients are clipped. Without sequence parallelism there are none.
-    Works on a model wrapped by DDP or fully_shard as well: sums over this group and means over theirs commute.
+    Call this after the last backward pass of a step, before gradients are clipped. It does nothing without sequence
+    parallelism. The model may be wrapped by DDP or fully_shard: the sum over this group and their mean commute.
     """
     group, grads = as_group(group), []
     for module in model.modules():

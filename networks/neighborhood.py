@@ -1,10 +1,10 @@
 """Neighborhood attention: each point of a grid attends to a window around it, in one, two or three dimensions.
 
-Method: Hassani et al. 2023, "Neighborhood Attention Transformer" (arXiv:2204.07143), and with gaps between the keys
-Hassani and Shi 2022 (arXiv:2209.15001). At the edges the window is moved inwards: each query has kernel_size keys
-along every axis. Cost and memory grow with points x window, not with points squared.
+Method: Hassani et al. 2023, "Neighborhood Attention Transformer" (arXiv:2204.07143). Hassani and Shi 2022
+(arXiv:2209.15001) add dilation, gaps between the keys. At the edges the window is moved inwards, so that each query has
+kernel_size keys along every axis. Cost and memory grow with points x window, not with points squared.
 
-On a GPU the kernels of the natten package are used where it is installed.
+On a GPU the kernels of the natten package are used if it is installed.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ try:
 except ImportError:
     natten = None
 
-TILE_QUERIES = 64  # that share one piece of keys and values
+TILE_QUERIES = 64  # queries that share one piece of keys and values
 
 
 def neighborhood_attention(
@@ -31,11 +31,11 @@ def neighborhood_attention(
     """Softmax attention of each query over the keys in its window.
 
     q, k, v: (B, heads, *spatial, d), one to three spatial axes.
-    kernel_size: keys of a window along each axis, odd, or one number for all axes. dilation: distance of two of them,
-    in points, likewise. scale: of the scores, 1 / sqrt(d) unless given.
+    kernel_size: number of keys of a window along each axis, odd, or one number for all axes. dilation: distance between
+    two of them in points, likewise. scale: of the scores, by default 1 / sqrt(d).
     Returns (B, heads, *spatial, d). Raises ValueError for an even kernel, and for a window longer than the axis.
     """
-    if has_torch_function((q, k, v)):  # a kind of tensor may have a way of its own
+    if has_torch_function((q, k, v)):  # a tensor subclass may have its own implementation
         return handle_torch_function(
             neighborhood_attention, (q, k, v), q, k, v, kernel_size, dilation=dilation, scale=scale
         )
@@ -52,7 +52,7 @@ def neighborhood_attention(
 def window_starts(length: int, kernel_size: int, dilation: int = 1) -> list[int]:
     """The first key of each query's window along an axis of `length` points: length 6, kernel 3 -> [0, 0, 1, 2, 3, 3].
 
-    The window is the first key and every dilation-th one behind it, kernel_size in all.
+    The window has kernel_size keys: the first key and every dilation-th key after it.
     Raises ValueError for an even kernel, and for a window longer than the axis.
     """
     if kernel_size % 2 == 0 or min(kernel_size, dilation) < 1:
@@ -61,7 +61,7 @@ def window_starts(length: int, kernel_size: int, dilation: int = 1) -> list[int]
         raise ValueError(f"kernel_size {kernel_size} with dilation {dilation} is longer than the axis, {length} points")
     starts = []
     for point in range(length):
-        step, phase = divmod(point, dilation)  # every dilation-th point is an axis of its own
+        step, phase = divmod(point, dilation)  # points with the same phase form an axis of their own
         points = -(-(length - phase) // dilation)
         starts.append(phase + dilation * min(max(step - kernel_size // 2, 0), points - kernel_size))
     return starts
@@ -76,17 +76,17 @@ def attend_windows(
     dilation: PerAxis = 1,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over windows that are given: what `neighborhood_attention` does for a part of the queries.
+    """Attention over given windows: `neighborhood_attention` for a part of the queries.
 
     q: (B, heads, *queries, d). k, v: (B, heads, *keys, d), at least the keys of all windows.
     starts: for each axis, a list with the first key of each query's window, as an index into k and v.
-    The rest as in neighborhood_attention. Returns (B, heads, *queries, d).
-    Raises ValueError where a window does not lie inside of k and v.
+    Other arguments: as in neighborhood_attention. Returns (B, heads, *queries, d).
+    Raises ValueError if a window extends beyond k and v.
     """
     axes, batch, queries = len(starts), q.shape[:2], q.shape[2:-1]
     kernel_size, dilation = per_axis(kernel_size, axes), per_axis(dilation, axes)
     tile, mask = round(TILE_QUERIES ** (1 / axes)), torch.ones((), dtype=torch.bool, device=q.device)
-    # Equal boxes of queries, each with an equal box of keys around them: one call for all of them.
+    # Equal boxes of queries, each with a box of keys around it of equal size, so that one call handles all boxes.
     for axis in range(axes):
         dim = 2 + 2 * axis
         lengths = q.shape[dim], k.shape[dim]
@@ -108,10 +108,10 @@ def attend_windows(
 
 
 def _cut_axis(starts, kernel_size, dilation, tile, num_queries, num_keys):
-    """Tiles of about `tile` queries along an axis, all of T queries and L keys.
+    """Cut an axis into tiles of about `tile` queries. All tiles have T queries and L keys.
 
-    Returns the queries of each tile, (tiles, T), the last one repeated to fill up, its keys, (tiles, L), and which of
-    them each query sees, (tiles, T, L).
+    Returns the queries of each tile, (tiles, T), where the last query is repeated to fill the tile; its keys,
+    (tiles, L); and whether each query sees each key, (tiles, T, L).
     """
     reach = (kernel_size - 1) * dilation
     if len(starts) != num_queries or min(starts) < 0 or max(starts) + reach >= num_keys:
@@ -119,7 +119,7 @@ def _cut_axis(starts, kernel_size, dilation, tile, num_queries, num_keys):
             f"{len(starts)} windows from {min(starts)} to {max(starts) + reach} "
             f"for {num_queries} queries, {num_keys} keys"
         )
-    size = -(-num_queries // -(-num_queries // max(tile, kernel_size)))  # as even as can be
+    size = -(-num_queries // -(-num_queries // max(tile, kernel_size)))  # as even as possible
     rows = [[min(i + n, num_queries - 1) for n in range(size)] for i in range(0, num_queries, size)]
     ends = [(min(starts[i] for i in row), max(starts[i] for i in row) + reach + 1) for row in rows]
     length = max(end - begin for begin, end in ends)
@@ -136,7 +136,7 @@ def _tiles_first(x, axes):
 
 
 def per_axis(value: PerAxis, axes: int) -> tuple[int, ...]:
-    """One number for each axis. Raises ValueError where there are more or fewer."""
+    """One number for each axis. Raises ValueError if there are more or fewer."""
     values = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(values) != axes:
         raise ValueError(f"{list(values)} for {axes} spatial axes")

@@ -328,9 +328,9 @@ def test_folders_that_are_no_forecasting_run_are_refused(run, tmp_path):
 
 def test_a_classifier_forecasts_nothing(run, tmp_path):
     text = (run / "config.yaml").read_text()
-    text = text.replace("model: forecast", "model: classifier").replace("num_classes: null", "num_classes: 3")
+    text = text.replace("task: forecast", "task: classify").replace("num_classes: null", "num_classes: 3")
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UsageError, match="is the run of a classifier"):
+    with pytest.raises(UsageError, match="is a run of task classify, which forecasts nothing"):
         forecast.main(["--run", str(tmp_path)])
 
 

@@ -17,8 +17,8 @@ from tests.support.workers import free_port
 from tools.preflight import __main__ as preflight
 from tools.preflight import file_system as preflight_files
 from tools.preflight import network as preflight_network
-from tools.preflight.check_results import Finding, merge
-from tools.preflight.rendezvous import RollCall, limited, shortened
+from tools.preflight.check_results import CheckResult, merge
+from tools.preflight.rendezvous import Rendezvous, limited, shortened
 from utils.errors import UsageError
 from utils.launch import Launch
 
@@ -76,8 +76,8 @@ def test_one_process_finds_nothing_wrong_and_leaves_nothing(check, words, tmp_pa
     assert list((tmp_path / "logs").iterdir()) == []
     report = json.loads((tmp_path / "found.json").read_text())
     assert report["status"] == 0 and len(report["nodes"]) == 1
-    assert {f["what"] for f in report["findings"]} >= {"packages", "data reading"}
-    assert all(f["level"] in ("ok", "warn", "FAIL") for f in report["findings"])
+    assert {f["what"] for f in report["results"]} >= {"packages", "data reading"}
+    assert all(f["level"] in ("ok", "warn", "FAIL") for f in report["results"])
 
 
 def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
@@ -85,8 +85,8 @@ def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
     assert status == 0, output
     report = json.loads((tmp_path / "found.json").read_text())
     found = {}
-    for finding in report["findings"]:
-        found.setdefault(finding["what"], []).append(finding)
+    for result in report["results"]:
+        found.setdefault(result["what"], []).append(result)
     assert [f["found"].split(":")[0] for f in found["collectives"]] == ["float32", "bfloat16"]
     assert found["bandwidth"][0]["values"].keys() == {"all-reduce", "all-gather", "all-to-all"}
     for what in ("rendezvous", "process group", "node", "shared folder", "clocks"):
@@ -144,15 +144,15 @@ def test_a_gpu_that_torch_does_not_see_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(preflight.torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(preflight_network, "nvidia_driver", lambda: "580.1")
-    (finding,) = preflight.devices(None, None)
-    assert finding.level == "FAIL" and "nvidia-smi shows driver 580.1" in finding.found
+    (result,) = preflight.devices(None, None)
+    assert result.level == "FAIL" and "nvidia-smi shows driver 580.1" in result.found
 
 
 @pytest.mark.gpu
 def test_gpus_are_counted_with_their_memory(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    (finding,) = preflight.devices(None, RollCall(Launch(), 1))
-    assert re.match(r"\d+ x cuda .*, \d+ of \d+ GiB free, CUDA .*", finding.found), finding.found
+    (result,) = preflight.devices(None, Rendezvous(Launch(), 1))
+    assert re.match(r"\d+ x cuda .*, \d+ of \d+ GiB free, CUDA .*", result.found), result.found
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(words, port):
@@ -188,7 +188,7 @@ def test_a_port_in_use_and_an_unknown_address_are_named(words, monkeypatch, chec
         (process,) = started([0], 2, [*words, "--timeout", "2"], taken.getsockname()[1])
         status, output = finish(process)
     assert status == 1 and "cannot be opened" in output and "another MASTER_PORT" in output
-    ranks = RollCall(Launch(0, 0, 2, 1, "no.such.host.invalid", 1), 1)
+    ranks = Rendezvous(Launch(0, 0, 2, 1, "no.such.host.invalid", 1), 1)
     with pytest.raises(Exception, match=r"MASTER_ADDR no\.such\.host\.invalid is not known"):
         ranks.connect()
 
@@ -205,7 +205,7 @@ def wrong_collectives(broken):
     if broken:
         dist.all_reduce = lambda tensor: None
     try:
-        return [finding.line() for finding in preflight_network.collectives(None, ranks)]
+        return [result.line() for result in preflight_network.collectives(None, ranks)]
     finally:
         dist.all_reduce = kept
 
@@ -226,7 +226,7 @@ class Together:
     def exchange(self, key, value):
         return self.answers.get(key.split(": ")[-1], [value] * 3)
 
-    names = RollCall.names
+    names = Rendezvous.names
 
 
 def test_a_folder_that_is_not_shared_and_clocks_that_differ_are_seen(tmp_path):
@@ -237,8 +237,8 @@ def test_a_folder_that_is_not_shared_and_clocks_that_differ_are_seen(tmp_path):
     assert (clock.level, clock.found) == ("warn", "at most 7.00 s apart; rank 2 (b) ahead")
 
 
-def test_findings_of_some_ranks_say_whose_they_are():
-    good, bad = Finding("ok", "x", "fine", "not shown").as_dict(), Finding("FAIL", "x", "bad", "do").as_dict()
+def test_results_of_some_ranks_say_whose_they_are():
+    good, bad = CheckResult("ok", "x", "fine", "not shown").as_dict(), CheckResult("FAIL", "x", "bad", "do").as_dict()
     assert [f.line().split() for f in merge([[good], [bad], [bad]], Together())] == [
         ["ok", "x", "rank", "0", "(a):", "fine"],
         ["FAIL", "x", "rank", "1-2", "(b):", "bad", "-", "do"],
@@ -249,7 +249,7 @@ def test_a_check_that_raises_or_hangs_is_a_failure(words):
     options = SimpleNamespace(timeout=0.1)
 
     def hangs(*_):
-        yield Finding("ok", "hangs", "so far")
+        yield CheckResult("ok", "hangs", "so far")
         time.sleep(5)
 
     def raises(*_):

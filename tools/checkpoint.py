@@ -1,6 +1,6 @@
-"""What is in a checkpoint, and its weights as one file.
+"""Show the contents of a checkpoint, or export its weights as one file.
 
-python -m tools.checkpoint show logs/quick/00                          # what is in it, and is it whole
+python -m tools.checkpoint show logs/quick/00                          # list the contents and verify the files
 python -m tools.checkpoint export logs/quick/00 model.safetensors      # the weights alone, unsharded
 """
 
@@ -21,10 +21,10 @@ from utils.files import whole_file
 
 
 def find(path: Path | str) -> tuple[Path, Marker]:
-    """The checkpoint that `path` means, verified: (folder, marker).
+    """Find and verify the checkpoint at `path`; returns (folder, marker).
 
-    path: a checkpoint, a folder of checkpoints or the folder of a run; of several the newest whole one.
-    Raises UsageError where there is none, or it is damaged.
+    path: a checkpoint, a folder of checkpoints or the folder of a run; of several checkpoints the newest complete one.
+    Raises UsageError if there is none, or if it is damaged.
     """
     path = Path(path)
     if not path.is_dir():
@@ -42,13 +42,13 @@ def find(path: Path | str) -> tuple[Path, Marker]:
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """{name: TensorStorageMetadata} of a checkpoint: shape, type, and the shards as chunks."""
+    """{name: TensorStorageMetadata} of a checkpoint: shape, dtype, and the shards as chunks."""
     stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """The model's weights and buffers in full, {name as in the plain model: CPU tensor}. One process is enough."""
+    """The unsharded weights and buffers of a model, {name as in the plain model: CPU tensor}. One process suffices."""
     hush_single_process_warning()
     weights = {
         name.removeprefix("model."): torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -60,9 +60,9 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def export(path: Path | str, out: Path | str) -> None:
-    """Write the weights of a checkpoint to one safetensors file, its config as JSON in the file's metadata.
+    """Write the weights of a checkpoint to one safetensors file, with its config as JSON in the file's metadata.
 
-    Raises UsageError where the checkpoint is damaged, or `out` exists or cannot be written.
+    Raises UsageError if the checkpoint is damaged, or if `out` exists or cannot be written.
     """
     out = Path(out)
     if out.exists():
@@ -79,7 +79,7 @@ def export(path: Path | str, out: Path | str) -> None:
 
 
 def show(path: Path | str) -> None:
-    """Print what is in a checkpoint. Raises UsageError where there is none, or it is damaged."""
+    """Print the contents of a checkpoint. Raises UsageError if there is none, or if it is damaged."""
     folder, marker = find(path)
     config = marker.get("config") or {}
     print(f"checkpoint   {folder}")
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError for a checkpoint that cannot be used."""
     parser = ArgumentParser(prog="python -m tools.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    shower = commands.add_parser("show", help="list what is in a checkpoint, and verify it")
+    shower = commands.add_parser("show", help="list the contents of a checkpoint, and verify it")
     exporter = commands.add_parser("export", help="write the model's weights to one safetensors file")
     for command in (shower, exporter):
         command.add_argument("checkpoint", metavar="CKPT", help="checkpoint, folder of checkpoints, or folder of a run")

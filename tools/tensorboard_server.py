@@ -1,11 +1,11 @@
 """TensorBoard for one user of a shared machine: served on 127.0.0.1 only, at an address that cannot be guessed.
 
-127.0.0.1 belongs to everybody who is logged in on the same node, and TensorBoard asks for no password. So the address
-carries a random token; every path outside of it answers 404. The token never stands on a command line, where `ps`
-would show it to others, and TensorBoard's separate data server stays off, because it would open a second port that has
-no token. TensorBoard runs in a process of its own, which ends when the process that started it ends, however it ends.
+Everybody who is logged in on the same node can connect to 127.0.0.1, and TensorBoard asks for no password. Therefore
+the address contains a random token, and every path without the token answers 404. The token never appears on a command
+line, where `ps` would show it to others. TensorBoard's separate data server is disabled, because it would open a second
+port without a token. TensorBoard runs in a process of its own, which ends with the process that started it.
 
-Only the standard library is needed here: any Jupyter kernel will do, TensorBoard may live in .venv.
+This module needs only the standard library, so it works in any Jupyter kernel; TensorBoard itself may be in .venv.
 """
 
 import getpass
@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_log_folder(folder: Path | str | None = None) -> Path:
-    """The folder to show: `folder`, else $LOGDIR, else $EXPDIR, else logs, else example_logs.
+    """The folder to show: the first one given of `folder`, $LOGDIR, $EXPDIR, or else logs or example_logs.
 
-    Raises UsageError where it does not exist.
+    Raises UsageError if it does not exist.
     """
     choices = {"LOGDIR of the notebook": folder, **{f"${name}": os.environ.get(name) for name in ("LOGDIR", "EXPDIR")}}
     for origin, choice in choices.items():
@@ -44,10 +44,10 @@ def find_log_folder(folder: Path | str | None = None) -> Path:
 
 
 class PrivateTensorBoard:
-    """A running TensorBoard on `folder`. `stop()` ends it; so do the end of this object and of this process.
+    """A running TensorBoard on `folder`. It ends with `stop()`, with this object, or with this process.
 
     port: chosen by the system. path: /<token>/. url: its address on this machine.
-    Raises UsageError where TensorBoard does not start.
+    Raises UsageError if TensorBoard does not start.
     """
 
     def __init__(self, folder: Path | str):
@@ -56,12 +56,12 @@ class PrivateTensorBoard:
         process = subprocess.Popen(
             [_python_with_tensorboard(), "-m", "tools.tensorboard_server"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            start_new_session=True,  # interrupting a cell is not to end it
+            start_new_session=True,  # interrupting a notebook cell must not end it
         )  # fmt: skip
         self.stop = weakref.finalize(self, _end, process)
         settings = {"logdir": str(self.folder), "path_prefix": self.path.rstrip("/")}
         print(json.dumps(settings), file=process.stdin, flush=True)
-        answer = process.stdout.readline().strip()  # type: ignore[union-attr]  # it is a pipe
+        answer = process.stdout.readline().strip()  # type: ignore[union-attr]  # stdout is a pipe
         if not answer.isdigit():
             self.stop()
             raise UsageError(f"TensorBoard did not start: {answer or 'see the messages of the Jupyter server'}")
@@ -69,7 +69,7 @@ class PrivateTensorBoard:
         self.url = f"http://127.0.0.1:{self.port}{self.path}"
 
     def directions(self) -> str:
-        """How to open it from here and from another machine, as text."""
+        """Instructions to open TensorBoard from this machine and from another one."""
         return (
             f"TensorBoard shows {self.folder}\n\n"
             f"On this machine, open\n    {self.url}\n"
@@ -78,13 +78,13 @@ class PrivateTensorBoard:
         )
 
     def proxy_path(self) -> str | None:
-        """Path of TensorBoard below the address of the Jupyter server; None where that server is not known."""
+        """Path of TensorBoard below the address of the Jupyter server; None if that server is unknown."""
         base = jupyter_base_url()
         return base and f"{base.rstrip('/')}/proxy/{self.port}{self.path}"
 
 
 def tunnel_command(port: int) -> str:
-    """The ssh command that brings `port` of this machine to the same port of the reader's machine."""
+    """The ssh command that forwards `port` of this machine to the same port of the reader's machine."""
     user, host = getpass.getuser(), _host_name()
     login_node = os.environ.get("SLURM_SUBMIT_HOST", host)
     jump = "" if login_node.split(".")[0] == host.split(".")[0] else f"-J {user}@{login_node} "  # in a batch job
@@ -92,12 +92,12 @@ def tunnel_command(port: int) -> str:
 
 
 def jupyter_has_proxy() -> bool:
-    """Whether jupyter-server-proxy is installed beside this kernel; the server's own environment cannot be seen."""
+    """Whether this kernel's environment has jupyter-server-proxy; the server's own environment cannot be inspected."""
     return importlib.util.find_spec("jupyter_server_proxy") is not None
 
 
 def jupyter_base_url() -> str | None:
-    """Base URL of the Jupyter server that started this kernel, such as /user/ann/; None where it is not known."""
+    """Base URL of the Jupyter server that started this kernel, such as /user/ann/; None if it is unknown."""
     if prefix := os.environ.get("JUPYTERHUB_SERVICE_PREFIX"):
         return prefix
     try:
@@ -124,7 +124,7 @@ def _python_with_tensorboard() -> str:
 
 
 def _end(process):
-    """Its standard input closes: it ends by itself."""
+    """Close the standard input of the process, which makes it end; kill it if it does not."""
     process.stdin.close()
     try:
         process.wait(10)
@@ -135,7 +135,7 @@ def _end(process):
 
 
 def _serve() -> None:
-    """The process of its own: settings come in, the port or what went wrong goes out, end of input ends it."""
+    """Run TensorBoard: read the settings from stdin, print the port or an error, and end when stdin closes."""
     settings = json.loads(sys.stdin.readline())
     try:
         from tensorboard import program

@@ -1,1 +1,1 @@
-"""The application's data: channels, grid, year files and how they are read, sample data, conversion of ERA5."""
+"""The data of the application: channels, grid, writing and reading of year files, sample data, conversion of ERA5."""

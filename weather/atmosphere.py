@@ -1,19 +1,19 @@
-"""An idealised atmosphere in closed form: a random ensemble of Rossby-Haurwitz waves on a zonal jet.
+"""An idealised atmosphere given by formulas: a random ensemble of Rossby-Haurwitz waves on a zonal jet.
 
-The flow is nondivergent. With x = ln(1000 hPa / p), its streamfunction is a solid-body rotation and waves,
+The flow is nondivergent. With x = ln(1000 hPa / p), its streamfunction is a solid-body rotation plus waves,
 
     psi = -a^2 omega(x) sin(lat) + sum_k V_k(x) sum_nm Re[ a_knm(t) P_n^m(sin lat) exp(i m lon) ],
 
-in a barotropic (k = 0) and a first baroclinic (k = 1) vertical mode. Each wave turns at its angular speed
+in a barotropic (k = 0) and a first baroclinic (k = 1) vertical mode. Each wave rotates at its angular speed
 
     nu_kn = omega_s - 2 (Omega + omega_s) / (n (n + 1) + gamma_k),    gamma_0 = 0,    gamma_1 = (a / L_d)^2,
 
-in the steering rotation omega_s. For gamma = 0 this solves the barotropic vorticity equation exactly (Rossby
-et al. 1939; Haurwitz 1940; test case 6 of Williamson et al. 1992); gamma > 0 is the quasi-geostrophic mode
-with deformation radius L_d. An amplitude is a rotation, damped and stirred by noise: every year is a new draw
-from one climate, and the next state can be forecast but for a small error. Geopotential follows the wind by
-linear balance, temperature follows geopotential hydrostatically; surface fields and humidity are plausible
-functions of these.
+where omega_s is the steering rotation. For gamma = 0 this solves the barotropic vorticity equation exactly
+(Rossby et al. 1939; Haurwitz 1940; test case 6 of Williamson et al. 1992); gamma > 0 is the quasi-geostrophic
+mode with deformation radius L_d. At each step an amplitude rotates, is damped, and receives random noise. Every
+year is therefore a new draw from one climate, and the next state can be forecast up to a small error.
+Geopotential follows from the wind by linear balance, and temperature from geopotential by hydrostatic balance.
+Surface fields and humidity are plausible functions of these.
 
 Haurwitz, B. 1940: The motion of atmospheric disturbances on the spherical earth. J. Marine Res. 3, 254-267.
 Rossby, C.-G. et al. 1939: Relation between variations in the intensity of the zonal circulation of the
@@ -37,12 +37,12 @@ DEFORMATION = 1.2e6  # m, L_d of the baroclinic mode
 STEERING = 6.0e-6  # rad s-1, omega_s: 38 m s-1 at the equator (Williamson et al. 1992 take 50)
 JET = 1.6  # x of the jet: 200 hPa
 SURFACE_WIND, JET_WIND = 4.0, 30.0  # m s-1, zonal wind at the equator at 1000 hPa and at the jet
-SEASONAL_WIND = 2.5  # m s-1 that the winter jet gains and the summer jet loses, at 45 degrees
+SEASONAL_WIND = 2.5  # m s-1 by which the winter jet is stronger and the summer jet weaker, at 45 degrees
 WAVE_WIND = (15.0, 7.0)  # m s-1, root-mean-square wind speed of each vertical mode where V_k = 1
-PEAK = 7.5  # total wavenumber n of most kinetic energy
+PEAK = 7.5  # total wavenumber n with the most kinetic energy
 LAPSE = 6.5e-3  # K m-1
 LEVELS = {name: np.log(1000.0 / name) for name in (1000, 850, 500, 50)}  # hPa -> x
-NOISE = 0.01  # of a channel's anomaly, whose standard deviation follows in channel order
+NOISE = 0.01  # fraction of a channel's anomaly; the standard deviations of the anomalies follow in channel order
 ANOMALY = (4.6, 5.7, 2.3, 800, 800, 2.6, 5.9, 7.8, 650, 5.9, 7.8, 650, 6.5, 8.6, 800, 3.4, 560, 22, 18, 5)
 
 
@@ -71,17 +71,17 @@ def mean_state(x: float) -> tuple[float, float]:
 
 
 def saturation_pressure(t: np.ndarray) -> np.ndarray:
-    """Saturation vapour pressure (Pa) over water at t (K): Clausius-Clapeyron as fitted by Bolton (1980)."""
+    """Saturation vapour pressure (Pa) over water at t (K): Bolton's (1980) fit of the Clausius-Clapeyron equation."""
     return 611.2 * np.exp(17.67 * (t - 273.15) / (t - 29.65))
 
 
 class Atmosphere:
-    """Fields of the 20 `CHANNELS` on a regular grid, every 6 hours, the same for the same seed and year.
+    """Fields of the 20 `CHANNELS` on a regular grid, every 6 hours. The same seed and year give the same fields.
 
     img_size: (H, W), at least (8, 16); rows from the north pole, columns from Greenwich eastward.
-    seed: non-negative integer that fixes waves, noise and mountains.
-    truncation: largest total wavenumber n; by default what the grid resolves well, at most 21.
-    Raises ValueError for a grid too small, or a truncation below 3 or beyond what the grid resolves.
+    seed: non-negative integer that determines waves, noise and mountains.
+    truncation: largest total wavenumber n; by default the largest that the grid resolves well, at most 21.
+    Raises ValueError if the grid is too small, or if the truncation is below 3 or too large for the grid.
     """
 
     def __init__(self, img_size: Sequence[int], seed: int, truncation: int | None = None):
@@ -94,7 +94,7 @@ class Atmosphere:
             raise ValueError(f"truncation {n_max}: {height} x {width} resolves 3 to {finest}")
         self.img_size, self.seed, self.truncation = (height, width), seed, n_max
         self.lat, self.lon = np.deg2rad(latitudes(height))[:, None], np.deg2rad(longitudes(width))
-        self._amplitudes: dict[int, np.ndarray] = {}  # of the year that was asked for last
+        self._amplitudes: dict[int, np.ndarray] = {}  # of the year that was requested last
         self._waves()
         self._tables()
         self._orography()
@@ -107,7 +107,7 @@ class Atmosphere:
         self.damping = np.exp(-STEP / MEMORY)
         self.factor = self.damping * np.exp(-1j * m * self.nu * STEP)
 
-        # Kinetic energy: red in n beyond PEAK; in m most at 2/3 n, the waves of middle latitudes.
+        # Kinetic energy decreases with n beyond PEAK. In m it is largest at 2/3 n, the waves of middle latitudes.
         by_n = np.where(n >= 3, (n / PEAK) ** 5 / (1 + (n / PEAK) ** 8), 0)
         energy = by_n * m**2 * np.maximum(n + 1 - m, 0) / (n + 1) ** 4
         # A wave with E|a|^2 = 2 s^2 has the mean square wind n (n + 1) s^2 / (4 pi a^2).
@@ -115,21 +115,21 @@ class Atmosphere:
         self.spread = np.array(WAVE_WIND)[:, None, None] * np.sqrt(share)
 
     def _tables(self) -> None:
-        """Latitude functions (m, n, H) from amplitudes to psi, u, v, phi; the seasonal zonal flow (H, 1)."""
+        """Latitude functions (m, n, H) that turn amplitudes into psi, u, v, phi; the seasonal zonal flow (H, 1)."""
         size, theta = self.truncation + 1, np.pi / 2 - self.lat[:, 0]
         legendre = sph_legendre_p_all(size, size, theta, diff_n=1).swapaxes(1, 2)[:, :size]
         p, slope = legendre  # (m, n, H) to n = truncation + 1; orthonormal on the sphere, and its d/dtheta
         n, m = np.arange(size + 1), np.arange(size)[:, None]
 
-        # P / sin(theta) at a pole has a limit for m = 1, where it is needed times m; beyond, the limit is 0.
+        # P / sin(theta) is needed times m. At a pole it has a finite limit for m = 1, and the limit 0 for m > 1.
         sine, pole = np.sin(theta), np.sin(theta) < 1e-9
         over_sine = np.where(pole, slope * np.cos(theta), p / np.where(pole, 1, sine))
 
-        # Linear balance, laplacian(phi) = div(f grad psi), couples the harmonic n to n + 1 and n - 1 only.
+        # Linear balance, laplacian(phi) = div(f grad psi), couples harmonic n only to n + 1 and n - 1.
         eps = np.sqrt(np.maximum(n**2 - m**2, 0) / (4 * n**2 - 1))  # (m, n)
         up = n[:-1] / (n[:-1] + 1) * eps[:, 1:]
         down = np.where(n > 1, (n + 1) / np.maximum(n, 1) * eps, 0)[:, :-1]
-        below = np.roll(p, 1, axis=1)[:, :-1]  # row n holds n - 1; the row that wraps, n = 0, has weight 0
+        below = np.roll(p, 1, axis=1)[:, :-1]  # row n holds n - 1; the wrapped row, n = 0, has weight 0
         phi = 2 * OMEGA * (up[..., None] * p[:, 1:] + down[..., None] * below)
 
         p, slope, over_sine = p[:, :-1], slope[:, :-1], over_sine[:, :-1]
@@ -141,7 +141,7 @@ class Atmosphere:
         self.seasonal_u, self.seasonal_phi = scale * u[0, 2][:, None], scale * phi[0, 2][:, None]
 
     def _orography(self) -> None:
-        """Fixed smooth mountains (H, W) in m, 0 to 3000, from red random harmonics."""
+        """Constant smooth mountains (H, W) in m, 0 to 3000, from random harmonics whose amplitude falls with n."""
         rng = np.random.default_rng([self.seed, 2])
         a = np.zeros((self.truncation + 1, self.truncation + 1), np.complex128)  # (m, n)
         for n in range(1, min(self.truncation, 8) + 1):
@@ -150,7 +150,7 @@ class Atmosphere:
         self.orography = 3000 / (1 + np.exp(-3 * (shape / shape.std() - 1.2)))
 
     def synthesize(self, name: str, amplitudes: np.ndarray) -> np.ndarray:
-        """Sum the waves on the grid: `name` is psi (m2 s-1), u, v (m s-1) or phi (m2 s-2).
+        """Sum the waves on the grid. name: psi (m2 s-1), u, v (m s-1) or phi (m2 s-2).
 
         amplitudes: complex (..., m, n) in m2 s-1. Returns float64 (..., H, W), not yet weighted by V_k.
         """
@@ -159,7 +159,7 @@ class Atmosphere:
         return np.fft.irfft(spectrum, self.img_size[1], norm="forward")
 
     def amplitudes(self, year: int) -> np.ndarray:
-        """A year's wave amplitudes: complex (frames, k, m, n) in m2 s-1, the first drawn from the climate."""
+        """The wave amplitudes of a year: complex (frames, k, m, n) in m2 s-1, the first drawn from the climate."""
         if year not in self._amplitudes:
             rng = np.random.default_rng([self.seed, 0, year])
             draw = rng.standard_normal((year_frames(year), *self.spread.shape, 2))
@@ -191,9 +191,9 @@ class Atmosphere:
         return u, v, phi, t
 
     def fields(self, amplitudes: np.ndarray, hours: float) -> np.ndarray:
-        """All channels without noise from one state: float64 (20, H, W).
+        """All channels of one state, without noise: float64 (20, H, W).
 
-        amplitudes: complex (k, m, n) in m2 s-1. hours: since the year began, for season and time of day.
+        amplitudes: complex (k, m, n) in m2 s-1. hours: since the year began; they set the season and the time of day.
         """
         season = np.cos(2 * np.pi * (hours / 24 - 15) / 365.25)
         waves = [self.synthesize(name, amplitudes) for name in ("u", "v", "phi")]
@@ -221,8 +221,8 @@ class Atmosphere:
     def frames(self, year: int, start: int, count: int, noise: bool = True) -> np.ndarray:
         """`count` frames of a year from `start`, 6-hourly since 1 January 00 UTC: float32 (count, 20, H, W).
 
-        noise: add the white observation noise, 1 % of each channel's anomaly; each frame draws its own.
-        Raises ValueError where the year has no such frames.
+        noise: add white observation noise, 1 % of each channel's anomaly, drawn separately for each frame.
+        Raises ValueError if the year does not have these frames.
         """
         if not 0 <= start <= start + count <= year_frames(year):
             raise ValueError(f"frames {start} to {start + count - 1}: {year} has {year_frames(year)}")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Channel(NamedTuple):
-    """One variable of the state: its short name, its units, and its name in words."""
+    """One variable of the state: its short name, units and descriptive name."""
 
     name: str
     units: str

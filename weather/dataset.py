@@ -1,10 +1,10 @@
 """Samples on disk: pairs of frames from year files in the ERA5 tutorial layout.
 
 A file holds the dataset `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`,
-`channel` and `channel_units`. A sample is the frame at t and the frame dt steps later, of the same file. The two are
-read straight into the caller's buffer: plain reads at known offsets where HDF5 stores a frame in one piece (they
-release Python's lock, so threads read in parallel), HDF5's own direct read where it does not. Frames in one piece can
-also be looked at where they lie, in the page cache, without a copy.
+`channel` and `channel_units`. A sample is the frame at t and the frame dt steps later in the same file. Both frames are
+read directly into the caller's buffer. If HDF5 stores each frame as one piece, plain reads at known offsets do this;
+they release Python's lock, so threads read in parallel. Otherwise HDF5 itself reads. Frames stored as one piece can
+also be mapped: the caller sees them in the page cache, without a copy.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import h5py
 import numpy as np
 
 from utils.errors import UsageError
-from utils.schema import Config
 from weather.channels import CHANNELS
 from weather.grid import Grid, latitudes, longitudes
 
@@ -46,11 +45,8 @@ class YearFile:
         self.descriptor = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.descriptor).st_size
         self.map = None
-        if (
-            self.frame_offsets is not None
-            and not (self.frame_offsets % 4).any()
-            and (np.diff(self.frame_offsets) > 0).all()
-        ):
+        offsets = self.frame_offsets
+        if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
             self.map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
 
     def close(self) -> None:
@@ -62,11 +58,10 @@ class YearFile:
 
     @contextlib.contextmanager
     def mapped(self, frame: int, later: int, channels: int, rows: slice, columns: slice) -> Iterator[np.ndarray]:
-        """Two frames, first C channels, a window of points, as an array over the file itself, (2, C, h, w).
+        """Two frames, first C channels, a window of points, as a read-only array over the file itself, (2, C, h, w).
 
-        A context manager. The array cannot be written to. A file that has become shorter is noticed at the start; one
-        that does so inside the block ends the process with SIGBUS. Raises ValueError where there is no map: there is
-        one where each frame is one piece of the file.
+        A context manager. Raises UsageError if the file has become shorter; if that happens inside the block, SIGBUS
+        ends the process. Raises ValueError if the file is not mapped, because its frames are not stored as one piece.
         """
         if self.map is None or self.frame_offsets is None:
             raise ValueError(f"{self.path}: has no map, its frames must be read")
@@ -78,7 +73,7 @@ class YearFile:
         frames = np.ndarray((2, channels, height, width), "<f4", self.map, starts[0], strides)
         window = frames[:, :, rows, columns]
         if window.shape == frames.shape:
-            self._advise(mmap.MADV_WILLNEED, starts, channels)  # where it is not in the page cache, read it in one go
+            self._advise(mmap.MADV_WILLNEED, starts, channels)  # read what is not in the page cache in one go
         yield window
         self._advise(mmap.MADV_DONTNEED, starts, channels)  # mapped pages would count as memory of this process
 
@@ -88,7 +83,7 @@ class YearFile:
             self.map.madvise(advice, page, start - page + 4 * channels * math.prod(self.shape[2:]))
 
     def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        """Fill `out` (T, C, h, w), contiguous, with frames from `frame` on, first C channels, a window of points."""
+        """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
         _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
         if self.frame_offsets is None or w < width:
@@ -104,7 +99,7 @@ class YearFile:
                 self._read_at(frame + i, 0, 0, out[i])
 
     def _adjacent(self, frame, count):
-        """Whether `count` frames from `frame` on lie one behind the other on disk."""
+        """Whether `count` frames from `frame` on are stored one after the other."""
         span = self.frame_offsets[frame + count - 1] - self.frame_offsets[frame]
         return span == (count - 1) * 4 * math.prod(self.shape[1:])
 
@@ -118,10 +113,10 @@ class YearFile:
             raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
 
     def _read_at(self, frame, channel, row, out):
-        """One contiguous read that begins at a row of a channel of a frame."""
+        """Read one contiguous piece that begins at a row of a channel of a frame."""
         position = int(self.frame_offsets[frame]) + 4 * self.shape[3] * (row + self.shape[2] * channel)
         count = os.preadv(self.descriptor, [out], position)
-        if count < out.nbytes:  # seldom: the rest in further reads
+        if count < out.nbytes:  # rare: further reads fetch the rest
             view = memoryview(out).cast("B")[count:]
             while view:
                 position += count
@@ -132,9 +127,9 @@ class YearFile:
 
 
 def frame_offsets(fields: h5py.Dataset) -> np.ndarray | None:
-    """Where each frame of an HDF5 dataset begins in its file, (T,); None where a frame is not one plain piece.
+    """The offset of each frame of an HDF5 dataset in its file, (T,); None if a frame is not stored as one plain piece.
 
-    It is one where the dataset is contiguous, or chunked by whole frames without compression.
+    A frame is one piece if the dataset is contiguous, or chunked by whole frames without compression.
     """
     if fields.dtype != np.dtype("<f4") or fields.external is not None:
         return None
@@ -145,17 +140,17 @@ def frame_offsets(fields: h5py.Dataset) -> np.ndarray | None:
         return None
     offsets = np.zeros(len(fields), np.int64)
     fields.id.chunk_iter(lambda chunk: offsets.__setitem__(chunk.chunk_offset[0], chunk.byte_offset))
-    return offsets if offsets.all() else None  # a chunk never written has no place
+    return offsets if offsets.all() else None  # a chunk that was never written has no offset
 
 
 class FieldDataset:
-    """All samples of a folder, in the order of the files' names.
+    """All samples of a folder, in the order of the file names.
 
-    folder: holds *.h5 files, one a year; they may differ in length.
-    channels: channels to read, the first ones. img_size: (H, W), the first rows and columns.
-    dt: steps from input to target. limit: only the first samples.
-    rows, columns: read this part of the image only (a slice of rows of [0, H), of columns of [0, W)).
-    Raises UsageError for a folder or file that does not hold such data.
+    folder: holds *.h5 files, one for each year; they may differ in length.
+    channels: how many channels to read, from the first. img_size: (H, W), the first rows and columns of the files.
+    dt: steps from input to target. limit: use only this many samples, from the first.
+    rows, columns: read only this part of the image (slices of [0, H) and of [0, W)).
+    Raises UsageError if the folder or a file does not hold such data.
     """
 
     def __init__(
@@ -195,20 +190,20 @@ class FieldDataset:
 
     @property
     def mappable(self) -> bool:
-        """Whether `mapped` can be used."""
+        """Whether all files are mapped, so that `mapped` can be used."""
         return all(file.map is not None for file in self.files)
 
     def read(self, index: int, out: np.ndarray) -> None:
-        """Read sample `index` into `out`: float32 numpy array, contiguous, of self.shape."""
+        """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape."""
         file, frame = self._locate(index)
         if self.dt == 1:
-            file.read(frame, out, self.rows, self.columns)  # adjacent on disk: one read
+            file.read(frame, out, self.rows, self.columns)  # often adjacent on disk: one read
         else:
             file.read(frame, out[:1], self.rows, self.columns)
             file.read(frame + self.dt, out[1:], self.rows, self.columns)
 
     def mapped(self, index: int) -> AbstractContextManager[np.ndarray]:
-        """Sample `index` where it lies, an array of self.shape inside a `with`: see YearFile.mapped."""
+        """Sample `index` in the mapped file, as a context manager of an array of self.shape: see YearFile.mapped."""
         file, frame = self._locate(index)
         return file.mapped(frame, frame + self.dt, self.channels, self.rows, self.columns)
 
@@ -223,14 +218,12 @@ class FieldDataset:
 
     def _find_files(self, img_size):
         height, width = img_size
-        remedy = (
-            f"make sample data with `python -m weather.sample_data {self.folder.parent} --img_size {height} {width}`"
-        )
-        if not self.folder.is_dir():
-            raise UsageError(f"{self.folder}: no such data folder; {remedy}, or point the config to yours")
         paths = sorted(self.folder.glob("*.h5"))
         if not paths:
-            raise UsageError(f"{self.folder}: holds no .h5 file; {remedy}, or point the config to yours")
+            problem = "holds no .h5 file" if self.folder.is_dir() else "no such data folder"
+            remedy = f"python -m weather.sample_data {self.folder.parent} --img_size {height} {width}"
+            message = f"{problem}; make sample data with `{remedy}`, or point the config to yours"
+            raise UsageError(f"{self.folder}: {message}")
         return paths
 
     def _check_shape(self, file, img_size):
@@ -245,7 +238,7 @@ class FieldDataset:
             raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt} needs at least {self.dt + 1}")
 
     def _read_description(self, img_size):
-        """Names and coordinates of the whole image, from the first file, or ERA5's where it holds none."""
+        """Take names, units and coordinates of the whole image from the first file, or ERA5's if it has none."""
         file = self.files[0].file
 
         def read(name, length, otherwise):
@@ -257,36 +250,40 @@ class FieldDataset:
         era5_units = [c.units for c in CHANNELS] + [""] * max(0, self.channels - len(CHANNELS))
         self.channel_names = [str(name) for name in read("channel", self.channels, era5_names)]
         self.channel_units = [str(unit) for unit in read("channel_units", self.channels, era5_units)]
-        self.grid = Grid(
-            read("latitude", img_size[0], latitudes(height)), read("longitude", img_size[1], longitudes(width))
-        )
+        latitude = read("latitude", img_size[0], latitudes(height))
+        self.grid = Grid(latitude, read("longitude", img_size[1], longitudes(width)))
 
 
 class Statistics(NamedTuple):
-    """What the training years say of each channel, in physical units, float32."""
+    """Statistics of each channel over the training years, in physical units, float32."""
 
     means: np.ndarray  # (C, 1, 1)
     stds: np.ndarray  # (C, 1, 1)
     time_means: np.ndarray  # (C, H, W), the climatology
 
 
-def load_statistics(config: Config) -> Statistics:
-    """Statistics from the three files that the config names, for its channels and image.
+def load_statistics(
+    global_means_path: Path | str,
+    global_stds_path: Path | str,
+    time_means_path: Path | str,
+    channels: int,
+    img_size: Sequence[int],
+) -> Statistics:
+    """Read the statistics of the first `channels` channels from three .npy files, the climatology on (H, W) points.
 
-    Raises UsageError where a file is missing, of another shape, or holds values that cannot be used.
+    Raises UsageError if a file is missing, has another shape, or holds values that cannot be used.
     """
-    channels = max(config.n_in_channels, config.n_out_channels)
-    means = read_statistics(config.global_means_path, channels)
-    stds = read_statistics(config.global_stds_path, channels)
+    stds = read_statistics(global_stds_path, channels)
     if (stds <= 0).any():
-        raise UsageError(f"{config.global_stds_path}: holds standard deviations that are not positive")
-    return Statistics(means, stds, read_statistics(config.time_means_path, channels, config.img_size))
+        raise UsageError(f"{global_stds_path}: holds standard deviations that are not positive")
+    climatology = read_statistics(time_means_path, channels, img_size)
+    return Statistics(read_statistics(global_means_path, channels), stds, climatology)
 
 
 def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
-    """Statistics of each channel from a .npy file: (C, 1, 1), or (C, H, W) where img_size is given; float32.
+    """Statistics of each channel from a .npy file: float32 (C, 1, 1), or (C, H, W) if img_size is given.
 
-    Raises UsageError where the file is missing, of another shape, or not finite.
+    Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
     """
     height, width = img_size or (1, 1)
     try:

@@ -1,29 +1,27 @@
-"""ERA5 as others store it: the names, units and grids of Zarr stores and NetCDF files.
+"""ERA5 in the forms that others publish it in: the names, units and grids of Zarr stores and NetCDF files.
 
-Known are the names of the Copernicus Climate Data Store (t2m, z with pressure_level, valid_time) and those of
-WeatherBench2 and ARCO-ERA5 (2m_temperature, geopotential with level, time).
+Two families of names are known: those of the Copernicus Climate Data Store (t2m, z with pressure_level, valid_time) and
+those of WeatherBench2 and ARCO-ERA5 (2m_temperature, geopotential with level, time).
 """
 
 import importlib.util
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
+import xarray
 
 from utils.errors import UsageError, first_line
 from weather.atmosphere import GRAVITY
-
-if TYPE_CHECKING:
-    import xarray
 
 PACKAGES = ("zarr",)  # of requirements-era5.txt
 
 
 class Quantity(NamedTuple):
-    """A variable of ERA5: its names (Copernicus, WeatherBench2), units, and the range of any sound value."""
+    """A variable of ERA5: its names (Copernicus, WeatherBench2), its units, and the range of its physical values."""
 
     names: tuple[str, ...]
     units: str
@@ -31,7 +29,7 @@ class Quantity(NamedTuple):
     highest: float
 
 
-QUANTITIES = {  # by the name of a channel, less its pressure level
+QUANTITIES = {  # by the name of a channel without its pressure level
     "u10": Quantity(("u10", "10m_u_component_of_wind"), "m s-1", -150, 150),
     "v10": Quantity(("v10", "10m_v_component_of_wind"), "m s-1", -150, 150),
     "t2m": Quantity(("t2m", "2m_temperature"), "K", 150, 350),
@@ -51,8 +49,8 @@ DIMENSIONS = {
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-Spellings = dict[str, tuple[float, float]]  # {units in a file, less ** and ^: (factor, offset) to ours}
-UNITS: dict[str, Spellings] = {  # by ours
+Spellings = dict[str, tuple[float, float]]  # {units in a file, without ** and ^: (factor, offset) to our units}
+UNITS: dict[str, Spellings] = {  # by our units
     "m s-1": {"m s-1": (1, 0), "m/s": (1, 0)},
     "K": {"K": (1, 0), "kelvin": (1, 0), "degC": (1, 273.15), "celsius": (1, 273.15), "C": (1, 273.15)},
     "Pa": {"Pa": (1, 0), "hPa": (100, 0), "mbar": (100, 0), "millibars": (100, 0)},
@@ -60,6 +58,7 @@ UNITS: dict[str, Spellings] = {  # by ours
     "%": {"%": (1, 0), "percent": (1, 0), "1": (100, 0), "(0 - 1)": (100, 0)},
     "kg m-2": {"kg m-2": (1, 0), "kg/m2": (1, 0)},
     "kg kg-1": {"kg kg-1": (1, 0), "kg/kg": (1, 0), "1": (1, 0), "g kg-1": (1e-3, 0), "g/kg": (1e-3, 0)},
+    "hPa": {"hPa": (1, 0), "Pa": (0.01, 0), "mbar": (1, 0), "millibar": (1, 0), "millibars": (1, 0)},  # levels
 }
 
 
@@ -71,10 +70,10 @@ def channel_key(name: str) -> tuple[str, int | None]:
 def relative_humidity(q: np.ndarray, t: np.ndarray, pressure: float) -> np.ndarray:
     """Relative humidity (%) as ERA5 defines it, from specific humidity (kg kg-1), temperature (K), pressure (Pa).
 
-    The vapour pressure as a part of its saturation value, over water above 0 degrees C, over ice below -23 degrees C,
-    and between the two a mixture quadratic in temperature: ECMWF 2016, IFS Documentation CY41R2, Part IV: Physical
-    Processes, chapter 7; saturation by Tetens' formula with the parameters given there (Buck 1981; Alduchov and
-    Eskridge 1996).
+    The vapour pressure is divided by its saturation value: over water above 0 degrees C, over ice below -23 degrees C,
+    and over a mixture between them, which is quadratic in temperature (ECMWF 2016, IFS Documentation CY41R2, Part IV:
+    Physical Processes, chapter 7). Saturation follows Tetens' formula with the parameters given there (Buck 1981;
+    Alduchov and Eskridge 1996).
     """
     triple, ice_only, ratio = 273.16, 250.16, 287.0597 / 461.5250  # K, K, gas constants of dry air and vapour
     water = 611.21 * np.exp(17.502 * (t - triple) / (t - 32.19))
@@ -87,8 +86,8 @@ def relative_humidity(q: np.ndarray, t: np.ndarray, pressure: float) -> np.ndarr
 class Store:
     """One Zarr store or NetCDF file: a global grid, rows from the north, columns from Greenwich eastward.
 
-    Attributes: address; times (T,) datetime64[s]; levels, a list in hPa; latitude (H,), longitude (W,) in degrees.
-    Raises UsageError where it cannot be opened or is no such grid.
+    Attributes: address; times, a pandas index of T dates; levels, a list in hPa; latitude (H,) and longitude (W,) in
+    degrees. Raises UsageError if the store cannot be opened or has no such grid.
     """
 
     def __init__(self, address: str):
@@ -101,35 +100,36 @@ class Store:
             if name is not None and name not in data.coords:
                 raise UsageError(f"{address}: dimension {name} has no values")
         data = data.rename({name: ours for ours, name in found.items() if name and name != ours})
-        self.times = self._read_times(data["time"])
-        self.levels = self._read_levels(data)
-        latitude = data["latitude"].values.astype(np.float64).round(5)
-        if latitude[0] < latitude[-1]:
-            data, latitude = data.isel(latitude=slice(None, None, -1)), latitude[::-1]
+        self.times, self.levels = data.indexes["time"], []
+        if self.times.dtype.kind != "M":
+            raise UsageError(f"{address}: {found['time']} is not in dates of the standard calendar")
+        if not (len(self.times) and self.times.is_monotonic_increasing and self.times.is_unique):
+            raise UsageError(f"{address}: its times do not increase")
+        if "level" in data.dims:
+            factor, _ = self._conversion("its pressure levels have", units_of(data["level"]) or "hPa", "hPa")
+            self.levels = [round(factor * level, 5) for level in data["level"].values.tolist()]
+        if data["latitude"][0] < data["latitude"][-1]:
+            data = data.isel(latitude=slice(None, None, -1))
+        self.data, self.latitude = data, data["latitude"].values.astype(np.float64).round(5)
         longitude = data["longitude"].values.astype(np.float64).round(5) % 360
-        self.first_column = int(np.argmin(longitude))  # Greenwich, or the first east of it
-        self.data, self.latitude = data, latitude
+        self.first_column = int(np.argmin(longitude))  # Greenwich, or the first column east of it
         self.longitude = np.roll(longitude, -self.first_column)
         self._check_grid()
 
-    def variable(self, quantity: str, level: float | None = None) -> "xarray.DataArray | None":
-        """The variable that holds a quantity (at a level in hPa), a lazy xarray.DataArray, or None."""
-        return next(self._variables(quantity, level), None)
-
-    def _variables(self, quantity: str, level: float | None) -> Iterator["xarray.DataArray"]:
+    def variable(self, quantity: str, level: float | None = None) -> xarray.DataArray | None:
+        """The variable that holds a quantity (at a level in hPa), not read yet; None if there is none."""
         for name in QUANTITIES[quantity].names:
             variable = self.data.get(name)
             if variable is not None and (level is None or ("level" in variable.dims and level in self.levels)):
-                yield variable
+                return variable
+        return None
 
     def find(self, times: np.ndarray) -> np.ndarray:
-        """The index of each of `times` (datetime64[s]), -1 where there is none."""
-        index = np.minimum(np.searchsorted(self.times, times), len(self.times) - 1)
-        return np.where(self.times[index] == times, index, -1)
+        """The index of each of `times` (datetime64[s]), -1 for a time that is not there."""
+        return self.times.get_indexer(times)
 
-    def check(self, quantity: str, level: float | None) -> None:
-        """Raises UsageError where the variable of a quantity has unknown units, or a dimension too many."""
-        variable = next(self._variables(quantity, level))
+    def check(self, quantity: str, variable: xarray.DataArray) -> None:
+        """Raises UsageError if the variable of a quantity has unknown units, or one dimension too many."""
         self.conversion(quantity, variable)
         others = {dim: size for dim, size in variable.sizes.items() if dim not in DIMENSIONS and size > 1}
         if others:
@@ -140,7 +140,8 @@ class Store:
 
         Raises UsageError for data that cannot be read.
         """
-        variable = next(self._variables(quantity, levels[0]))
+        variable = self.variable(quantity, levels[0])
+        assert variable is not None  # callers ask only for what the store holds
         factor, offset = self.conversion(quantity, variable)
         part: dict[Any, Any] = {"time": _as_slice(frames)}
         order = ["time", "latitude", "longitude"]
@@ -154,40 +155,26 @@ class Store:
             raise UsageError(f"{self.address}: {variable.name} cannot be read: {first_line(error)}") from error
         if (factor, offset) != (1, 0):
             values = values * float(factor) + offset
-        values = values.astype(np.float32, copy=False)
-        if self.first_column:
-            values = np.roll(values, -self.first_column, axis=-1)
+        values = np.roll(values.astype(np.float32, copy=False), -self.first_column, axis=-1)
         return values if "level" in order else values[:, None]
 
-    def conversion(self, quantity: str, variable: "xarray.DataArray") -> tuple[float, float]:
-        """(factor, offset) from a variable's units to ERA5's. None given are taken to be ERA5's, but for r.
+    def conversion(self, quantity: str, variable: xarray.DataArray) -> tuple[float, float]:
+        """(factor, offset) from a variable's units to ERA5's. Raises UsageError for unknown units.
 
-        (Regridded WeatherBench2 stores give none. Relative humidity may be a fraction or a percentage.)
-        Raises UsageError for units that are not known.
+        A variable without units is taken to be in ERA5's (regridded WeatherBench2 stores give none), except relative
+        humidity, which may be a fraction or a percentage.
         """
-        theirs, known = units_of(variable), UNITS[QUANTITIES[quantity].units]
+        theirs = units_of(variable)
         if not theirs and quantity != "r":
             return 1, 0
+        return self._conversion(f"{variable.name} has", theirs, QUANTITIES[quantity].units)
+
+    def _conversion(self, subject: str, theirs: str, ours: str) -> tuple[float, float]:
+        known = UNITS[ours]
         for spelling, conversion in known.items():
             if theirs.lower() == spelling.lower():
                 return conversion
-        raise UsageError(f"{self.address}: {variable.name} has unknown units '{theirs}' (known: {', '.join(known)})")
-
-    def _read_times(self, coordinate: "xarray.DataArray") -> np.ndarray:
-        if coordinate.dtype.kind != "M":
-            raise UsageError(f"{self.address}: {coordinate.name} is not in dates of the standard calendar")
-        times = coordinate.values.astype("datetime64[s]")
-        if not len(times) or np.any(np.diff(times) <= np.timedelta64(0, "s")):
-            raise UsageError(f"{self.address}: its times do not increase")
-        return times
-
-    def _read_levels(self, data: "xarray.Dataset") -> list[float]:
-        if "level" not in data.dims:
-            return []
-        units = units_of(data["level"]) or "hPa"
-        if units.lower() not in ("hpa", "mbar", "millibars", "millibar", "pa"):
-            raise UsageError(f"{self.address}: its pressure levels have unknown units '{units}' (known: hPa, Pa)")
-        return [float(level) / (100 if units.lower() == "pa" else 1) for level in data["level"].values]
+        raise UsageError(f"{self.address}: {subject} unknown units '{theirs}' (known: {', '.join(known)})")
 
     def _check_grid(self) -> None:
         latitude, longitude, width = self.latitude, self.longitude, len(self.longitude)
@@ -199,18 +186,16 @@ class Store:
             raise UsageError(f"{self.address}: its {len(latitude)} latitudes do not go from pole to pole")
 
 
-def units_of(variable: "xarray.DataArray") -> str:
-    """The units a variable gives, powers without ** and ^: 'm s-1'; '' where it gives none."""
+def units_of(variable: xarray.DataArray) -> str:
+    """The units that a variable states, powers without ** and ^ ('m s-1'); '' if it states none."""
     return str(variable.attrs.get("units", "")).replace("**", "").replace("^", "").strip()
 
 
-def _open(address: str) -> "xarray.Dataset":
-    """The xarray.Dataset of a Zarr store or NetCDF file, not read yet (and without dask: no chunks)."""
+def _open(address: str) -> xarray.Dataset:
+    """The xarray.Dataset of a Zarr store or NetCDF file. Its values are read later (chunks=None: without dask)."""
     absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if absent:
         raise UsageError(f"{', '.join(absent)} not installed: pip install -r requirements-era5.txt")
-    import xarray  # optional: only this command needs it
-
     remote = "://" in address
     if not remote and not Path(address).exists():
         raise UsageError(f"{address}: no such file or folder")
@@ -226,6 +211,6 @@ def _open(address: str) -> "xarray.Dataset":
 
 
 def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
-    """Increasing indices as a slice where their step is constant: stores read slices faster."""
+    """Increasing indices as a slice if their step is constant: stores read slices faster."""
     step = int(indices[1] - indices[0]) if len(indices) > 1 else 1
     return slice(int(indices[0]), int(indices[-1]) + 1, step) if np.all(np.diff(indices) == step) else indices

@@ -1,4 +1,4 @@
-"""The points and the times of ERA5: a regular grid, six-hourly frames."""
+"""The points and times of ERA5: a regular grid and six-hourly frames."""
 
 import calendar
 from typing import NamedTuple
@@ -7,14 +7,14 @@ import numpy as np
 
 
 class Grid(NamedTuple):
-    """Where the points of an image are, in degrees: rows (H,) north, columns (W,) east."""
+    """Coordinates of the points of an image in degrees: rows (H,) north, columns (W,) east."""
 
     latitude: np.ndarray
     longitude: np.ndarray
 
 
 def latitudes(height: int) -> np.ndarray:
-    """Latitudes (height,) in degrees, north first: ERA5's grid, without its last row where height is even."""
+    """Latitudes (height,) in degrees, north first: ERA5's grid, without its last row if height is even."""
     return 90.0 - np.arange(height) * 180.0 / (height - height % 2)
 
 

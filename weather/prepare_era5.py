@@ -3,10 +3,10 @@
     python -m weather.prepare_era5 STORE.zarr --out data/era5 --coarsen 2
     python -m weather.prepare_era5 single-levels-*.nc pressure-levels-*.nc --train_years 1979-2015
 
-Reads what WeatherBench2, ARCO-ERA5 and the Copernicus Climate Data Store provide (era5_store.py knows their names
-and units) and writes the layout of weather/year_files.py: the 20 channels, 6-hourly instants, rows from the north,
-columns from Greenwich eastward, and the statistics of the training years. It can be stopped and repeated. Relative
-humidity that no source gives with its units is derived from specific humidity and temperature.
+The command reads what WeatherBench2, ARCO-ERA5 and the Copernicus Climate Data Store publish (era5_store.py knows their
+names and units). It writes the layout of weather/year_files.py: the 20 channels, 6-hourly instants, rows from the
+north, columns from Greenwich eastward, and the statistics of the training years. It can be interrupted and repeated. If
+no source gives relative humidity with its units, it is derived from specific humidity and temperature.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from utils.errors import ArgumentParser, UsageError, run_main
+from utils.errors import UsageError, run_main
 from weather.channels import CHANNELS
 from weather.era5_store import QUANTITIES, Store, channel_key, relative_humidity, units_of
 from weather.grid import Grid
-from weather.year_files import YearFileWriter, parse_days, parse_years
+from weather.year_files import YearFileWriter, year_file_parser
 
 VERSION = 1  # of the conversion; another version makes other values
 TITLE = "ERA5 for training"
@@ -31,12 +31,12 @@ SOURCE = (
 
 
 class Era5:
-    """Stores read together: each holds some variables at some times. Where several hold the same, the first is read.
+    """Several stores as one: each holds some variables at some times. The first store that holds a value is read.
 
-    addresses: of Zarr stores and NetCDF files. block: average over blocks of so many points in each direction;
-    rows left over at the south pole are dropped.
-    Attributes: latitude (H,), longitude (W,) in degrees, averaged too; derived: relative humidity is derived.
-    Raises UsageError where the stores do not fit together.
+    addresses: of Zarr stores and NetCDF files. block: side of the square blocks of points that are averaged; rows left
+    over at the south pole are dropped.
+    Attributes: grid, averaged too; derived: whether relative humidity is derived.
+    Raises UsageError if the stores do not fit together.
     """
 
     def __init__(self, addresses: Iterable[Path | str], block: int = 1):
@@ -44,42 +44,43 @@ class Era5:
         first = self.stores[0]
         self.points = len(first.latitude), len(first.longitude)
         for store in self.stores:
-            if not (_equal(store.latitude, first.latitude) and _equal(store.longitude, first.longitude)):
+            if self.points != (len(store.latitude), len(store.longitude)) or not (
+                np.allclose(store.latitude, first.latitude, atol=1e-3)
+                and np.allclose(store.longitude, first.longitude, atol=1e-3)
+            ):
                 raise UsageError(f"{store.address}: its grid is not that of {first.address}")
         if block < 1 or self.points[1] % block or self.points[0] < block:
             raise UsageError(f"coarsen {block}: must divide the {self.points[1]} longitudes of {first.address}")
-        self.latitude, self.longitude = (block_means(x, block, -1) for x in (first.latitude, first.longitude))
+        self.grid = Grid(*(block_means(x, block, -1) for x in (first.latitude, first.longitude)))
 
         humidity = [store.variable("r") for store in self.stores]
         self.derived = not any(variable is not None and units_of(variable) for variable in humidity)
         self.keys = [channel_key(channel.name) for channel in CHANNELS]
-        needed: dict[str, list[int | None]] = {}  # quantity: its levels
+        self.needed: dict[str, list[int | None]] = {}  # quantity: its levels
         for name, level in self.keys:
             for quantity in ("q", "t") if name == "r" and self.derived else (name,):
-                needed.setdefault(quantity, []).append(level)
-        self.needed = {quantity: list(dict.fromkeys(levels)) for quantity, levels in needed.items()}
+                levels = self.needed.setdefault(quantity, [])
+                levels += [level] * (level not in levels)
 
     def check(self, times: np.ndarray) -> None:
-        """Raises UsageError where a variable, a level or one of `times` (datetime64[s]) is in no store."""
-        for quantity, levels in self.needed.items():
-            for level in levels:
-                holders = self._holders(quantity, level)
-                missing = times[np.max([store.find(times) for store in holders], axis=0) < 0]
-                if len(missing):
-                    held = np.concatenate([store.times for store in holders])
-                    hours = np.unique((held - held.astype("datetime64[D]")) / np.timedelta64(1, "h"))
-                    lacking = ", ".join(f"{hour:02d}" for hour in (0, 6, 12, 18) if hour not in hours)
-                    why = f": no source has {lacking} UTC, every 6 hours from 00 UTC are needed" if lacking else ""
-                    raise UsageError(f"{_describe(quantity, level)}: {_minute(missing[0])} is missing{why}")
+        """Raises UsageError if no store holds a variable, a level or one of `times` (datetime64[s])."""
+        for quantity, level in [(quantity, level) for quantity, levels in self.needed.items() for level in levels]:
+            holders = self._holders(quantity, level)
+            missing = times[np.max([store.find(times) for store in holders], axis=0) < 0]
+            if len(missing):
+                hours = set().union(*(store.times[store.times.minute == 0].hour for store in holders))
+                lacking = ", ".join(f"{hour:02d}" for hour in (0, 6, 12, 18) if hour not in hours)
+                why = f": no source has {lacking} UTC, every 6 hours from 00 UTC are needed" if lacking else ""
+                raise UsageError(f"{_describe(quantity, level)}: {_minute(missing[0])} is missing{why}")
 
     def frames(self, times: np.ndarray) -> np.ndarray:
-        """Read frames (T, C, H, W) float32 at `times`, which were checked. Raises UsageError for unsound values."""
+        """Read frames (T, C, H, W) float32 at `times`, after `check`. Raises UsageError for unphysical values."""
         fields: dict[tuple[str, int | None], np.ndarray] = {}
         for quantity, levels in self.needed.items():
             values = self._read(quantity, levels, times)
             _check_values(quantity, levels, times, values)
             fields |= {(quantity, level): values[:, i] for i, level in enumerate(levels)}  # (T, h, w)
-        out = np.empty((len(times), len(CHANNELS), len(self.latitude), len(self.longitude)), np.float32)
+        out = np.empty((len(times), len(CHANNELS), *map(len, self.grid)), np.float32)
         for channel, (name, level) in enumerate(self.keys):
             if name == "r" and level and self.derived:
                 field = relative_humidity(fields["q", level], fields["t", level], 100 * level)
@@ -89,20 +90,22 @@ class Era5:
         return out
 
     def _holders(self, quantity: str, level: int | None) -> list[Store]:
-        """The stores that hold a quantity at a level, checked. Raises UsageError where there is none."""
-        holders = [store for store in self.stores if store.variable(quantity, level) is not None]
-        if not holders:
-            having = [store for store in self.stores if level and store.variable(quantity) is not None]
-            levels = ", ".join(f"{lev:g}" for lev in sorted({lev for store in having for lev in store.levels}))
-            found = f" (found at {levels or 'no level'})" if having else ""
-            reason = " to derive relative humidity from, and none gives r or relative_humidity with its units"
-            raise UsageError(f"no source holds {_describe(quantity, level)}{found}{reason if quantity == 'q' else ''}")
-        for store in holders:
-            store.check(quantity, level)
-        return holders
+        """The stores that hold a quantity at a level, checked. Raises UsageError if there is none."""
+        found = [(store, store.variable(quantity, level)) for store in self.stores]
+        holders = [(store, variable) for store, variable in found if variable is not None]
+        for store, variable in holders:
+            store.check(quantity, variable)
+        if holders:
+            return [store for store, _ in holders]
+        others = [store for store in self.stores if level and store.variable(quantity) is not None]
+        levels = ", ".join(f"{lev:g}" for lev in sorted({lev for store in others for lev in store.levels}))
+        hint = f" (found at {levels or 'no level'})" if others else ""
+        if quantity == "q":
+            hint += " to derive relative humidity from, and none gives r or relative_humidity with its units"
+        raise UsageError(f"no source holds {_describe(quantity, level)}{hint}")
 
     def _read(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> np.ndarray:
-        """(T, L, h, w) on the stores' points, each value from the first store that holds it."""
+        """(T, L, h, w) on the points of the stores, each value from the first store that holds it."""
         out = np.empty((len(times), len(levels), *self.points), np.float32)
         todo = np.ones((len(times), len(levels)), bool)
         for store in self.stores:
@@ -119,7 +122,7 @@ class Era5:
 
 
 def block_means(values: np.ndarray, block: int, axis: int) -> np.ndarray:
-    """Averages along an axis over blocks of so many points; points left over at its end are dropped."""
+    """Averages over blocks of `block` points along an axis; points left over at its end are dropped."""
     if block == 1:
         return values
     values = np.moveaxis(values, axis, -1)
@@ -137,21 +140,19 @@ def prepare_era5(
     coarsen: int = 1,
     overwrite: bool = False,
 ) -> int:
-    """Write ERA5 from `sources` to the folder `out`, keep what is there already with the same settings, print a line.
+    """Write ERA5 from `sources` (Zarr stores and NetCDF files) to the folder `out`, and print a summary line.
 
-    sources: Zarr stores and NetCDF files. train_years, valid_years, test_years: iterables of int. days: of each year,
-    0 for all. coarsen: average over blocks of so many points in each direction. overwrite: replace year files that
-    this command made with other settings.
+    train_years, valid_years, test_years, days, overwrite: as for YearFileWriter, which keeps the files that are there
+    already. coarsen: side of the square blocks of points that are averaged.
     Returns the number of year files written. Raises UsageError for sources or settings that cannot be used, other data
-    in `out` and too little disk space, before anything is written; for a value that is not sound when it is read.
+    in `out` and too little disk space, before anything is written; for an unphysical value when it is read.
     """
     era5 = Era5(sources, coarsen)
-    grid = Grid(era5.latitude, era5.longitude)
     settings: dict[str, Any] = {"version": VERSION, "days": days, "relative_humidity_derived": era5.derived}
-    settings |= {"img_size": [len(x) for x in grid], "corners": [float(x[i]) for x in grid for i in (0, -1)]}
+    settings |= {"img_size": [len(x) for x in era5.grid], "corners": [float(x[i]) for x in era5.grid for i in (0, -1)]}
     attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, *splits, days, grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, *splits, days, era5.grid, settings, TITLE, attributes, overwrite)
 
     if writer.missing:
         era5.check(np.concatenate([_times(year, 0, frames) for year, frames in writer.missing_years().items()]))
@@ -166,7 +167,7 @@ def _times(year: int, first: int, count: int) -> np.ndarray:
 
 
 def _check_values(quantity: str, levels: Sequence[int | None], times: np.ndarray, values: np.ndarray) -> None:
-    """Raises UsageError for a value that is NaN or that no atmosphere has (a fill value, other units)."""
+    """Raises UsageError for NaN and for a value outside the physical range (a fill value, other units)."""
     _, units, lowest, highest = QUANTITIES[quantity]
     sound = (values >= lowest) & (values <= highest)  # false for NaN
     if not sound.all():
@@ -184,26 +185,14 @@ def _minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))
 
 
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and np.allclose(a, b, atol=1e-3)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError for arguments that make no data."""
-    parser = ArgumentParser(prog="python -m weather.prepare_era5", description=__doc__.partition("\n")[0])
+    parser = year_file_parser("weather.prepare_era5", __doc__, "1979-2015", "2016-2017", "2018", "all")
     option = parser.add_argument
     option("sources", metavar="SOURCE", nargs="+", help="Zarr store (folder or URL) or NetCDF file")
     option("--out", default="data/era5", help="folder (default: %(default)s)")
-    option("--train_years", type=parse_years, default="1979-2015", help="such as 1979-1982,1985 (default: %(default)s)")
-    option("--valid_years", type=parse_years, default="2016-2017", help="(default: %(default)s)")
-    option("--test_years", type=parse_years, default="2018", help="(default: %(default)s)")
-    option(
-        "--days", type=parse_days, default="all", help="of each year, from 1 January, or 'all' (default: %(default)s)"
-    )
-    option(
-        "--coarsen", type=int, default=1, metavar="N", help="average over N x N points: 2 makes 721 x 1440 360 x 720"
-    )
-    option("--overwrite", action="store_true", help="replace year files made with other settings")
+    coarsen = "average over N x N points: 2 turns 721 x 1440 points into 360 x 720"
+    option("--coarsen", type=int, default=1, metavar="N", help=coarsen)
     prepare_era5(**vars(parser.parse_args(argv)))
 
 

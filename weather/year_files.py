@@ -2,11 +2,12 @@
 
     OUT/{train,valid,test}/YYYY.h5   fields [time, channel, lat, lon] float32, 6-hourly from 1 January 00 UTC,
                                      with latitude, longitude, time, channel and channel_units
-    OUT/stats/global_means.npy       (1, C, 1, 1) float32, of the training years only; so global_stds.npy
+    OUT/stats/global_means.npy       (1, C, 1, 1) float32, of the training years only
+    OUT/stats/global_stds.npy        (1, C, 1, 1) float32, of the training years only
     OUT/stats/time_means.npy         (1, C, H, W) float32, the climatology of the training years
 
-A file appears under its name when it is whole, and carries the settings it was made with: making the same data set
-again makes what is missing. Where the frames come from is the caller's (sample_data.py, prepare_era5.py).
+A file gets its name when it is complete, and stores the settings it was made with. Making the same data set again
+therefore writes only the missing files. sample_data.py and prepare_era5.py supply the frames.
 """
 
 import json
@@ -21,7 +22,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import UsageError
+from utils.errors import ArgumentParser, UsageError
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, year_frames
@@ -53,13 +54,25 @@ def parse_days(text: str) -> int:
     return 0 if text == "all" else int(text)
 
 
+def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:
+    """A parser with the options that every command that makes year files has; the texts are their defaults."""
+    parser = ArgumentParser(prog=f"python -m {module}", description=doc.partition("\n")[0])
+    option, default = parser.add_argument, "(default: %(default)s)"
+    option("--train_years", type=parse_years, default=train, help=f"such as 1979-1982,1985 {default}")
+    option("--valid_years", type=parse_years, default=valid, help=default)
+    option("--test_years", type=parse_years, default=test, help=default)
+    option("--days", type=parse_days, default=days, help=f"of each year, from 1 January, or 'all' {default}")
+    option("--overwrite", action="store_true", help="replace year files that this command made with other settings")
+    return parser
+
+
 class YearFileWriter:
-    """The year files of one data set, checked when constructed, written by `make`.
+    """The year files of one data set: the constructor checks the settings, `make` writes.
 
     out: folder. train_years, valid_years, test_years: iterables of int. days: of each year, 0 for all.
-    grid: of all frames. settings: what else the values depend on (JSON).
-    title: says what data this is; files with another title are never touched. attributes: for every file.
-    overwrite: replace files of this title made with other settings.
+    grid: of all frames. settings: everything else that the values depend on (JSON).
+    title: identifies the kind of data; files with another title are never touched. attributes: for every file.
+    overwrite: replace files with this title that were made with other settings.
     Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
     """
 
@@ -78,59 +91,67 @@ class YearFileWriter:
     ):
         self.out, self.grid, self.settings = Path(out), grid, settings
         self.attributes = {"title": title, **attributes}
-        years = _split_years(train_years, valid_years, test_years)
         if not 0 <= days <= 365:
             raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
         self.frames = {
-            self.out / split / f"{year:04d}.h5": 4 * days or year_frames(year) for year, split in years.items()
+            self.out / split / f"{year:04d}.h5": 4 * days or year_frames(year)
+            for year, split in _split_years(train_years, valid_years, test_years).items()
         }
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
         self.stale = self._stale_files(overwrite)
         self.missing = [path for path in self.frames if path in self.stale or not path.exists()]
         if len(self.missing) == len(self.frames) and not self.stale and any(path.exists() for path in self.stats):
             raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
-        self._check_space()
+        folder = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
+        frame_bytes = 4 * len(CHANNELS) * len(grid.latitude) * len(grid.longitude)
+        need, free = frame_bytes * (sum(self.missing_years().values()) + 1), shutil.disk_usage(folder).free
+        if need > free:
+            raise UsageError(f"{self.out}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
 
     def missing_years(self) -> dict[int, int]:
         """{year: number of frames} of the year files that `make` will write."""
         return {int(path.stem): self.frames[path] for path in self.missing}
 
     def make(self, read_frames: FrameReader) -> int:
-        """Write what is missing, print a line; returns the number of year files written.
+        """Write the missing files and print a summary line; returns the number of year files written.
 
         read_frames(year, first, count) returns frames (count, C, H, W), `first` counted from 1 January.
-        Raises UsageError where `out` cannot be written.
+        Raises UsageError if `out` cannot be written.
         """
         try:
-            return self._make(read_frames)
+            described = self._write(read_frames)
+            size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
         except OSError as error:
             raise UsageError(f"{self.out}: cannot be written: {error.strerror or error}") from error
+        news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
+        frames = sum(self.frames.values())
+        print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
+        return len(self.missing)
 
-    def _make(self, read_frames: FrameReader) -> int:
+    def _write(self, read_frames: FrameReader) -> bool:
+        """Write the missing year files and statistics; returns whether the statistics were there already."""
         if any(path.parent.name == "train" for path in [*self.missing, *self.stale]):
             for path in self.stats:
-                path.unlink(missing_ok=True)  # from here on they would describe other training years
+                path.unlink(missing_ok=True)  # they describe other training years than there are from here on
         for path in self.stale:
             path.unlink()
         with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
             for path in self.missing:
-                with whole_file(path) as part:
-                    self._write_year(part, int(path.stem), self.frames[path], read_frames, progress)
+                with whole_file(path) as part, h5py.File(part, "w") as file:
+                    fields = self._describe(file, int(path.stem), self.frames[path])
+                    for first, count in _chunks(fields):
+                        fields[first : first + count] = read_frames(int(path.stem), first, count)
+                        progress.update(count)
         described = all(path.exists() for path in self.stats)
         if not described:
             train = [path for path in self.frames if path.parent.name == "train"]
             for path, value in zip(self.stats, training_statistics(train), strict=True):
                 with whole_file(path) as part, open(part, "wb") as file:
                     np.save(file, value)
-
-        size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
-        news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
-        frames = sum(self.frames.values())
-        print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
-        return len(self.missing)
+        return described
 
     def _stale_files(self, overwrite: bool) -> list[Path]:
-        """Year files there that these settings would not make. Raises UsageError unless they may be replaced."""
+        """Year files in `out` that these settings would not make. Raises UsageError unless they may be replaced."""
         stale = []
         for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
             title, settings = _read_origin(path)
@@ -144,42 +165,30 @@ class YearFileWriter:
             stale.append(path)
         return stale
 
-    def _check_space(self) -> None:
-        """Raises UsageError where the disk does not hold the missing frames."""
-        folder = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
-        points = len(self.grid[0]) * len(self.grid[1])
-        need = 4 * (sum(self.missing_years().values()) + 1) * len(CHANNELS) * points
-        free = shutil.disk_usage(folder).free
-        if need > free:
-            raise UsageError(f"{self.out}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
-
-    def _write_year(self, path, year, frames, read_frames, progress):
+    def _describe(self, file: h5py.File, year: int, frames: int) -> h5py.Dataset:
+        """Write everything but the fields into a year file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
         start = datetime(year, 1, 1, tzinfo=UTC).timestamp() / 3600
-        with h5py.File(path, "w") as file:
-            scales = {
-                "time": (start + 6 * np.arange(frames), {"units": "hours since 1970-01-01"}),
-                "channel": ([channel.name for channel in CHANNELS], {}),
-                "latitude": (latitude, {"units": "degrees_north"}),
-                "longitude": (longitude, {"units": "degrees_east"}),
-            }
-            fields = file.create_dataset("fields", (frames, len(CHANNELS), len(latitude), len(longitude)), "f4")
-            for axis, (name, (values, attributes)) in enumerate(scales.items()):
-                file[name] = values
-                file[name].attrs.update(attributes)
-                file[name].make_scale(name)
-                fields.dims[axis].attach_scale(file[name])
-            file["channel_units"] = [channel.units for channel in CHANNELS]
-            file["channel_units"].dims[0].attach_scale(file["channel"])
-            file.attrs.update(self.attributes)
-            file.attrs["settings"] = json.dumps(self.settings)
-            for first, count in _chunks(fields):
-                fields[first : first + count] = read_frames(year, first, count)
-                progress.update(count)
+        scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {
+            "time": (start + 6 * np.arange(frames), "hours since 1970-01-01"),
+            "channel": ([channel.name for channel in CHANNELS], None),
+            "latitude": (latitude, "degrees_north"),
+            "longitude": (longitude, "degrees_east"),
+        }
+        fields = file.create_dataset("fields", [len(values) for values, _ in scales.values()], "f4")
+        for axis, (name, (values, units)) in enumerate(scales.items()):
+            file[name] = values
+            file[name].attrs.update({"units": units} if units else {})
+            file[name].make_scale(name)
+            fields.dims[axis].attach_scale(file[name])
+        file["channel_units"] = [channel.units for channel in CHANNELS]
+        file["channel_units"].dims[0].attach_scale(file["channel"])
+        file.attrs.update({**self.attributes, "settings": json.dumps(self.settings)})
+        return fields
 
 
 def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
-    """Statistics of the year files `paths`, in one pass, added up in float64.
+    """Statistics of the year files `paths`, computed in one pass with float64 sums.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), and time_means (1, C, H, W).
     """
@@ -196,9 +205,9 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     return [array.astype(np.float32) for array in arrays]
 
 
-def _split_years(*years_of_splits):
-    """{year: split}. Raises UsageError for a year in two splits, and where no year is for training."""
-    years = {}
+def _split_years(*years_of_splits: Iterable[int]) -> dict[int, str]:
+    """{year: split}. Raises UsageError for a year in two splits, and if there is no training year."""
+    years: dict[int, str] = {}
     for split, values in zip(SPLITS, years_of_splits, strict=True):
         for year in values:
             if not 1 <= year <= 9999:
@@ -213,7 +222,7 @@ def _split_years(*years_of_splits):
 
 
 def _read_origin(path):
-    """The title and settings a year file was made with, None where it has none."""
+    """The title and settings that a year file was made with, None if it has none."""
     try:
         with h5py.File(path) as file:
             return file.attrs["title"], json.loads(file.attrs["settings"])

@@ -1,1 +1,1 @@
-"""The parts of ShardTensor: its class, its specs, how it is redistributed, and the rules of its operations."""
+"""The parts of ShardTensor: the class, its specs, redistribution, and the rules of its operations."""

@@ -1,7 +1,7 @@
-"""From one split of a tensor to another, one dimension of the mesh after the other, with the gradients of each step.
+"""Redistribution: change how a tensor is split, one mesh dimension after the other. Every step is differentiable.
 
-A gradient is split as its tensor is. The gradient of a copy is the whole gradient, on every rank; so is that of a part
-of a sum (Partial).
+The gradient of a split tensor is split in the same way. The gradient of a replicated or partial tensor is the whole
+gradient, on every rank.
 """
 
 import math
@@ -27,22 +27,24 @@ from distributed.shard.spec import Axis, Pieces, Spec, merged, spec_of, whole
 def redistribute(
     local: Tensor, spec: Spec, placements: Sequence[Placement], sizes: Pieces | None = None
 ) -> tuple[Tensor, Spec]:
-    """The local part and the Spec of the same tensor, split as `placements` say; differentiable.
+    """The local part and the Spec of the same tensor with new `placements`; differentiable.
 
-    sizes: {mesh dimension: sizes of its ranks}; for a piece of a dimension that is split already by the same mesh
-    dimension they stay as they are, else they are as even as can be.
+    sizes: {mesh dimension: sizes of its ranks}. By default a dimension that the same mesh dimension splits already
+    keeps its sizes; other sizes are as even as possible.
     """
     sizes = sizes or {}
     if len(placements) != len(spec.mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
     placements = [Shard(p.dim % len(spec.dims)) if isinstance(p, Shard) else p for p in placements]
-    # What is gathered comes first.
+    # Gathering comes first.
     pending = sorted(
         range(len(placements)), key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard()
     )
     while pending:
         m = next((m for m in pending if _is_free(spec, placements[m], m)), pending[0])
-        if not _is_free(spec, placements[m], m) and spec.placements[m].is_shard():  # two change places
+        if (
+            not _is_free(spec, placements[m], m) and spec.placements[m].is_shard()
+        ):  # two mesh dimensions swap their tensor dimensions
             local, spec = _gather(local, spec, m)
             continue
         pending.remove(m)
@@ -51,7 +53,7 @@ def redistribute(
 
 
 def _is_free(spec, target, m):
-    """Whether no other mesh dimension splits the dimension that mesh dimension m is to split."""
+    """Whether no other mesh dimension splits the target dimension of mesh dimension m."""
     return not target.is_shard() or all(axis.mesh_dim in (None, m) for axis in spec.dims[target.dim])
 
 
@@ -75,12 +77,12 @@ def _change(local, spec, m, target, sizes):
 
 
 def sizes_over(spec: Spec, m: int) -> Sizes | None:
-    """The sizes of the pieces into which mesh dimension m splits a tensor; None where it does not."""
+    """The sizes of the pieces into which mesh dimension m splits a tensor; None if it does not split it."""
     return next((axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m), None)
 
 
 def _new_split(spec, dim, m, sizes):
-    """(axes, sizes) of a dimension that mesh dimension m is to split."""
+    """(axes, sizes) of a dimension after mesh dimension m splits it."""
     size = spec.shape[dim]
     if any(axis.sizes for axis in spec.dims[dim]):
         raise ValueError(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
@@ -91,7 +93,7 @@ def _new_split(spec, dim, m, sizes):
 
 
 def _gather(local, spec, m):
-    """Make the axis that mesh dimension m splits whole."""
+    """Gather the axis that mesh dimension m splits."""
     dim = next(d for d, axes in enumerate(spec.dims) if any(a.mesh_dim == m for a in axes))
     axes = spec.dims[dim]
     place = next(i for i, a in enumerate(axes) if a.mesh_dim == m)
@@ -105,7 +107,7 @@ def _gather(local, spec, m):
 
 
 def _exchange(local, spec, m, dim, sizes):
-    """Move the split of mesh dimension m to another dimension, or to other sizes: every pair of ranks swaps a block."""
+    """Let mesh dimension m split another dimension, or with other sizes: every pair of ranks exchanges a block."""
     group = spec.mesh.groups[m]
     old = next(d for d, axes in enumerate(spec.dims) if any(a.mesh_dim == m for a in axes))
     if len(spec.dims[old]) > 1:
@@ -114,7 +116,7 @@ def _exchange(local, spec, m, dim, sizes):
     unsplit = spec.with_axes(old, whole(before.size))
     axes, sizes = _new_split(unsplit, dim, m, sizes)
     me, starts, old_starts = group.rank, _starts(sizes), _starts(before.sizes)
-    if old == dim:  # other sizes: own rows that lie in each rank's new piece
+    if old == dim:  # other sizes: a block is the overlap of an old and a new piece
         overlap = lambda i, j: _overlap(old_starts[i], before.sizes[i], starts[j], sizes[j])  # noqa: E731
         blocks = [local.narrow(dim, *overlap(me, j)) for j in range(group.size)]
         shapes = [_with(local.shape, dim, overlap(i, me)[1]) for i in range(group.size)]
@@ -128,7 +130,7 @@ def _exchange(local, spec, m, dim, sizes):
 
 
 def _overlap(start, size, new_start, new_size):
-    """(place in the piece, rows) of what a piece has in common with another."""
+    """(first row in the piece, number of rows) of the overlap of a piece with a new piece."""
     first, last = max(start, new_start), min(start + size, new_start + new_size)
     return (first - start, last - first) if last > first else (0, 0)
 
@@ -142,7 +144,7 @@ def _with(shape, dim, size):
 
 
 def _to_partial(local, spec, m):
-    """A copy on each of n ranks is the sum of n equal parts."""
+    """Divide a copy by the number of ranks: the sum of the parts is then the tensor."""
     return _Part.apply(local, spec.mesh.groups[m].size), spec.with_dims(spec.dims, (*spec.partial, m))
 
 
@@ -157,7 +159,7 @@ class _Part(torch.autograd.Function):
 
 
 def to_dtensor(local: Tensor, spec: Spec) -> DTensor:
-    """The DTensor of a local part, rearranged where the pieces are not those of torch.chunk."""
+    """The DTensor of a local part, redistributed first if its pieces are not those of torch.chunk."""
     even = {
         m: chunk_sizes_of(spec.shape[p.dim], group.size)
         for m, (p, group) in enumerate(zip(spec.placements, spec.mesh.groups, strict=True))
@@ -171,7 +173,7 @@ def to_dtensor(local: Tensor, spec: Spec) -> DTensor:
 
 
 def chunk_sizes_of(size: int, parts: int) -> Sizes:
-    """The pieces that torch.chunk makes, and DTensor: (10, 4) -> (3, 3, 3, 1)."""
+    """The sizes of the pieces that torch.chunk and DTensor make: (10, 4) -> (3, 3, 3, 1)."""
     piece = -(-size // parts)
     return tuple(max(0, min(piece, size - i * piece)) for i in range(parts))
 

@@ -1,8 +1,9 @@
-"""How a tensor is split over the ranks of a mesh: what a ShardTensor knows besides its local part. Arithmetic alone.
+"""Spec: how a tensor is split over the ranks of a mesh. Nothing is communicated here.
 
-Every dimension of the tensor is a product of *axes*, outermost first; an axis is whole on every rank, or split over
-one dimension of the mesh into contiguous pieces of any sizes, 0 included. An image has one axis a dimension. Flattened,
-(H, W) is one dimension of two axes: so tokens of a tile remember their rows and columns, and unflatten exactly.
+Every dimension of the tensor is a product of *axes*, outermost first. An axis is either whole on every rank, or split
+over one dimension of the mesh into contiguous pieces of any sizes, including 0. Each dimension of an image has one
+axis. If (H, W) is flattened, the result is one dimension with two axes. The tokens of a tile therefore remember their
+rows and columns, and can be unflattened exactly.
 """
 
 import math
@@ -18,19 +19,19 @@ from distributed.collectives import Group, Sizes, as_group, shard_sizes
 
 
 class Axis(NamedTuple):
-    """So many elements in a row; where mesh_dim is not None, rank i of that dimension of the mesh holds sizes[i]."""
+    """A number of elements; if mesh_dim is not None, rank i of that mesh dimension holds sizes[i] of them."""
 
     size: int
-    mesh_dim: Any = None  # an int where sizes are given
+    mesh_dim: Any = None  # an int if sizes are given
     sizes: Sizes | None = None
 
 
 Axes = tuple[Axis, ...]  # of one dimension
-Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as can be}
+Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
 
 
 class Mesh(NamedTuple):
-    """What a Spec needs of a DeviceMesh, as plain values that can be traced."""
+    """The properties of a DeviceMesh that a Spec needs, as plain values that torch.compile can trace."""
 
     device_mesh: DeviceMesh
     groups: tuple[Group, ...]  # a Group for each dimension
@@ -41,7 +42,7 @@ _meshes: dict[int, Mesh] = {}  # by id of the DeviceMesh
 
 
 def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
-    """The Mesh of a DeviceMesh. For one of two dimensions, the first call on it is collective."""
+    """The Mesh of a DeviceMesh. The first call for a mesh of two dimensions is collective."""
     if isinstance(device_mesh, Mesh):
         return device_mesh
     key = id(device_mesh)
@@ -53,10 +54,10 @@ def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
 
 
 class Spec:
-    """mesh, the axes of every dimension of the tensor, and over which dimensions of the mesh it is partial.
+    """The mesh, the axes of every dimension of the tensor, and the mesh dimensions over which the tensor is partial.
 
-    partial: the tensor is the sum of the ranks' local tensors. A mesh dimension over which the tensor is neither split
-    nor partial holds copies of it. Specs are immutable.
+    Partial means that the tensor is the sum of the ranks' local tensors. Along a mesh dimension over which the tensor
+    is neither split nor partial, all ranks hold the same copy. Specs are immutable.
     """
 
     def __init__(self, mesh: Mesh, dims: tuple[Axes, ...], partial: tuple[int, ...] = ()):
@@ -107,20 +108,20 @@ class Spec:
         return [a.size if a.sizes is None else a.sizes[self.mesh.groups[a.mesh_dim].rank] for a in axes]
 
     def coordinate(self, mesh_dim: int, rank: int | None = None) -> int:
-        """The place along a mesh dimension of this rank, or of a rank counted in row-major order."""
+        """The coordinate along a mesh dimension of this rank, or of a rank counted in row-major order."""
         if rank is None:
             return self.mesh.groups[mesh_dim].rank
         inner = math.prod([group.size for group in self.mesh.groups[mesh_dim + 1 :]])
         return rank // inner % self.mesh.groups[mesh_dim].size
 
     def offset(self, axis: Axis) -> int:
-        """Where this rank's piece of an axis begins."""
+        """The index of the first element of this rank's piece of an axis."""
         return 0 if axis.sizes is None else sum(axis.sizes[: self.mesh.groups[axis.mesh_dim].rank])
 
     def split(self, dim: int) -> tuple[Sizes, Group] | None:
-        """(sizes of all ranks, Group) of a dimension that is split along one axis; None where it is whole.
+        """(sizes of all ranks, Group) of a dimension that is split along its only axis; None if it is whole.
 
-        Raises ValueError for a dimension of several axes of which one is split: it is not contiguous on a rank.
+        Raises ValueError for a split dimension of several axes, because a rank's part of it is not contiguous.
         """
         axes = self.dims[dim]
         if len(axes) == 1 and axes[0].sizes is not None:
@@ -130,15 +131,15 @@ class Spec:
         return None
 
     def with_dims(self, dims: Iterable[Axes], partial: tuple[int, ...] | None = None) -> "Spec":
-        """The spec of a tensor of these axes on the same mesh, partial as this one unless given."""
+        """The spec of a tensor with these axes on the same mesh. partial: by default that of this spec."""
         return Spec(self.mesh, tuple(dims), self.partial if partial is None else partial)
 
     def with_axes(self, dim: int, axes: Axes) -> "Spec":
-        """The spec where one dimension, none counted from the end, has other axes."""
+        """The spec with other axes for one dimension (not negative)."""
         return self.with_dims((*self.dims[:dim], axes, *self.dims[dim + 1 :]))
 
     def derived(self, key: tuple, make: Callable[[], "Spec"]) -> "Spec":
-        """make(), a Spec, remembered under a key: the same operations come every step."""
+        """The Spec that make() returns, cached under a key because every training step repeats the same operations."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._derived:
@@ -146,20 +147,23 @@ class Spec:
         return self._derived[key]
 
     def resized(self, sizes: Mapping[int, int | Sizes]) -> "Spec":
-        """The spec where some dimensions have other sizes: {dim: one size, or the sizes of all ranks}."""
+        """The spec with other sizes of some dimensions: {dim: one size, or the sizes of all ranks}."""
         dims = list(self.dims)
         for dim, size in sizes.items():
             dims[dim] = whole(size) if isinstance(size, int) else (dims[dim][0]._replace(size=sum(size), sizes=size),)
         return self.with_dims(dims)
 
-    def shares(self, dim: int) -> tuple[Sizes, Group]:
-        """(elements that each rank holds, Group) of the ranks among which a dimension is split, by any of its axes."""
-        counts, over = [1], {a.mesh_dim: a.sizes for a in self.dims[dim] if a.sizes is not None}
+    def shares(self, *dims: int) -> tuple[Sizes, Group]:
+        """(elements of dims on each rank, Group) of the ranks among which dims, not all of them whole, are split."""
+        axes = [axis for dim in dims for axis in self.dims[dim]]
+        counts, over = [math.prod([a.size for a in axes if a.sizes is None])], {}
+        for axis in axes:
+            if axis.sizes is not None:
+                over[axis.mesh_dim] = axis.sizes
         for mesh_dim in sorted(over):
-            counts = [n * size for n in counts for size in over[mesh_dim]]
-        others = math.prod([a.size for a in self.dims[dim] if a.sizes is None])
+            counts = [count * size for count in counts for size in over[mesh_dim]]
         joint = len(over) == len(self.mesh.groups)
-        return tuple(n * others for n in counts), self.mesh.joint if joint else self.mesh.groups[next(iter(over))]
+        return tuple(counts), self.mesh.joint if joint else self.mesh.groups[next(iter(over))]
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
@@ -171,12 +175,12 @@ def whole(size: int) -> Axes:
 
 
 def merged(axes: Iterable[Axis]) -> Axes:
-    """The same dimension in as few axes as can be: neighbours join where the outer is whole or the inner is."""
+    """The same dimension in as few axes as possible: an axis that is whole joins the axis outside of it."""
     found: list[Axis] = []
     for axis in axes:
         if axis.size == 1 and axis.sizes is None:
             continue
-        if found and axis.sizes is None:  # whatever is outside, a piece of it stays contiguous
+        if found and axis.sizes is None:  # pieces of the outer axis stay contiguous
             last = found[-1]
             sizes = last.sizes and tuple(n * axis.size for n in last.sizes)
             found[-1] = Axis(last.size * axis.size, last.mesh_dim, sizes)
@@ -188,11 +192,11 @@ def merged(axes: Iterable[Axis]) -> Axes:
 def spec_of(
     mesh: DeviceMesh | Mesh, shape: Sequence[int], placements: Sequence[Placement], sizes: Pieces | None = None
 ) -> Spec:
-    """The Spec of a tensor of a global shape.
+    """The Spec of a tensor with a global shape.
 
     placements: Shard(dim), Replicate() or Partial() for each dimension of the mesh. sizes: {mesh dimension: sizes of
-    its ranks}; as even as can be, the longer first, where none are given. Raises ValueError for sizes that do not add
-    up and for a dimension split twice.
+    its ranks}; by default as even as possible, the longer pieces first. Raises ValueError if sizes do not add up, or if
+    a dimension is split twice.
     """
     mesh, dims, partial = as_mesh(mesh), [whole(n) for n in shape], []
     if len(placements) != len(mesh.groups):
@@ -213,9 +217,9 @@ def spec_of(
 
 
 def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
-    """The part of a whole tensor that a rank of the mesh (this one) holds; differentiable.
+    """The part of a whole tensor that a rank of the mesh (by default this rank) holds; differentiable.
 
-    Dimensions of size 1 where the spec has more stay as they are: they broadcast.
+    A dimension of size 1 stays whole if the spec has a larger size for it, because it broadcasts.
     """
     for dim, axes in enumerate(spec.dims):
         if dim in spec.split_dims and (full.shape[dim] != 1 or spec.shape[dim] == 1):

@@ -1,15 +1,16 @@
-"""ShardTensor: one tensor split over the ranks of a mesh, on which unchanged model code computes.
+"""ShardTensor: one tensor that is split over the ranks of a mesh. Unchanged model code computes on it.
 
-A ShardTensor *is* its local part, a torch.Tensor of another class; its Spec rides along, and `.shape` answers the
-global shape. Every torch function called with one is looked up in a registry of rules (`rule`; distributed/shard/rules/
-holds them). The rule computes on the local part and communicates what is needed. An operation without a rule raises an
-error: never a wrong number. Autograd runs on the local tensors.
+A ShardTensor is its local part, with a subclass of torch.Tensor as its type. It carries a Spec as an attribute, and
+`.shape` is the global shape. Every torch function that is called with a ShardTensor is looked up in a registry of rules
+(see `rule`; the rules are in distributed/shard/rules/). The rule computes on the local part and communicates as needed.
+An operation without a rule raises an error, so that no result is silently wrong. Autograd runs on the local tensors.
 
-Gradients. That of a ShardTensor is split as it is: each rank holds its part of the serial gradient. A plain tensor that
-meets a ShardTensor, a weight, counts as a copy on every rank, and each rank's gradient of it is a *part*: the sum over
-the mesh is the serial gradient. No rule reduces weights' gradients: data parallelism does it once a step.
+Gradients. The gradient of a ShardTensor is split in the same way: each rank holds its part of the serial gradient. A
+plain tensor in an operation with a ShardTensor, such as a weight, counts as a copy on every rank. Each rank computes a
+*part* of its gradient, and the sum over the mesh is the serial gradient. No rule reduces gradients of weights; data
+parallelism does that once per step.
 
-torch.Tensor.as_subclass and __torch_function__: PyTorch's notes on extending torch.
+PyTorch's notes on extending torch describe torch.Tensor.as_subclass and __torch_function__.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +28,13 @@ from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dte
 from distributed.shard.spec import Axis, Mesh, Pieces, Spec, as_mesh, part_of, spec_of
 
 RULES: dict[Callable, Callable] = {}
-LocalTensors = torch._C.DisableTorchFunctionSubclass  # context: ShardTensors count as their local parts
+LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 Rule = TypeVar("Rule", bound=Callable)
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)  # None stays None
 
 
 class ShardTensor(torch.Tensor):
-    """See the top of the file. Made by from_local, scatter_tensor and wrap."""
+    """A split tensor, described at the top of this file. from_local, scatter_tensor and wrap make one."""
 
     spec: Spec
 
@@ -49,11 +50,11 @@ class ShardTensor(torch.Tensor):
     def from_local(
         cls, local: Tensor, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
     ) -> "ShardTensor":
-        """Put the ranks' local tensors together; differentiable.
+        """Make a ShardTensor of the local tensors of all ranks; differentiable.
 
         mesh: DeviceMesh of one or two dimensions. placements: Shard(dim), Replicate() or Partial() for each of them.
-        sizes: {mesh dimension: sizes of its ranks}, for those with Shard; without it the ranks tell each other.
-        Raises ValueError where sizes do not fit the local tensor.
+        sizes: {mesh dimension: sizes of its ranks} for the dimensions with Shard; without it the ranks exchange sizes.
+        Raises ValueError if sizes do not fit the local tensor.
         """
         mesh = as_mesh(mesh)
         shape = list(local.shape)
@@ -77,7 +78,7 @@ class ShardTensor(torch.Tensor):
         return wrap(tensor.to_local(), spec_of_dtensor(tensor))
 
     def to_dtensor(self) -> DTensor:
-        """The DTensor of this tensor; it is rearranged first where the pieces are not those of torch.chunk."""
+        """The DTensor of this tensor, redistributed first if its pieces are not those of torch.chunk."""
         return to_dtensor(local(self), self.spec)
 
     @property
@@ -95,19 +96,19 @@ class ShardTensor(torch.Tensor):
         return local(self)
 
     def on_parts(self, function: Callable[..., Tensor], *args: Any) -> "ShardTensor":
-        """Let a function that keeps the shape work on the local part: a collective over other ranks."""
+        """Apply a function that keeps the shape, such as a collective over other ranks, to the local part."""
         return wrap(function(local(self), *args), self.spec)
 
     def redistribute(self, placements: Sequence[Placement], sizes: Pieces | None = None) -> "ShardTensor":
-        """The same tensor, split as `placements` say (and `sizes`, see from_local); differentiable.
+        """The same tensor with other `placements` (and `sizes`, see from_local); differentiable.
 
-        Split to split is one all-to-all, split to whole an all-gather, partial to whole an all-reduce, partial to split
-        a reduce-scatter.
+        Shard to Shard is one all-to-all, Shard to Replicate an all-gather, Partial to Replicate an all-reduce, Partial
+        to Shard a reduce-scatter.
         """
         return redistributed(self, placements, sizes)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor on every rank, a plain one. Every rank's gradient of it must be that of the whole."""
+        """The whole tensor on every rank, as a plain tensor. The gradient of it must be the same on every rank."""
         return local(replicated(self))
 
     def __repr__(self):
@@ -115,11 +116,10 @@ class ShardTensor(torch.Tensor):
 
 
 def rule(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: what it decorates computes these torch functions.
+    """Decorator: register the decorated function as the rule for these torch functions.
 
-    Called as rule(function, *args, **kwargs). In a rule ShardTensors count as their local parts, eager as under
-    torch.compile, which knows no other way: x.spec has the global shape, and dispatch(function, *args) goes by another
-    rule.
+    A rule is called as rule(function, *args, **kwargs). Inside a rule, ShardTensors behave as their local parts (the
+    only way that torch.compile supports). x.spec has the global shape, and dispatch(function, *args) uses another rule.
     """
 
     def register(implementation: Rule) -> Rule:
@@ -133,7 +133,7 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
 
 
 def _method(implementation, function):
-    """The rule as a method: torch.compile does not find those methods of torch.Tensor that are written in Python."""
+    """The rule as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
 
     def method(self, *args, **kwargs):
         with LocalTensors():
@@ -143,7 +143,7 @@ def _method(implementation, function):
 
 
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A torch function by its rule, for use in rules."""
+    """Call a torch function by its rule, from within a rule."""
     return ShardTensor.__torch_function__(func, (), args, kwargs)
 
 
@@ -153,13 +153,13 @@ def global_shape(x: Tensor) -> torch.Size:
 
 
 def named(*names: str) -> list[Callable]:
-    """All torch functions of these names: of torch, torch.Tensor, torch.nn.functional and torch.linalg."""
+    """All torch functions with these names, in torch, torch.Tensor, torch.nn.functional and torch.linalg."""
     homes = (torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch._C._nn, torch.linalg, torch.special)
     return [f for name in names for home in homes if (f := getattr(home, name, None)) is not None]
 
 
 def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
-    """A local tensor as the part of a ShardTensor; nothing is checked or communicated."""
+    """Make a ShardTensor of a local tensor and its spec. Nothing is checked or communicated."""
     tensor = tensor.as_subclass(ShardTensor)
     tensor.spec = spec
     return tensor
@@ -174,7 +174,7 @@ def local(x: MaybeTensor) -> MaybeTensor:
 
 
 def redistributed(x: ShardTensor, placements: Sequence[Placement], sizes: Pieces | None = None) -> ShardTensor:
-    """x, split as `placements` say; sizes: {mesh dimension: sizes of its ranks}, see redistribute."""
+    """The ShardTensor with other `placements`; sizes: {mesh dimension: sizes of its ranks}, see redistribute."""
     return wrap(*redistribute(local(x), x.spec, placements, sizes))
 
 
@@ -184,19 +184,19 @@ def replicated(x: ShardTensor) -> ShardTensor:
 
 
 def reduced(x: ShardTensor) -> ShardTensor:
-    """A partial ShardTensor summed up, so that operations that are not linear may follow; others as they are."""
+    """Sum up a partial ShardTensor, so that nonlinear operations may follow; return others unchanged."""
     if not x.spec.partial:
         return x
-    if len(x.spec.partial) == len(x.spec.mesh.groups):  # over both dimensions of the mesh in one go
+    if len(x.spec.partial) == len(x.spec.mesh.groups):  # over both mesh dimensions in one all-reduce
         return wrap(reduce_from_region(local(x), x.spec.mesh.joint), x.spec.with_dims(x.spec.dims, ()))
     return redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
 
 
 def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
-    """A plain tensor on its way into an operation whose result has this spec.
+    """Prepare a plain tensor, such as a weight, for an operation whose result has this spec.
 
-    Where the result is the same on several ranks, each of them has the whole gradient of a weight, not a part of it:
-    it is divided, so that the sum over the ranks stays right.
+    If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
+    gradient is then divided by the number of copies, so that the sum over the ranks stays right.
     """
     if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor) and spec.copies > 1 and x.requires_grad:
         return _Share.apply(x, spec.copies)
@@ -215,7 +215,7 @@ class _Share(torch.autograd.Function):
 
 
 def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> NotImplementedError:
-    """The error for what no rule computes."""
+    """The error for an operation that no rule computes."""
     name = getattr(func, "__name__", str(func))
     found = [a.spec for a in _flat(args, kwargs) if isinstance(a, ShardTensor)]
     return NotImplementedError(
@@ -226,7 +226,7 @@ def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: st
 
 
 def one_axis(func: Callable, x: ShardTensor, dim: int) -> Axis:
-    """The axis of a split dimension that is one piece on every rank; no_rule for a product of several."""
+    """The only axis of a split dimension. Raises no_rule for a dimension of several axes."""
     if len(x.spec.dims[dim]) > 1:
         raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
     return x.spec.dims[dim][0]
@@ -243,11 +243,11 @@ def _flat(args, kwargs):
 def scatter_tensor(
     x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
 ) -> ShardTensor:
-    """A ShardTensor from one rank's data: every other rank receives its own part of it and nothing else.
+    """A ShardTensor from the data of one rank: every other rank receives only its own part.
 
-    x: the whole tensor on rank `src` of the mesh (counted in row-major order), anything elsewhere. placements, sizes:
-    Shard or Replicate, as of ShardTensor.from_local, as even as can be without sizes. Differentiable: the gradient
-    arrives at src. Every rank calls it. Raises ValueError, on every rank, where sizes do not fit.
+    x: the whole tensor on rank `src` of the mesh (counted in row-major order), ignored elsewhere. placements, sizes:
+    Shard or Replicate, as for ShardTensor.from_local; sizes are as even as possible by default. Differentiable: src
+    receives the gradient. All ranks call this together. Raises ValueError on every rank if sizes do not fit.
     """
     mesh = as_mesh(mesh)
     group = mesh.joint

@@ -1,4 +1,4 @@
-"""Frames by their date: what a forecast starts from, and the truth that it is compared with."""
+"""Frames by their date: the initial states of forecasts, and the truth that forecasts are compared with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,26 +8,28 @@ import torch
 import xarray
 from torch import Tensor
 
+from training.model import patch_size
+from training.tasks.forecast import statistics_of
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
-from weather.dataset import FieldDataset, YearFile, load_statistics
+from weather.dataset import FieldDataset, YearFile
 
 HOUR = np.timedelta64(1, "h")
 
 
-class Frames:
-    """Normalised frames of a folder of year files, of this rank's part of the image.
+class DatedFrames:
+    """The normalised frames of a folder of year files, cropped to this rank's part of the image.
 
     Attributes: times, (T,) datetime64[s], increasing, of all files; interval, hours between frames; statistics of the
-    channels; dataset, the FieldDataset, which has their names and the coordinates.
-    Raises UsageError where the folder does not hold such data, or says nothing of its dates.
+    channels; dataset, the FieldDataset with the names of the channels and the coordinates.
+    Raises UsageError if the folder holds no such data, or if its dates are unknown.
     """
 
     def __init__(self, folder: Path | str, config: Config, device: torch.device):
-        self.folder, self.device, self.statistics = folder, device, load_statistics(config)
+        self.folder, self.device, self.statistics = folder, device, statistics_of(config)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
-        window = own_window(config.img_size, config.patch_size)
+        window = own_window(config.img_size, patch_size(config))
         self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, *window)
         times = [file_times(file) for file in self.dataset.files]
         self.first_frame = np.cumsum([0, *map(len, times)])
@@ -40,7 +42,7 @@ class Frames:
             raise UsageError(f"{folder}: its frames are {steps.min()} apart, which is no whole number of hours")
 
     def read(self, times: np.ndarray) -> Tensor:
-        """The frames at `times`, which must be there: (B, C, h, w), normalised, on the device."""
+        """Read the frames at `times`, all of which must exist: (B, C, h, w), normalised, on the device."""
         frames = np.empty((len(times), *self.dataset.shape[1:]), np.float32)
         for index, out in zip(np.searchsorted(self.times, times), frames, strict=True):
             number = int(np.searchsorted(self.first_frame, index, side="right")) - 1
@@ -49,12 +51,12 @@ class Frames:
         return (torch.from_numpy(frames).to(self.device) - self.means) / self.stds
 
     def starts(self, leads: Sequence[int]) -> np.ndarray:
-        """The dates from which there is a frame at every one of `leads` (hours): (N,) datetime64[s]."""
+        """The dates that are followed by a frame at every lead time of `leads` (hours): (N,) datetime64[s]."""
         followed = [np.isin(self.times + lead * HOUR, self.times) for lead in leads]
         return self.times[np.logical_and.reduce(followed)]
 
     def describe(self) -> str:
-        """The dates of the data as text."""
+        """The range of dates as text, in at most four spans."""
         gaps = np.flatnonzero(np.diff(self.times) > self.interval * HOUR)
         firsts, lasts = self.times[[0, *(gaps + 1)]], self.times[[*gaps, -1]]
         spans = [f"{show(a)} to {show(b)}" for a, b in zip(firsts, lasts, strict=True)]
@@ -68,7 +70,7 @@ class Frames:
 
 
 def file_times(file: YearFile) -> np.ndarray:
-    """When the frames of a YearFile are, (T,) datetime64[s]: its `time`, else 6-hourly through the year of its name."""
+    """Dates of the frames of a YearFile, (T,) datetime64[s]: its `time`, or 6-hourly in the year of its name."""
     stored, frames = file.file.get("time"), file.shape[0]
     if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
         attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
@@ -84,11 +86,12 @@ def file_times(file: YearFile) -> np.ndarray:
     return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
 
 
-def choose_starts(frames: Frames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
-    """The dates from which to forecast, (N,) datetime64[s], increasing.
+def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
+    """The dates at which the forecasts start, (N,) datetime64[s], increasing.
 
-    leads: hours, increasing. wanted: dates as text, or a number of dates, spread evenly over those that have a frame at
-    every lead. Raises UsageError, saying which dates there are, where one is not there or the data end too early.
+    leads: hours, increasing. wanted: dates as text, or a number of dates; these are spread evenly over all dates that
+    are followed by a frame at every lead time. Raises UsageError with the available dates if a date is missing or too
+    few data follow it.
     """
     there, longest = f"{frames.folder} has {frames.describe()}", leads[-1]
     possible = frames.starts(leads)
@@ -119,5 +122,5 @@ def parse_date(text: str) -> np.datetime64:
 
 
 def show(time: np.datetime64) -> str:
-    """A date as text, to the hour where that is exact."""
+    """A date as text, to the hour or, if necessary, to the minute."""
     return np.datetime_as_string(time, "h" if time == time.astype("datetime64[h]") else "m")

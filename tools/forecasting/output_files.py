@@ -1,6 +1,6 @@
-"""Forecasts as NetCDF, in the CF conventions, one file for each start date; as one Zarr store; and their folder.
+"""The files of a forecast: NetCDF with the CF conventions, one file for each start date, or one Zarr store for all.
 
-A channel is a variable under its name, with its level or height as a scalar coordinate:
+Each channel is a variable of the same name, with its level or height as a scalar coordinate:
 u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa.
 CF conventions 1.11: https://cfconventions.org
 """
@@ -28,7 +28,7 @@ STANDARD_NAMES = {
     "r": "relative_humidity", "sp": "surface_air_pressure", "mslp": "air_pressure_at_mean_sea_level",
     "tcwv": "atmosphere_mass_content_of_water_vapor",
 }  # fmt: skip
-HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; other numbers in a name are hPa
+HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; in other names the number is the level in hPa
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 EPOCH = "hours since 1970-01-01 00:00:00"
 ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
@@ -37,9 +37,9 @@ Scalar = tuple[str, tuple[tuple[()], float, dict[str, str]]]  # name, (dims, val
 
 
 def prepare_folder(path: Path | str) -> None:
-    """Make the folder that a forecast is written to. It holds one: what an earlier one has written is removed.
+    """Make the folder for one forecast, and remove the files that an earlier forecast has written there.
 
-    Called by one rank. Raises UsageError where it cannot be written.
+    One rank calls this. Raises UsageError if the folder cannot be written.
     """
     path = Path(path)
     try:
@@ -57,7 +57,7 @@ def prepare_folder(path: Path | str) -> None:
 
 
 def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str, str]:
-    """Where a forecast comes from, as attributes of its files."""
+    """The origin of a forecast, as attributes of its files."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "title": "Forecast of a vision transformer",
@@ -68,18 +68,19 @@ def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str
 
 
 def write_skill(folder: Path | str, record: dict[str, Any]) -> None:
-    """Write what is known of a forecast as JSON; values that are not finite become null. record["files"]: names."""
+    """Write the record of a forecast as JSON; NaN and infinity become null. record["files"]: names of its files."""
+    finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
     with whole_file(Path(folder) / SKILL) as part:
-        part.write_text(json.dumps(_finite(record), indent=1, allow_nan=False) + "\n")
+        part.write_text(json.dumps(finite, indent=1) + "\n")
 
 
 def file_name(start: np.datetime64) -> str:
-    """The NetCDF file of a start date: forecast-2018-01-05T06.nc."""
+    """Name of the NetCDF file of a start date: forecast-2018-01-05T06.nc."""
     return f"forecast-{show(start).replace(':', '')}.nc"
 
 
 def write_netcdf(folder: Path | str, forecast: xarray.Dataset) -> None:
-    """Write a Dataset of forecast_dataset, named by its start date. Raises UsageError where the disk refuses."""
+    """Write a Dataset of forecast_dataset to a file named by its start date. Raises UsageError if that fails."""
     path = Path(folder) / file_name(forecast["forecast_reference_time"].values[0])
     try:
         with whole_file(path) as part:
@@ -89,18 +90,18 @@ def write_netcdf(folder: Path | str, forecast: xarray.Dataset) -> None:
 
 
 def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
-    """Put the NetCDF files of these dates together in one Zarr store. Needs zarr: see zarr_missing."""
+    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr: see zarr_missing."""
     store = Path(folder) / STORE
     for number, start in enumerate(starts):
         with xarray.open_dataset(Path(folder) / file_name(start), engine="h5netcdf") as forecast:
-            for variable in forecast.variables.values():  # what is of NetCDF does not belong in the store
+            for variable in forecast.variables.values():  # options of NetCDF mean nothing to Zarr
                 variable.encoding = {key: value for key, value in variable.encoding.items() if key in ENCODING}
             along: dict[str, Any] = {"append_dim": "forecast_reference_time"} if number else {"mode": "w"}
             forecast.load().to_zarr(store, consolidated=False, **along)
 
 
 def zarr_missing() -> str | None:
-    """What to do where the Zarr package is not installed; None where it is."""
+    """What to do if the Zarr package is not installed; None if it is."""
     return None if importlib.util.find_spec("zarr") else "no Zarr store: pip install -r requirements-era5.txt"
 
 
@@ -113,10 +114,10 @@ def forecast_dataset(
     grid: Grid,
     attributes: dict[str, str],
 ) -> xarray.Dataset:
-    """One forecast as an xarray.Dataset that writes itself as CF.
+    """One forecast as an xarray.Dataset whose NetCDF file follows the CF conventions.
 
-    start: datetime64. leads: (L,) hours. fields: (L, C, H, W), float32, in physical units. names, units: of channels.
-    attributes: of the whole, besides Conventions.
+    start: datetime64. leads: (L,) hours. fields: (L, C, H, W), float32, in physical units. names, units: of the C
+    channels. attributes: of the file, besides Conventions.
     """
     reference, hours = np.array([start], "datetime64[s]"), np.asarray(leads, np.int32)
     coordinates: dict[str, Any] = {
@@ -137,7 +138,7 @@ def forecast_dataset(
     data = xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
     for key, variable in data.variables.items():
         name = str(key)
-        variable.encoding["_FillValue"] = None  # nothing is missing
+        variable.encoding["_FillValue"] = None  # no value is missing
         if variable.dtype.kind == "M":
             variable.encoding |= {"units": EPOCH, "calendar": "standard", "dtype": "int32"}
         if name in names:
@@ -147,7 +148,7 @@ def forecast_dataset(
 
 
 def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
-    """CF standard name of a channel and its scalar coordinate, (name, (dims, value, attributes)); None for either."""
+    """CF standard name of a channel, and its scalar coordinate (name, (dims, value, attributes)); each may be None."""
     if name in HEIGHTS:
         value = HEIGHTS[name]
         attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
@@ -162,11 +163,3 @@ def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
 def _described(standard_name: str) -> dict[str, str]:
     attrs = {"standard_name": standard_name, "long_name": standard_name.replace("_", " ")}
     return attrs | ({"units_metadata": "leap_seconds: none"} if standard_name.endswith("time") else {})
-
-
-def _finite(record):
-    if isinstance(record, dict):
-        return {key: _finite(value) for key, value in record.items()}
-    if isinstance(record, list):
-        return [_finite(value) for value in record]
-    return None if isinstance(record, float) and not np.isfinite(record) else record

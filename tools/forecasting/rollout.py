@@ -1,4 +1,4 @@
-"""Autoregressive forecasts: what a model says of one step is its input of the next."""
+"""Autoregressive forecasts: the output of a model after one step is its input for the next step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from tools.forecasting.dated_frames import HOUR, Frames
+from tools.forecasting.dated_frames import HOUR, DatedFrames
 from tools.forecasting.output_files import forecast_dataset, write_netcdf
 from training.metrics import ForecastMetrics
 from training.results import FORECASTS
@@ -26,7 +26,7 @@ Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {chan
 
 @dataclass
 class Result:
-    """What a forecast has shown."""
+    """The outcome of a forecast."""
 
     starts: np.ndarray  # (N,) datetime64[s]
     leads: list[int]  # hours
@@ -34,14 +34,14 @@ class Result:
     units: list[str]
     grid: Grid
     skill: Skill  # of LeadTimeSkill.compute
-    channel: str  # the one that is shown
-    truth: np.ndarray  # (L, H, W) of it, after the first start, in physical units; on rank 0, elsewhere maybe empty
-    forecast: np.ndarray  # as truth
+    channel: str  # the channel of the pictures
+    truth: np.ndarray  # (L, H, W) of this channel after the first start, in physical units; may be empty beyond rank 0
+    forecast: np.ndarray  # likewise
 
 
 def roll_out(
     parallel: ParallelModel,
-    frames: Frames,
+    frames: DatedFrames,
     starts: np.ndarray,
     leads: list[int],
     config: Config,
@@ -51,16 +51,16 @@ def roll_out(
 ) -> Result:
     """Forecast from every start with a ParallelModel; returns the Result, on every rank.
 
-    frames: the Frames to start from and to compare with. leads: of lead_times. channel: its name. out: a folder for the
-    forecasts as NetCDF, or None; attributes: of these files. Called by all ranks together: data-parallel ones share out
-    the starts, domain-parallel ones the images.
+    frames: the initial states, and the truth to compare with. leads: of lead_times. channel: name of the channel to
+    show. out: folder for the forecasts as NetCDF, or None. attributes: of these files. All ranks call this together:
+    data-parallel ranks divide the starts, domain-parallel ranks divide the images.
     """
     n_in, n_out, data, whole = config.n_in_channels, config.n_out_channels, frames.dataset, parallel.whole_images
     names, units, shown = data.channel_names[:n_out], data.channel_units[:n_out], data.channel_names.index(channel)
     statistics = [values[:n_out] for values in frames.statistics]
     means, stds, _ = map(torch.from_numpy, statistics)
     skill = LeadTimeSkill(len(leads), data.grid.latitude, statistics, frames.device)
-    writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # of the ranks that have the same forecast
+    writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # one of the ranks that hold the same forecast
     example = None
 
     def physical(fields, channels=slice(None)):
@@ -85,12 +85,12 @@ def roll_out(
                 for i in range(count):
                     fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
                     write_netcdf(out, forecast_dataset(dates[i], leads, fields, names, units, data.grid, attributes))
-    scores = skill.compute(names)  # every rank has written its files when all have come here
+    scores = skill.compute(names)  # a collective: after it, every rank has written its files
     return Result(starts, leads, names, units, data.grid, scores, channel, *(example or (np.empty(0),) * 2))
 
 
 def shown_channel(names: Sequence[str], wanted: str | None) -> str:
-    """The channel to show: z500 where it is there and none is wanted. Raises UsageError with the nearest name."""
+    """The channel to show: the wanted one, otherwise z500 if it exists. Raises UsageError with the nearest name."""
     if wanted is None:
         return "z500" if "z500" in names else names[0]
     if wanted not in names:
@@ -101,8 +101,8 @@ def shown_channel(names: Sequence[str], wanted: str | None) -> str:
 def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
     """The lead time after each step of a rollout, in hours: [6, 12, ..., lead_hours] where dt is 1 and interval 6.
 
-    interval: hours between frames. Raises UsageError where lead_hours is not a whole number of steps, or the model
-    forecasts fewer channels than it takes, so that there is no second step.
+    interval: hours between frames. Raises UsageError if lead_hours is not a whole number of steps, or if the model
+    outputs too few channels to continue from its own output.
     """
     step = config.dt * interval
     if lead_hours < step or lead_hours % step:
@@ -117,9 +117,9 @@ def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
 
 @torch.no_grad()
 def rollout(parallel: ParallelModel, x: Tensor, steps: int, in_channels: int) -> Iterator[Tensor]:
-    """Yield the forecast after each of `steps` steps of a ParallelModel, of this rank's part of the images.
+    """Yield the forecast of a ParallelModel after each of `steps` steps, for this rank's part of the images.
 
-    x: where it starts, (B, in_channels, h, w), normalised; so are the forecasts, (B, out_channels, h, w), float32.
+    x: the initial state, (B, in_channels, h, w), normalised. Yields (B, out_channels, h, w), normalised, float32.
     """
     for _ in range(steps):
         y = parallel.model(x).float()
@@ -128,9 +128,10 @@ def rollout(parallel: ParallelModel, x: Tensor, steps: int, in_channels: int) ->
 
 
 def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """The start dates of this data-parallel rank in batches, as (dates, count): only the first `count` are new.
+    """The start dates of this data-parallel rank in batches, as (dates, count): dates after the first `count` repeat.
 
-    Every rank gets as many batches of the same size: models that are sharded over ranks work in step.
+    Every rank gets the same number of batches of the same size, because all ranks of a sharded model must take part in
+    each forward pass.
     """
     dp, rank, n = comm.get_size("dp"), comm.get_rank("dp"), len(starts)
     for batch, count in enumerate(validation_counts(n, batch_size, rank, dp)):
@@ -141,7 +142,7 @@ def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarra
 class LeadTimeSkill:
     """RMSE and ACC of the model, of persistence and of climatology at each lead time, over all starts of all ranks.
 
-    statistics: of the channels that are forecast. latitude: (H,) degrees.
+    statistics: of the output channels. latitude: (H,) degrees.
     """
 
     def __init__(self, steps: int, latitude: np.ndarray, statistics: Sequence[np.ndarray], device: torch.device):
@@ -152,9 +153,9 @@ class LeadTimeSkill:
         }
 
     def update(self, step: int, start: Tensor, forecast: Tensor, truth: Tensor) -> None:
-        """Add the errors of a batch at a step of the rollout.
+        """Add the errors of a batch at a step of the rollout, counted from 0.
 
-        step: from 0. start: what the rollout began with. All (B, C, H, W), normalised, whole images.
+        start (the initial state), forecast, truth: whole images, (B, C, H, W), normalised.
         """
         forecasts = {"model": forecast, "persistence": start, "climatology": self.climatology.expand_as(truth)}
         for name, field in forecasts.items():
@@ -163,7 +164,7 @@ class LeadTimeSkill:
     def compute(self, names: Sequence[str]) -> Skill:
         """{"rmse": {forecast: {channel: value at each lead time}}, "acc": the same without climatology}.
 
-        RMSE in physical units. names: of the channels. Called by all ranks together.
+        RMSE is in physical units. names: of the channels. All ranks call this together.
         """
         scores: Skill = {"rmse": {}, "acc": {}}
         for forecast, metrics in self.metrics.items():
@@ -171,5 +172,5 @@ class LeadTimeSkill:
             for score, values in zip(scores, zip(*by_lead, strict=True), strict=True):
                 by_channel = torch.stack(values, dim=1).tolist()
                 scores[score][forecast] = dict(zip(names, by_channel, strict=True))
-        del scores["acc"]["climatology"]  # it has no anomaly
+        del scores["acc"]["climatology"]  # climatology has no anomaly
         return scores

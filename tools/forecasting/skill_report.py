@@ -1,4 +1,4 @@
-"""What a forecast leaves behind for people: a table of its skill, curves, maps and an animation."""
+"""The report of a forecast: a table of its skill, curves, maps and an animation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ COLUMNS = 5  # lead times in the table, besides the first
 
 
 def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, zarr: bool) -> None:
-    """Write what a Result holds into the folder `out`, and print its skill and where things are. Called by one rank.
+    """Write skill, pictures and animation of a Result to the folder `out`, and print a summary. One rank calls this.
 
-    about: of forecast_files.attributes. files: the forecasts are there as NetCDF. zarr: put them together in a store.
+    about: of output_files.attributes. files: the forecasts are in the folder as NetCDF. zarr: join them in one store.
     """
     out, first = Path(out), result.starts[0]
     units = dict(zip(result.names, result.units, strict=True))
@@ -35,7 +35,7 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
     with whole_file(out / pictures[0]) as part:
         skill_figure(result.skill, headline, units, result.leads).savefig(part, format="png", dpi=100)
     unit, channel = units[result.channel], result.channel
-    some = spread(len(result.leads), COLUMNS)[::-2][::-1]  # every other one, the last among them
+    some = spread(len(result.leads), COLUMNS)[::-2][::-1]  # every other one, counted from the last
     leads = [result.leads[i] for i in some]
     title = f"{channel}, forecast from {show(first)}"
     with whole_file(out / pictures[1]) as part:
@@ -59,7 +59,7 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
 
 
 def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:
-    """RMSE of each forecast, and ACC of the model, by lead time: a block of lines for each channel."""
+    """RMSE of each forecast and ACC of the model by lead time, as text with a block of lines for each channel."""
     some = spread(len(result.leads), COLUMNS)
     lines = [
         f"{'mean over ' + str(len(result.starts)) + ' starts':<33}" + "".join(f"{result.leads[i]:>9} h" for i in some)
@@ -74,12 +74,12 @@ def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) 
 
 
 def spread(count: int, parts: int) -> list[int]:
-    """Indices of 0 to count - 1: the first, and the last of each of `parts` equal parts."""
+    """Some of the indices 0 to count - 1: the first, and the last one of each of `parts` equal parts."""
     return sorted({0} | {max(0, round(count * part / parts) - 1) for part in range(1, parts + 1)})
 
 
 def first_not_finite(result: Result) -> int | None:
-    """The first lead time, in hours, at which an error of the model is not finite; None where all are."""
+    """The first lead time, in hours, at which an error of the model is not finite; None if all are finite."""
     values = np.array(list(result.skill["rmse"]["model"].values()))  # (C, L)
     bad = ~np.isfinite(values).all(0)
     return result.leads[int(bad.argmax())] if bad.any() else None

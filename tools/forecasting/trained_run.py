@@ -1,4 +1,4 @@
-"""A run as others use it: the config, a checkpoint and the weights from its folder, for a layout of their own."""
+"""Load a trained run from its folder: config, checkpoint and weights, for a layout that may differ from the run's."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -20,30 +20,18 @@ from training.checkpoint import (
     read_marker,
     verify,
 )
+from training.tasks import forecast, task_of
 from utils.config import check_config, differing_keys, load_config, read_named_config, yaml
 from utils.errors import UsageError, first_line
-from utils.schema import Config
-
-# What says how a run was split, made fast and regularised. A forecast needs none of it and begins with the defaults.
-OF_TRAINING = (
-    "dropout", "gradient_accumulation", "enable_jit", "enable_cuda_graphs", "activation_checkpointing", "data_parallel",
-    "noddp", "bucket_cap_mb", "gradient_compression", "dp_shard", "wrap_policy", "prefetch", "gather_dtype",
-    "cpu_offload", "tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel", "tp_backend",
-    "sequence_parallel",
-)  # fmt: skip
-# What the weights are of: another value is another model, or another task.
-OF_MODEL = {
-    "model", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size", "img_size", "n_in_channels",
-    "n_out_channels", "dt",
-}  # fmt: skip
+from utils.schema import Config, keys_that_affect
 
 
 def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits: Collection[str]) -> Config:
-    """The Config of a run in its folder, overridden by the words of a command line.
+    """The Config of the run in a folder, overridden by the words of a command line.
 
-    splits: the keys by which the program can split a model; how the run itself was split does not matter. The local
-    batch is 1 where the words do not say otherwise. Raises UsageError where there is no run, it is no forecasting one,
-    or the words do not fit it.
+    splits: the keys by which this program can split a model; the layout of the run itself does not matter. The local
+    batch size is 1 unless the words set it. Raises UsageError if the folder holds no run of a forecasting model, or if
+    the words contradict its weights.
     """
     file = Path(folder) / "config.yaml"
     if not file.is_file():
@@ -53,22 +41,23 @@ def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits
     except (OSError, UnicodeDecodeError, MarkedYAMLError, TypeError, StopIteration):
         raise UsageError(f"{file}: is not the config of a run") from None
     trained = check_config(read_named_config(file, name), name, f"{file}: {name}")
-    if trained.model != "forecast":
-        raise UsageError(f"{folder}: is the run of a {trained.model}, which forecasts nothing")
-    preset = {key: Config.model_fields[key].default for key in OF_TRAINING} | {"local_batch_size": 1}
+    if not isinstance(task_of(trained), forecast.Trained):
+        raise UsageError(f"{folder}: is a run of task {trained.task}, which forecasts nothing")
+    # Layout and regularisation of the training do not matter here: the defaults take their place.
+    preset = {key: Config.model_fields[key].default for key in keys_that_affect("layout", "training")}
+    preset |= {"local_batch_size": 1}
     words = [f"--yaml_config={file}", f"--config={name}", *words]
     config = load_config(words, world_size=world_size, splits=splits, preset=preset)
-    for key in differing_keys(trained, config):
-        if key in OF_MODEL:
-            raise UsageError(f"{folder}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
+    for key in differing_keys(trained, config, "model"):
+        raise UsageError(f"{folder}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
     return config.model_copy(update={"noddp": True})  # no gradients: nothing to average
 
 
 def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
-    """Folder and marker of a whole checkpoint of a run. For one rank.
+    """Folder and marker of a complete checkpoint of a run. One rank calls this.
 
-    which: best (lowest validation loss; newest where none has one), newest, or a checkpoint's name. Raises UsageError
-    where it is not there, or damaged.
+    which: best (lowest validation loss; the newest if none has a loss), newest, or the name of a checkpoint. Raises
+    UsageError if this checkpoint is missing or damaged.
     """
     folders = CheckpointFolder(Path(run) / "checkpoints", keep=1).folders()
     if not folders:
@@ -91,9 +80,9 @@ def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
 
 
 def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
-    """Fill the model of a ParallelModel from a checkpoint of any layout; each rank reads what it holds.
+    """Load the weights of a checkpoint of any layout into a ParallelModel; each rank reads only its own shards.
 
-    Called by all ranks together. Raises UsageError where the checkpoint is of another model.
+    All ranks call this together. Raises UsageError if the checkpoint holds another model.
     """
     hush_single_process_warning()
     model = parallel.model

@@ -1,1 +1,1 @@
-"""Checks of what a run rests on, before it starts."""
+"""Checks of everything that a run depends on, before it starts."""

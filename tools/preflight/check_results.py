@@ -1,17 +1,16 @@
-"""What a check found, as a line for people and as JSON."""
+"""The result of a check, as a line of text and as JSON."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tools.preflight.rendezvous import RollCall
+from tools.preflight.rendezvous import Rendezvous
 
 
 @dataclass
-class Finding:
-    """level: ok, warn or FAIL. advice is for the reader of a warn or a FAIL. values: numbers, for JSON."""
+class CheckResult:
+    """level: ok, warn or FAIL. advice: what to do about a warn or a FAIL. values: numbers for the JSON report."""
 
     level: str
     what: str
@@ -24,23 +23,23 @@ class Finding:
             self.advice = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold, and Finding(**...) takes."""
+        """The fields, as JSON can hold them and CheckResult(**...) takes them."""
         return asdict(self)
 
     def line(self) -> str:
-        """The finding as text."""
+        """The result as one line of text."""
         return f"{self.level:<5} {self.what:<14} {self.found}{f' - {self.advice}' if self.advice else ''}"
 
 
-def merge(answers: Iterable[list[dict[str, Any]]], ranks: "RollCall") -> list[Finding]:
-    """One list out of every rank's findings (as dicts): equal ones become one, which names its ranks where not all."""
-    whose: dict[str, list[int]] = {}
-    for rank, findings in enumerate(answers):
-        for finding in findings:
-            whose.setdefault(json.dumps(finding), []).append(rank)
+def merge(answers: Iterable[list[dict[str, Any]]], ranks: Rendezvous) -> list[CheckResult]:
+    """Join the results of all ranks (as dicts, in rank order); a result that only some ranks have names them."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, results in enumerate(answers):
+        for result in results:
+            ranks_of.setdefault(json.dumps(result), []).append(rank)
     merged = []
-    for text, members in whose.items():
-        common = Finding(**json.loads(text))
+    for text, members in ranks_of.items():
+        common = CheckResult(**json.loads(text))
         if len(members) < ranks.size:
             common.found = f"{ranks.names(members)}: {common.found}"
         merged.append(common)

@@ -1,4 +1,4 @@
-"""The part of tools.preflight that asks about files and clocks: folders, reading, what the nodes share."""
+"""Checks of files and clocks: the log folder, the data, and what the nodes share."""
 
 import os
 import shutil
@@ -8,52 +8,51 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.preflight.check_results import Finding
-from tools.preflight.rendezvous import RollCall
+from tools.preflight.check_results import CheckResult
+from tools.preflight.rendezvous import Rendezvous
+from utils.files import whole_file
 
-LEAST_FREE_GB = 10  # sample data, checkpoints of two runs
+LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 READ_BYTES, CHUNK = 256 << 20, 8 << 20
 CLOCK_SECONDS = 2
 
 
-def log_folder(options: Namespace, ranks: RollCall) -> Iterator[Finding]:
-    """Whether this rank can write there, durably."""
+def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Whether this rank can write, sync and rename files in the log folder."""
     folder, advice = Path(options.expdir), "another folder: --expdir, or LOG_DIR for sites/launch.sh"
     mark = folder / f".preflight-{uuid.uuid4().hex}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for text in ("old", "new"):  # the second one takes the place of the first
-            part = mark.with_suffix(".part")
-            with part.open("w") as file:
+        for text in ("old", "new"):  # the second file replaces the first
+            with whole_file(mark) as part, part.open("w") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(mark)
         renamed = mark.read_text() == "new"
         mark.unlink()
         free = shutil.disk_usage(folder).free / 1e9
     except OSError as error:
-        yield Finding("FAIL", "log folder", f"{folder}: {error.strerror or error}", advice)
+        yield CheckResult("FAIL", "log folder", f"{folder}: {error.strerror or error}", advice)
         return
     if not renamed:
-        yield Finding("FAIL", "log folder", f"{folder}: a renamed file has its old content", advice)
+        yield CheckResult("FAIL", "log folder", f"{folder}: a renamed file has its old content", advice)
     found = f"{folder}: written, synced, renamed; {free:.0f} GB free"
-    yield Finding("ok" if free > LEAST_FREE_GB else "warn", "log folder", found, f"make room, or {advice}")
+    yield CheckResult("ok" if free > LEAST_FREE_GB else "warn", "log folder", found, f"make room, or {advice}")
 
 
-def shared_folder(options: Namespace, ranks: RollCall) -> Iterator[Finding]:
-    """A file of rank 0 must be seen by the others soon: a checkpoint is written by all into one folder."""
+def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Whether the other ranks soon see a file of rank 0: all of them write a checkpoint into one folder."""
     if ranks.size == 1:
         return
     mark, began = Path(options.expdir) / ".preflight-shared", time.monotonic()
     token = ranks.exchange("shared folder: begin", uuid.uuid4().hex)[0]
+    seen = False
     try:
         if ranks.rank == 0:
             mark.write_text(token)
         ranks.exchange("shared folder: written", True)
-        seen, began = False, time.monotonic()
+        began = time.monotonic()
         while not seen and time.monotonic() - began < min(10, ranks.patience / 2):
-            seen = mark in mark.parent.iterdir() and mark.read_text() == token  # a listing asks the server
+            seen = mark in mark.parent.iterdir() and mark.read_text() == token  # listing the folder asks the server
             time.sleep(0 if seen else 0.1)
     except OSError:
         seen = False
@@ -63,39 +62,39 @@ def shared_folder(options: Namespace, ranks: RollCall) -> Iterator[Finding]:
         mark.unlink(missing_ok=True)
     blind = [rank for rank, answer in enumerate(answers) if answer is None]
     if blind:
-        found = f"{options.expdir}: a file of rank 0 is not seen by {ranks.names(blind)}"
-        yield Finding("FAIL", "shared folder", found, "a folder that all nodes share: --expdir, or LOG_DIR")
+        found = f"a file of rank 0 is not seen by {ranks.names(blind)}"
     else:
-        yield Finding("ok", "shared folder", f"{options.expdir}: a file of rank 0 is seen after {max(answers):.1f} s")
+        found = f"a file of rank 0 is seen after {max(answers):.1f} s"
+    advice = "a folder that all nodes share: --expdir, or LOG_DIR"
+    yield CheckResult("FAIL" if blind else "ok", "shared folder", f"{options.expdir}: {found}", advice)
 
 
-def data_folder(options: Namespace, ranks: RollCall) -> Iterator[Finding]:
-    """Files to train with, and how fast they are read."""
-    folder = Path(options.train_data_path or "data")
+def data_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Whether there are files to train with, and how fast all ranks together read them."""
+    folder, speed = Path(options.train_data_path or "data"), None
     files = sorted(folder.rglob("*.h5")) if folder.is_dir() else []
-    if not files:
-        found = f"{folder}: {'no .h5 file in it' if folder.is_dir() else 'not there'}"
-        advice = "docs/data.md says how to fill it; --train_data_path names another" if options.train_data_path else (
-            "make demo makes sample data; --train_data_path names your own"
-        )  # fmt: skip
-        yield Finding("FAIL" if options.train_data_path else "warn", "data folder", found, advice)
-        answer = None
-    else:
+    if files:
         try:
-            answer = _read(files[ranks.rank % len(files)])
+            speed = _read_speed(files[ranks.rank % len(files)])
             rights = "" if os.access(folder, os.W_OK) else "; may not be written, and need not"
-            yield Finding("ok", "data folder", f"{folder}: {len(files)} .h5 files{rights}")
+            yield CheckResult("ok", "data folder", f"{folder}: {len(files)} .h5 files{rights}")
         except OSError as error:
-            answer = None
-            yield Finding("FAIL", "data folder", f"{error}", "read access to the files of the data set")
-    speeds = [a for a in ranks.exchange("data: read", answer) if a]
+            yield CheckResult("FAIL", "data folder", f"{error}", "read access to the files of the data set")
+    else:
+        found = f"{folder}: {'no .h5 file in it' if folder.is_dir() else 'not there'}"
+        if options.train_data_path:
+            advice = "docs/data.md says how to fill it; --train_data_path names another"
+        else:
+            advice = "make demo makes sample data; --train_data_path names your own"
+        yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", found, advice)
+    speeds = [answer for answer in ranks.exchange("data: read", speed) if answer]
     if speeds:
         found = f"{sum(speeds):.2f} GB/s by {len(speeds)} rank(s) at once, the slowest {min(speeds):.2f}"
-        yield Finding("ok", "data reading", found, values={"gb_per_s": speeds})
+        yield CheckResult("ok", "data reading", found, values={"gb_per_s": speeds})
 
 
-def _read(path: Path) -> float:
-    """GB/s of the first part of a file, from the disk where the system lets go of its copy."""
+def _read_speed(path: Path) -> float:
+    """GB/s for the first part of a file. The system is asked to drop its cached copy first."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -105,18 +104,17 @@ def _read(path: Path) -> float:
     return count / 1e9 / (time.perf_counter() - began)
 
 
-def clocks(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
-    """Clocks of the ranks at the same moment: dates of files and of logs are compared."""
+def clocks(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """How far the clocks of the ranks are apart; the dates of files and log lines depend on them."""
     if ranks.size == 1:
         return
     ranks.exchange("clocks: ready", True)
     times = ranks.exchange("clocks", time.time())
     apart = max(times) - min(times)
-    found = f"at most {apart:.2f} s apart"
+    found, level = f"at most {apart:.2f} s apart", "ok"
     if apart > CLOCK_SECONDS:
-        late = [rank for rank, t in enumerate(times) if t == max(times)]
-        found += f"; {ranks.names(late)} ahead"
-    yield Finding("warn" if apart > CLOCK_SECONDS else "ok", "clocks", found, "time synchronisation (NTP) of the nodes")
+        found, level = f"{found}; {ranks.names([times.index(max(times))])} ahead", "warn"
+    yield CheckResult(level, "clocks", found, "time synchronisation (NTP) of the nodes")
 
 
 CHECKS = (log_folder, data_folder, shared_folder, clocks)

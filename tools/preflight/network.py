@@ -1,4 +1,4 @@
-"""The part of tools.preflight that asks about the network: interfaces, the process group, collectives, bandwidth."""
+"""Checks of the network: interfaces, the process group, collectives, bandwidth."""
 
 import contextlib
 import datetime
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from tools.preflight.check_results import Finding
-from tools.preflight.rendezvous import RollCall
+from tools.preflight.check_results import CheckResult
+from tools.preflight.rendezvous import Rendezvous
 from utils.device import select_device, synchronize
 
 MESSAGE = {"cuda": 64 << 20, "cpu": 8 << 20}  # bytes
@@ -32,7 +32,7 @@ SLOW = {
 
 
 def nvidia_driver() -> str | None:
-    """The version of the driver that nvidia-smi tells; None where there is none."""
+    """The driver version that nvidia-smi reports; None without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -46,18 +46,18 @@ def interfaces() -> list[str]:
 
 
 def unknown_interfaces(value: str) -> bool:
-    """Whether 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them) means no interface of this node."""
+    """Whether no interface of this node matches 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them)."""
     if value.startswith("^"):
         return False
     exact, names = value.startswith("="), value.lstrip("=").split(",")
     return not any(there == name if exact else there.startswith(name) for there in interfaces() for name in names)
 
 
-def towards(host: str, port: int) -> str:
-    """Interface and address of this node on the way to a host, 'eth0 10.0.0.3'."""
+def route(host: str, port: int) -> str:
+    """Interface and address of this node on the route to a host: 'eth0 10.0.0.3'."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
+        probe.connect(address)  # a datagram socket sends nothing
         mine = probe.getsockname()[0]
         with contextlib.suppress(ImportError, OSError):
             import fcntl
@@ -71,35 +71,34 @@ def towards(host: str, port: int) -> str:
     return mine
 
 
-def process_group(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
-    """Join all ranks, by NCCL where each has a GPU of its own, else by gloo."""
+def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Whether all ranks can join one group: NCCL if each has a GPU of its own, otherwise gloo."""
     if ranks.size == 1:
         return
-    launch = ranks.launch
-    device = select_device("auto", launch.local_rank)
-    if device.type != "cuda":
-        device = torch.device("cpu")
+    launch, device = ranks.launch, select_device("auto", ranks.launch.local_rank)
     card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     own = card and f"{card.uuid} {card.pci_bus_id}"  # type: ignore[attr-defined]  # not in torch's stubs
-    cards = ranks.exchange("process group: devices", [ranks.node, own])
-    if None in [card for _, card in cards]:
+    cards = [card and f"{node} {card}" for node, card in ranks.exchange("process group: devices", [ranks.node, own])]
+    count, here = len(set(cards)), torch.accelerator.device_count()
+    unequal, shared = None in cards, None not in cards and count < ranks.size
+    if unequal and any(cards):
+        without = [rank for rank, card in enumerate(cards) if card is None]
+        yield CheckResult("FAIL", "devices", f"{ranks.names(without)} has no GPU, others have", "equal nodes")
+    elif shared:
+        found = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
+        advice = "one rank per GPU: --nproc_per_node, --ntasks-per-node, --gpus-per-task"
+        yield CheckResult("FAIL", "devices", found, advice)
+    elif not unequal and launch.ranks_per_node < here:
+        found = f"{launch.ranks_per_node} ranks on a node, {here} GPUs"
+        yield CheckResult("warn", "devices", found, "as many ranks as GPUs, or some are idle")
+    if unequal or shared:
         device = torch.device("cpu")
-        if any(card for _, card in cards):
-            without = [rank for rank, (_, card) in enumerate(cards) if card is None]
-            yield Finding("FAIL", "devices", f"{ranks.names(without)} has no GPU, others have", "equal nodes")
-    elif len({tuple(card) for card in cards}) < ranks.size:
-        found = f"{ranks.size} ranks share {len({tuple(card) for card in cards})} GPUs, which NCCL refuses"
-        yield Finding(
-            "FAIL", "devices", found, "one rank per GPU: --nproc_per_node, --ntasks-per-node, --gpus-per-task"
-        )
-        device = torch.device("cpu")
-    elif launch.ranks_per_node < torch.accelerator.device_count():
-        idle = f"{launch.ranks_per_node} ranks on a node, {torch.accelerator.device_count()} GPUs"
-        yield Finding("warn", "devices", idle, "as many ranks as GPUs, or some are idle")
+
     if launch.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as utils.comm does: a host name need not resolve
     backend, began = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
-    patience = ranks.patience * (100 if backend == "nccl" else 1)  # NCCL would end the process before it is told why
+    # NCCL ends the process at its timeout, before the rendezvous can say which rank is missing.
+    patience = ranks.patience * (100 if backend == "nccl" else 1)
     store = ranks.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=ranks.rank, world_size=ranks.size,
@@ -109,20 +108,19 @@ def process_group(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
     dist.all_reduce(torch.ones(1, device=device))
     synchronize(device)
     seconds = max(ranks.exchange("process group: seconds", time.monotonic() - began))
-    yield Finding("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {seconds:.1f} s")
-    ways: dict[str | None, tuple[str, list[int]]] = {}
-    for rank, way in enumerate(ranks.exchange("process group: way", towards(launch.master_addr, launch.master_port))):
-        ways.setdefault(ranks.nodes[rank], (way, []))[1].append(rank)
-    for node, (way, members) in ways.items():
-        yield Finding("ok", "node", f"{node}: {len(members)} rank(s), reaches rank 0 by {way}")
+    yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {seconds:.1f} s")
+    routes = ranks.exchange("process group: route", route(launch.master_addr, launch.master_port))
+    for node, members in ranks_by_node(ranks).items():
+        found = f"{node}: {len(members)} rank(s), reaches rank 0 by {routes[members[0]]}"
+        yield CheckResult("ok", "node", found)
 
 
-def collectives(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
-    """All-reduce, all-gather and all-to-all with numbers that bfloat16 can hold, and known results."""
+def collectives(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Whether all-reduce, all-gather and all-to-all give known results, with numbers that bfloat16 can hold."""
     rank, size, device = ranks.rank, ranks.size, group_device(ranks, "collectives")
     if device is None:
         return
-    ranks.device = None  # what fails here is not tried again
+    ranks.device = None  # a group that fails here is not used again
     pattern = torch.arange(1000, device=device) % 5
     for dtype in (torch.float32, torch.bfloat16):
         reduced = (pattern * (rank % 3 + 1)).to(dtype)
@@ -135,32 +133,28 @@ def collectives(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
         dist.all_to_all_single(received, sent)
         expected = (torch.arange(size, device=device) % 16 * 16 + rank % 16).repeat_interleave(7)
         right = {
-            "all-reduce": torch.allclose(reduced.float(), total.float(), rtol=0.02),  # sums are rounded on the way
+            "all-reduce": torch.allclose(reduced.float(), total.float(), rtol=0.02),  # partial sums are rounded
             "all-gather": all((gathered[r * 1000 : (r + 1) * 1000] == pattern + r % 128).all() for r in range(size)),
             "all-to-all": bool((received == expected).all()),
         }
         name = str(dtype).removeprefix("torch.")
-        wrong = [kind for kind, well in right.items() if not well]
-        if wrong:
+        if wrong := [kind for kind, well in right.items() if not well]:
             advice = "NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1 to find the link; tell the site"
-            yield Finding("FAIL", "collectives", f"{name}: wrong numbers from {', '.join(wrong)}", advice)
+            yield CheckResult("FAIL", "collectives", f"{name}: wrong numbers from {', '.join(wrong)}", advice)
         else:
-            yield Finding("ok", "collectives", f"{name}: {', '.join(right)} give the right numbers")
+            yield CheckResult("ok", "collectives", f"{name}: {', '.join(right)} give the right numbers")
     ranks.device = device
 
 
-def bandwidth(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
-    """What a rank sends per second, in all ranks together, inside each node and across nodes."""
+def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """GB/s that a rank sends: among all ranks, inside each node, and across nodes."""
     device = group_device(ranks, "bandwidth")
     if device is None:
         return
-    places: dict[str | None, list[int]] = {}  # node -> its ranks
-    for rank, node in enumerate(ranks.nodes):
-        places.setdefault(node, []).append(rank)
+    nodes = list(ranks_by_node(ranks).values())
     parts = {"all ranks": [list(range(ranks.size))]}
-    if len(places) > 1:
-        parts["inside a node"] = list(places.values())
-        parts["across nodes"] = [list(members) for members in zip(*places.values(), strict=False)]
+    if len(nodes) > 1:
+        parts |= {"inside a node": nodes, "across nodes": [list(peers) for peers in zip(*nodes, strict=False)]}
     for label, groups in parts.items():
         mine: tuple[dist.ProcessGroup, int] | None = None
         for members in groups:  # every rank takes part in making every group
@@ -169,17 +163,16 @@ def bandwidth(_options: Namespace, ranks: RollCall) -> Iterator[Finding]:
         speeds = {}
         for kind in ("all-reduce", "all-gather", "all-to-all"):
             speed = measure(kind, *mine, device) if mine else None
-            told = [s for s in ranks.exchange(f"bandwidth: {label}, {kind}", speed) if s]
-            if told:
+            if told := [s for s in ranks.exchange(f"bandwidth: {label}, {kind}", speed) if s]:
                 speeds[kind] = min(told)
         if speeds:
             found = f"{label}, {MESSAGE[device.type] >> 20} MiB: "
             found += ", ".join(f"{kind} {speed:.2f}" for kind, speed in speeds.items()) + " GB/s sent by a rank"
-            yield Finding("ok", "bandwidth", found, values=speeds)
+            yield CheckResult("ok", "bandwidth", found, values=speeds)
 
 
 def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> float:
-    """GB/s that a rank of the group sends with a ring, median of some repeats after the first."""
+    """GB/s that a rank of the group sends with a ring algorithm: median of the repeats after the first."""
     count = MESSAGE[device.type] // 4 // size
     part, whole = torch.zeros(count, device=device), torch.zeros(count * size, device=device)
     other = torch.empty_like(whole)
@@ -198,8 +191,16 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     return sent * count * 4 / 1e9 / sorted(seconds[1:])[REPEATS // 2]
 
 
-def group_device(ranks: RollCall, check: str) -> torch.device | None:
-    """The device of the process group, None where a rank has none; checks run in threads, which know no current one."""
+def ranks_by_node(ranks: Rendezvous) -> dict[str | None, list[int]]:
+    """{node: its ranks}."""
+    places: dict[str | None, list[int]] = {}
+    for rank, node in enumerate(ranks.nodes):
+        places.setdefault(node, []).append(rank)
+    return places
+
+
+def group_device(ranks: Rendezvous, check: str) -> torch.device | None:
+    """The device of the process group, made current in this thread; None if any rank has no group."""
     device = ranks.device
     if ranks.size == 1 or not all(ranks.exchange(f"{check}: group", device is not None)):
         return None

@@ -1,7 +1,7 @@
-"""Ranks that talk through a store before they trust one another with a collective.
+"""Ranks meet in a key-value store and exchange small messages, before any of them calls a collective.
 
-A collective that waits for a rank cannot say for which. Here each rank leaves a word under its own key, so a rank that
-never comes, or comes no further, is known by its number and its node, and nobody waits longer than agreed.
+A collective that hangs cannot say which rank is missing. In the store each rank writes under its own key, so a rank
+that never comes, or stops half-way, is known by its number and its node, and every wait has a time limit.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +23,12 @@ from utils.errors import first_line
 from utils.launch import Launch
 
 POLL_SECONDS = 0.05
-LEAVE_SECONDS = 5  # for all ranks to let go of the store
+LEAVE_SECONDS = 5  # the time that rank 0, which holds the store, waits for the others to leave it
 T = TypeVar("T")
 
 
 class Absent(Exception):
-    """Ranks that did not answer in time, or cannot meet at all. advice: what to do."""
+    """Ranks did not answer in time, or could not meet at all. advice: what to do."""
 
     def __init__(self, message: str, advice: str):
         super().__init__(message)
@@ -35,77 +36,72 @@ class Absent(Exception):
 
 
 def limited(seconds: float, function: Callable[..., T], *args: Any) -> T:
-    """function(*args) in a thread; raises TimeoutError where it takes longer, and leaves it behind."""
-    outcome: dict[str, Any] = {}
+    """Call function(*args) in a thread. Raises TimeoutError if it takes too long; the thread is then left behind."""
+    outcome: Future[T] = Future()
 
     def call():
         try:
-            outcome["result"] = function(*args)
+            outcome.set_result(function(*args))
         except BaseException as error:
-            outcome["error"] = error
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"not done after {seconds:g} s")
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["result"]
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    except TimeoutError:
+        if outcome.done():  # the function itself raised it
+            raise
+        raise TimeoutError(f"not done after {seconds:g} s") from None
 
 
-class RollCall:
-    """The ranks of a Launch. patience: seconds a rank waits for the others. nodes: where each rank is, when it came."""
+class Rendezvous:
+    """The meeting of all ranks of a Launch.
+
+    patience: seconds that a rank waits for the others. nodes: the node of each rank, None until the rank has come.
+    device: the device of the process group, None while there is no group.
+    """
 
     def __init__(self, launch: Launch, patience: float):
         self.rank, self.size, self.launch, self.patience = launch.rank, launch.world_size, launch, patience
+        self.address = f"{launch.master_addr}:{launch.master_port}"
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self.nodes: list[str | None] = [self.node] if self.size == 1 else [None] * self.size
         self.store: dist.Store | None = None
-        self.device: torch.device | None = None  # of the process group, once there is one
+        self.device: torch.device | None = None
 
     def connect(self) -> None:
-        """Open the store of rank 0, or of torchrun, and meet the others there.
+        """Open the store, which rank 0 or torchrun serves, and meet the other ranks there.
 
-        Raises Absent, which names the ranks that did not come, or the address or the port that cannot be used.
+        Raises Absent with the ranks that did not come, or with the address or port that cannot be used.
         """
-        launch = self.launch
-        address = f"{launch.master_addr}:{launch.master_port}"
+        host, port = self.launch.master_addr, self.launch.master_port
         try:
-            socket.getaddrinfo(launch.master_addr, launch.master_port)
+            socket.getaddrinfo(host, port)
         except OSError as error:
-            message = f"MASTER_ADDR {launch.master_addr} is not known on {self.node}: {error.strerror}"
+            message = f"MASTER_ADDR {host} is not known on {self.node}: {error.strerror}"
             raise Absent(message, "set MASTER_ADDR to a name or an address of rank 0's node") from None
         serve = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if not serve and not self._open(launch.master_addr, launch.master_port):
-            message = f"{self.names([0])} did not come: {address} cannot be reached from {self.node}"
+        if not serve and not _wait_until(lambda: self._listening(host, port), 2 * self.patience):
+            message = f"{self.names([0])} did not come: {self.address} cannot be reached from {self.node}"
             raise Absent(f"{message} within {2 * self.patience:g} s", "is it running? does a firewall close the port?")
+        timeout = datetime.timedelta(seconds=self.patience)
         try:
-            arguments = launch.master_addr, launch.master_port, self.size, serve
-            patience = datetime.timedelta(seconds=self.patience)
-            store = limited(
-                2 * self.patience, lambda: dist.TCPStore(*arguments, timeout=patience, wait_for_workers=False)
-            )
+            store = limited(2 * self.patience, dist.TCPStore, host, port, self.size, serve, timeout, False)
         except (RuntimeError, TimeoutError) as error:
             what = "opened" if serve else "used"
-            message = f"{address} cannot be {what} on {self.node}: {first_line(error)}"
+            message = f"{self.address} cannot be {what} on {self.node}: {first_line(error)}"
             raise Absent(message, "another MASTER_PORT: another program may have this one") from None
         self.store = dist.PrefixStore(f"preflight{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.nodes = self.exchange("arrival", self.node)
 
-    def _open(self, host: str, port: int) -> bool:
-        """Whether somebody listens there in time: rank 0 may have started later, and then has patience of its own."""
-        deadline = time.monotonic() + 2 * self.patience
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection((host, port), timeout=self.patience).close()
-                return True
-            except OSError:
-                time.sleep(4 * POLL_SECONDS)
+    def _listening(self, host: str, port: int) -> bool:
+        """Whether a program listens at this address."""
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=self.patience):
+            return True
         return False
 
     def exchange(self, key: str, value: Any, patience: float | None = None) -> list[Any]:
-        """Everyone's value under a key that is used once, in the order of ranks. Raises Absent."""
+        """The values of all ranks, in rank order. Each key can be used once. Raises Absent."""
         if self.size == 1:
             return [value]
         patience = patience or self.patience
@@ -116,47 +112,36 @@ class RollCall:
             raise Absent(message, "its own output may say why") from None
 
     def _exchange(self, key, value, patience):
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], json.dumps(value))
-        if self.rank == 0:
-            if self._seen(keys, patience):
-                self.store.set(key, json.dumps([json.loads(v) for v in self.store.multi_get(keys)]))
+        store, keys = self.store, [f"{key}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], json.dumps(value))
+        if self.rank == 0:  # collects the values and tells all ranks the outcome
+            if _wait_until(lambda: store.check(keys), patience):
+                outcome = [json.loads(v) for v in store.multi_get(keys)]
             else:
-                absent = [rank for rank, name in enumerate(keys) if not self.store.check([name])]
-                self.store.set(key, json.dumps({"absent": absent}))
-        elif not self._seen([key], 2 * patience):
+                outcome = {"absent": [rank for rank, name in enumerate(keys) if not store.check([name])]}
+            store.set(key, json.dumps(outcome))
+        elif not _wait_until(lambda: store.check([key]), 2 * patience):
             raise TimeoutError
-        answer = json.loads(self.store.get(key))
-        if isinstance(answer, dict):
+        outcome = json.loads(store.get(key))
+        if isinstance(outcome, dict):
             what, advice = f"did not reach '{key}'", "its own output may say why"
             if key == "arrival":
                 what, advice = "did not come", "was it started? its own output may say why"
-                self.nodes = [json.loads(self.store.get(k)) if self.store.check([k]) else None for k in keys]
-            raise Absent(f"{self.names(answer['absent'])} {what} within {patience:g} s", advice)
-        return answer
-
-    def _seen(self, keys, patience):
-        deadline = time.monotonic() + patience
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+                self.nodes = [json.loads(store.get(k)) if store.check([k]) else None for k in keys]
+            raise Absent(f"{self.names(outcome['absent'])} {what} within {patience:g} s", advice)
+        return outcome
 
     def leave(self) -> None:
-        """The store lives in rank 0, which goes last; whoever is gone is not waited for."""
+        """Leave the store. Rank 0, which holds it, leaves last; it does not wait for a rank that has failed."""
         if self.store:
+            left = self.store.add
             with contextlib.suppress(RuntimeError, TimeoutError):
-                limited(LEAVE_SECONDS, self._leave)
-
-    def _leave(self):
-        left = self.store.add("left", 1)
-        while self.rank == 0 and left < self.size:
-            time.sleep(POLL_SECONDS)
-            left = self.store.add("left", 0)
+                limited(LEAVE_SECONDS, left, "left", 1)
+                if self.rank == 0:
+                    _wait_until(lambda: left("left", 0) >= self.size, LEAVE_SECONDS)
 
     def names(self, ranks: Iterable[int]) -> str:
-        """'rank 1,4-7 (node2)', one such for each node; for a rank that never came the node where it should be."""
+        """The ranks of each node as text: 'rank 1,4-7 (node2)'. A rank that never came gets its planned node."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             places.setdefault(self.nodes[rank] or self._planned_node(rank), []).append(rank)
@@ -164,12 +149,21 @@ class RollCall:
 
     def _planned_node(self, rank):
         number = rank // self.launch.ranks_per_node
-        listed = os.environ.get("SLURM_STEP_NODELIST")
+        names = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST")]
         try:
-            names = ["scontrol", "show", "hostnames", listed]
             return subprocess.run(names, capture_output=True, text=True, timeout=5).stdout.split()[number]
         except (OSError, TypeError, IndexError, subprocess.TimeoutExpired):
             return self.node if self.launch.nodes == 1 else f"node {number + 1} of {self.launch.nodes}"
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until the condition holds; False if it does not within this time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def shortened(numbers: Iterable[int]) -> str:

@@ -50,7 +50,7 @@ class Trained(Task):
         )
         self.check_batch(len(train), f" in {config.train_data_path}")
         batch_size = config.global_batch_size // comm.get_size("dp")
-        shared = config_statistics(config), n_in, n_out, batch_size, device, config.num_data_workers
+        shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers
         return [Loader(dataset, *shared) for dataset in (train, valid)]
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
@@ -77,9 +77,11 @@ def loader_class(name: str) -> type[BatchLoader]:
     return DaliDataLoader
 
 
-def config_statistics(config: Config) -> Statistics:
-    """The statistics of the channels that a config reads."""
-    return load_statistics(config)
+def statistics_of(config: Config) -> Statistics:
+    """The statistics that a config names, of its channels and its image. Raises UsageError as load_statistics."""
+    channels = max(config.n_in_channels, config.n_out_channels)
+    paths = config.global_means_path, config.global_stds_path, config.time_means_path
+    return load_statistics(*paths, channels, config.img_size)
 
 
 class ForecastValidator(Validator):

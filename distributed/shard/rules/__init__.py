@@ -1,4 +1,4 @@
-"""What each torch function does with a ShardTensor. A module here registers its rules when it is imported."""
+"""The rules of ShardTensor: one for each torch function. Importing a module registers its rules."""
 
 from distributed.shard.rules import (  # noqa: F401
     attention,

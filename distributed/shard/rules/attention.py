@@ -1,4 +1,4 @@
-"""Attention over tokens that are split: by the methods of distributed/attention.py, whichever tokens a rank has."""
+"""Attention over split tokens, by the methods of distributed/attention.py."""
 
 # mypy: allow-redefinition
 # (q, k and v are ShardTensors, then their local parts)
@@ -19,7 +19,7 @@ _chosen = "gather"
 
 
 def set_attention_method(method: str) -> None:
-    """Choose how attention over split tokens sees all keys: gather, ring or all_to_all. For all models, from now on."""
+    """Choose the method for split tokens, for all models from now on: gather, ring or all_to_all."""
     if method not in METHODS:
         raise ValueError(f"attention: no method '{method}', there are {', '.join(METHODS)}")
     global _chosen
@@ -31,7 +31,7 @@ def attention(
     func: Callable, q: ShardTensor, k: ShardTensor, v: ShardTensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> ShardTensor:  # fmt: skip
-    """Of q (B, heads, N, d), k, v (B, heads, M, d); samples and heads may be split, in the same way in all three."""
+    """Attention of q (B, heads, N, d) to k, v (B, heads, M, d). All three split samples and heads in the same way."""
     if not all(isinstance(x, ShardTensor) and len(x.spec.dims) == 4 for x in (q, k, v)):
         raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors of four dimensions")
     q, k, v = reduced(q), reduced(k), reduced(v)
@@ -52,7 +52,7 @@ def attention(
     if columns.is_split(2):
         mask = mask if _chosen == "all_to_all" else _own_rows(mask, rows)
         return wrap(METHODS[_chosen](q, k, v, dropout_p, sizes=sizes, group=group, mask=mask), out)
-    k, v = copy_to_region(k, group), copy_to_region(v, group)  # every rank has queries of its own
+    k, v = copy_to_region(k, group), copy_to_region(v, group)  # every rank has different queries
     return wrap(F.scaled_dot_product_attention(q, k, v, _own_rows(mask, rows), dropout_p), out)
 
 
@@ -69,13 +69,13 @@ def _whole_tokens(x):
 
 
 def _of_own_heads(mask, rows):
-    """A plain mask, of this rank's samples and heads, and of all queries and keys; its gradient is a part."""
+    """The mask of this rank's samples and heads, and of all queries and keys, as a plain tensor."""
     if mask is None:
         return None
     if isinstance(mask, ShardTensor):
         mask = local(replicated(mask))
         for group, placement in zip(rows.mesh.groups, rows.placements, strict=True):
-            if placement.is_shard():  # each rank goes on with the mask of its own queries
+            if placement.is_shard():  # each rank uses the mask of its own queries
                 mask = copy_to_region(mask, group)
     else:
         mask = shared(mask, rows)
@@ -83,7 +83,7 @@ def _of_own_heads(mask, rows):
 
 
 def _mask(mask, is_causal, rows, columns, device):
-    """The mask of all queries and keys, (..., N, M), both in the order in which ranks hold them."""
+    """The mask of all queries and keys, (..., N, M), both in the order of the ranks."""
     if is_causal:
         places = [torch.arange(spec.shape[2], device=device) for spec in (rows, columns)]
         mask = places[0][:, None] >= places[1]
@@ -96,7 +96,7 @@ def _mask(mask, is_causal, rows, columns, device):
 
 
 def _ranks(spec):
-    """The ranks of the mesh, as Spec.coordinate counts them, among which the tokens are split."""
+    """The ranks of the mesh among which the tokens are split, as Spec.coordinate counts them."""
     over = [axis.mesh_dim for axis in spec.dims[2] if axis.sizes is not None]
     steps = 1 if len(over) > 1 else math.prod([group.size for group in spec.mesh.groups[over[0] + 1 :]] if over else [])
     count = spec.shares(2)[1].size if over else 1
@@ -104,7 +104,7 @@ def _ranks(spec):
 
 
 def _tokens(spec, rank, device):
-    """Which tokens a rank of the mesh has."""
+    """The indices of the tokens that a rank of the mesh holds."""
     return part_of(torch.arange(spec.shape[2], device=device), spec.with_dims((spec.dims[2],)), rank)
 
 

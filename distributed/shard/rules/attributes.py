@@ -1,7 +1,7 @@
-"""What is asked of a tensor without computing with it, and what leaves the world of ShardTensors."""
+"""Attributes of a ShardTensor, backward, and the operations that return values to the host."""
 
 # mypy: disable-error-code="attr-defined,union-attr"
-# (which takes Tensor.shape for a value of the class, not for the descriptor that it is)
+# (mypy takes Tensor.shape for a value of the class; it is a descriptor)
 
 from collections.abc import Callable
 from typing import Any
@@ -22,37 +22,16 @@ from distributed.shard.tensor import ShardTensor, local, named, replicated, rule
            "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "_is_view", "is_pinned"),
 )  # fmt: skip
 def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
-    """The same for the whole tensor as for the local part."""
+    """Properties that the whole tensor shares with the local part."""
     return func(x, *args, **kwargs)
 
 
-@rule(Tensor._base.__get__)
-def base(func: Callable, x: ShardTensor) -> None:
-    """None: that a ShardTensor is a view of its local part is nobody's concern."""
-
-
-@rule(Tensor.shape.__get__)
-def shape(func: Callable, x: ShardTensor) -> torch.Size:
-    """The global shape."""
-    return x.spec.shape
-
-
-@rule(Tensor.size)
-def size(func: Callable, x: ShardTensor, dim: int | None = None) -> torch.Size | int:
-    """The global shape, or one size of it."""
-    return x.spec.shape if dim is None else x.spec.shape[dim]
-
-
-@rule(Tensor.ndim.__get__, *named("dim", "ndimension"))
-def ndim(func: Callable, x: ShardTensor) -> int:
-    """As many as the local part has."""
-    return len(x.spec.dims)
-
-
-@rule(*named("numel", "nelement"))
-def numel(func: Callable, x: ShardTensor) -> int:
-    """Elements on all ranks together."""
-    return x.spec.shape.numel()
+rule(Tensor._base.__get__)(lambda func, x: None)  # hides that a ShardTensor is a view of its local part
+rule(Tensor.shape.__get__)(lambda func, x: x.spec.shape)
+rule(Tensor.size)(lambda func, x, dim=None: x.spec.shape if dim is None else x.spec.shape[dim])
+rule(Tensor.ndim.__get__, *named("dim", "ndimension"))(lambda func, x: len(x.spec.dims))
+rule(*named("numel", "nelement"))(lambda func, x: x.spec.shape.numel())
+rule(torch.is_tensor)(lambda func, x: True)
 
 
 @rule(Tensor.__len__)
@@ -65,20 +44,20 @@ def length(func: Callable, x: ShardTensor) -> int:
 
 @rule(Tensor.grad.__get__)
 def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
-    """Split as x is: each rank has its part of the serial gradient."""
+    """The gradient, split as x is: each rank has its part of the serial gradient."""
     found = func(x)
     return found if found is None else wrap(found, x.spec)
 
 
 @rule(Tensor.grad.__set__)
 def set_grad(func: Callable, x: ShardTensor, value: Tensor | None) -> None:
-    """value: split as x is."""
+    """Set the gradient. value: split as x is."""
     func(x, local(value))
 
 
 @rule(Tensor.backward)
 def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    """gradient: split as x is."""
+    """Run the backward pass. gradient: split as x is."""
     if gradient is None and x.spec.split_dims and x.spec.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     with torch._C._EnableTorchFunction():  # hooks and recomputation compute with ShardTensors
@@ -87,7 +66,7 @@ def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *ar
 
 @rule(*named("requires_grad_"))
 def in_place_flag(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """Set on the local part; returns x."""
+    """Set requires_grad of the local part; returns x."""
     func(x, *args, **kwargs)
     return x
 
@@ -95,11 +74,5 @@ def in_place_flag(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> 
 @rule(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
       Tensor.__format__, Tensor.__contains__, Tensor.__array__)  # fmt: skip
 def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
-    """For the host: the value of the whole tensor, on every rank."""
+    """The value of the whole tensor for the host, on every rank."""
     return func(local(replicated(x)), *args, **kwargs)
-
-
-@rule(torch.is_tensor)
-def is_tensor(func: Callable, x: ShardTensor) -> bool:
-    """True: a ShardTensor is a torch.Tensor."""
-    return True

@@ -1,7 +1,7 @@
-"""Convolution and transposed convolution of a tensor whose spatial dimensions are cut: see windows.py.
+"""Convolution and transposed convolution of a tensor with split spatial dimensions: see windows.py.
 
-The weights are plain tensors, whole on every rank. Each rank fetches the rows that its outputs read, with the padding
-where the whole ends, and calls the plain operation.
+The weights are plain tensors, whole on every rank. Each rank fetches the rows that its outputs need, including padding
+at the ends of the whole dimension, and calls the plain operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,9 +35,9 @@ def convolve(
 ) -> Output:  # fmt: skip
     """conv1d, conv2d, conv3d: x (B, C, ...) or (C, ...), weight (D, C / groups, ...) -> (B, D, ...).
 
-    padding: numbers, 'same' or 'valid'. overlap: while rows travel, compute the outputs that read this rank's only; by
-    default on an accelerator where they are most of the outputs. Raises ValueError where a window is longer than the
-    padded input.
+    padding: numbers, 'same' or 'valid'. overlap: compute the outputs that need only this rank's rows while other rows
+    travel; by default on an accelerator if these are most of the outputs. Raises ValueError if a window is longer than
+    the padded input.
     """
     count = weight.ndim - 2
     x, ahead = autocast(x), x.ndim - count
@@ -73,7 +73,7 @@ def convolve(
     outputs = bounds(new[last])[group.rank]
     inner = inside(w, bounds(sizes)[group.rank], outputs)
     if overlap is None:
-        # A CPU exchanges on the cores that it computes on, and a compiler orders the operations itself.
+        # On a CPU the exchange uses the same cores as the computation. A compiler orders the operations itself.
         overlap = x.device.type != "cpu" and not torch.compiler.is_compiling()
         overlap = overlap and 4 * (inner[1] - inner[0]) > 3 * (outputs[1] - outputs[0])
     if not (overlap and coming.traffic and inner[0] < inner[1] and inner != outputs):
@@ -85,7 +85,7 @@ def overlapped(
     compute: Callable[[Tensor], Tensor], coming: Fetch, window: Window, dim: int, start: int, outputs: Interval,
     inner: Interval,
 ) -> Tensor:  # fmt: skip
-    """The outputs of a rank whose shard begins at row `start`, the inner ones first."""
+    """Compute the outputs of a rank whose shard begins at row `start`, the inner ones first."""
     first, last = window.interval(*inner)
     middle = compute(coming.own.narrow(dim, first - start, last - first))
     parts = [middle]
@@ -97,13 +97,13 @@ def overlapped(
 
 
 def request(x: Tensor, dim: int, splits: Splits, new: dict[int, Sizes], window: Window) -> Fetch:
-    """The rows that every rank's outputs read, on their way."""
+    """Begin to fetch the rows that the outputs of every rank need."""
     sizes, group = splits[dim]
-    return Fetch(x, dim, sizes, [window.interval(*b) if b[0] < b[1] else (0, 0) for b in bounds(new[dim])], group)
+    return Fetch(x, dim, sizes, [window.interval(*outputs) for outputs in bounds(new[dim])], group)
 
 
 def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
-    """Of the outputs [first, last), those that read nothing but the given rows."""
+    """The outputs among [first, last) that need only the given rows."""
     first = -((-rows[0] - window.before) // window.stride)
     last = (rows[1] - 1 - window.reach + window.before) // window.stride + 1
     first = min(max(first, outputs[0]), outputs[1])
@@ -141,14 +141,14 @@ def convolve_transposed(
             raise ValueError(f"{func.__name__}: {length} rows, output_padding {extras[i]}, stride {s}")
         if dim in splits:
             sizes, group = splits[dim]
-            # Row j spreads over the outputs j * s - p + d * t: its rank has those around their middle.
+            # Row j contributes to the outputs j * s - p + d * t; its rank holds those around their middle.
             middle = reach // 2 - (s - 1) // 2 - p
             new[dim] = cut(sizes, length, lambda end, s=s, middle=middle: end * s + middle)
             outputs = [(first + p, last + p) for first, last in bounds(new[dim])]
             intervals = [spread_over(*b, s, reach) if b[0] < b[1] else (0, 0) for b in outputs]
             x = Fetch(x, dim, sizes, intervals, group).rows()
             (first, last), (row, end) = outputs[group.rank], intervals[group.rank]
-            ahead_of, behind = first - row * s, (end - 1) * s + reach + 1 - last  # computed too many
+            ahead_of, behind = first - row * s, (end - 1) * s + reach + 1 - last  # surplus outputs
             crops[i], extras[i] = max(0, min(ahead_of, behind)), max(0, -behind)
             surplus[dim], length = ahead_of - crops[i], last - first
         shape.append(length)
@@ -159,11 +159,11 @@ def convolve_transposed(
 
 
 def spread_over(first: int, last: int, stride: int, reach: int) -> Interval:
-    """The rows [a, b) of the input whose unpadded transposed convolution has the outputs [first, last)."""
+    """The input rows [a, b) that an unpadded transposed convolution needs for the outputs [first, last)."""
     return max(0, min(-((reach - first) // stride), first // stride)), (last - 1) // stride + 1
 
 
 def autocast(x: Tensor) -> Tensor:
-    """In the dtype in which the convolution will run: rows travel in half the bytes."""
+    """Convert to the dtype of the convolution under autocast, so that rows travel with half the bytes."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x

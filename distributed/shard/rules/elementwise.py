@@ -1,4 +1,4 @@
-"""Operations on one element after another: each rank computes its own part; operands are brought to one split first."""
+"""Elementwise operations: operands are redistributed to one common split, then each rank computes its own part."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,7 +55,7 @@ CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "i
 DROPOUT = set(named("dropout"))
 SHARED_RANDOM = DROPOUT | set(named("rand_like", "randn_like"))
 RANDOM = SHARED_RANDOM | set(named("dropout_", "alpha_dropout", "bernoulli", "normal_", "uniform_"))
-# f(a + b) = f(a) + f(b): these keep a partial tensor partial.
+# Linear functions, f(a + b) = f(a) + f(b), keep a partial tensor partial.
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
@@ -63,7 +63,7 @@ ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 
 @rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
-    """Of ShardTensors, plain tensors and numbers, broadcast against each other; in-place forms too."""
+    """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
     spec = None
     for x in args:
         if isinstance(x, ShardTensor):
@@ -83,12 +83,12 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
 
 
 def plain_numbers(kwargs: Mapping[str, Any]) -> bool:
-    """Whether no keyword is a tensor, nor the place of the result."""
+    """Whether no keyword argument is a tensor or out=."""
     return not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items())
 
 
 def alike_on_copies(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """Random numbers for a tensor of which several ranks hold a copy: those of the first of them, on all."""
+    """Random numbers for a tensor of which several ranks hold a copy: all take the numbers of the first of them."""
     if func not in SHARED_RANDOM:
         raise no_rule(func, (x,), {}, "random numbers for a tensor of which several ranks hold a copy")
     drawn = func(torch.ones_like(x), *args, **kwargs)
@@ -105,7 +105,7 @@ def scales(func: Callable, args: Sequence[Any]) -> bool:
 
 
 def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
-    """The general case."""
+    """The general case: reduce partial operands, find the common split, and bring all operands to it."""
     if "out" in kwargs:
         raise no_rule(func, args, kwargs, "out= is not supported")
     in_place = func in IN_PLACE
@@ -124,7 +124,7 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
 
 
 def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:
-    """Whether func adds partial tensors that are partial in the same way, or scales or passes one on."""
+    """Whether func is linear and its operands are partial in the same way, so that the result may stay partial."""
     if func in LINEAR or scales(func, args):
         return True
     found = [x.spec if isinstance(x, ShardTensor) else None for x in args[:2]]
@@ -132,7 +132,7 @@ def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:
 
 
 def common_spec(tensors: Sequence[Tensor]) -> Spec:
-    """The spec of the result of broadcasting: along each dimension the first split that an operand has."""
+    """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     shape = torch.broadcast_shapes(*(x.spec.shape if isinstance(x, ShardTensor) else x.shape for x in tensors))
     used: set[int] = set()
@@ -143,7 +143,7 @@ def common_spec(tensors: Sequence[Tensor]) -> Spec:
             if found[dim] is None and over and not over & used and spec.shape[dim - len(shape)] == shape[dim]:
                 found[dim] = axes
                 used |= over
-    for spec in specs:  # the axes of a whole dimension are of no account
+    for spec in specs:  # dimensions that no operand splits keep the axes of an operand
         for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
             if found[dim] is None and spec.shape[dim - len(shape)] == shape[dim] and not any(a.sizes for a in axes):
                 found[dim] = axes
@@ -153,12 +153,12 @@ def common_spec(tensors: Sequence[Tensor]) -> Spec:
 
 
 def fitted(x: Tensor, spec: Spec) -> Tensor:
-    """The local part of an operand, such that it broadcasts against the local part of the result."""
+    """The local part of an operand, which broadcasts against the local part of the result."""
     ahead = len(spec.dims) - x.dim()
     aligned = spec.with_dims(spec.dims[ahead:])
     if not isinstance(x, ShardTensor):
         return part_of(shared(x, spec), aligned) if x.dim() else shared(x, spec)
-    # Split as the result is, where it does not broadcast; whole elsewhere.
+    # Dimensions that broadcast are whole, the others are split as in the result.
     wanted = aligned.with_dims(
         [
             () if n == 1 and size != 1 else a
@@ -173,7 +173,7 @@ def fitted(x: Tensor, spec: Spec) -> Tensor:
 
 
 def split_alike(spec: Spec, other: Spec) -> bool:
-    """Whether every rank has the same elements of two tensors of one shape; the axes of whole dimensions may differ."""
+    """Whether two tensors of one shape have the same elements on every rank; axes of whole dimensions may differ."""
     return spec.partial == other.partial and all(
         a == b or not (spec.is_split(d) or other.is_split(d))
         for d, (a, b) in enumerate(zip(spec.dims, other.dims, strict=True))
@@ -181,7 +181,7 @@ def split_alike(spec: Spec, other: Spec) -> bool:
 
 
 def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
-    """The tensor split as spec says; dimensions of several axes are reached by taking a slice of the whole."""
+    """The tensor redistributed to a spec. If that has dimensions of several axes, a slice of the whole is taken."""
     if all(len(axes) < 2 for axes in spec.dims):
         sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
         return redistributed(x, spec.placements, sizes)
@@ -194,10 +194,10 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
 
 @rule(*CASTS)
 def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Another dtype or device."""
+    """Convert to another dtype or device."""
     if not isinstance(x, ShardTensor):  # type_as a ShardTensor
         return func(x, *(local(a) for a in args), **kwargs)
     out = func(x, *args, **kwargs)
-    if x.spec.partial and isinstance(out, Tensor) and not out.is_floating_point():  # no integers, or bools, of parts
+    if x.spec.partial and isinstance(out, Tensor) and not out.is_floating_point():  # parts of a sum must not be rounded
         return cast(func, reduced(x), *args, **kwargs)
     return wrap(out, x.spec) if isinstance(out, Tensor) else out

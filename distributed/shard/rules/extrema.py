@@ -1,4 +1,4 @@
-"""The largest and the smallest, and where they are."""
+"""Maximum and minimum, with and without their indices."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, reduce
 
 
 class Found(NamedTuple):
-    """What max and min of a dimension give."""
+    """The result of max and min along a dimension."""
 
     values: Any
     indices: Any
@@ -22,7 +22,7 @@ class Found(NamedTuple):
 @rule(*named("amax", "amin"))
 @numpy_names
 def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool = False) -> ShardTensor:
-    """The gradient goes in equal parts to all elements that are it, on whichever ranks they are."""
+    """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
     reduce = torch.amax if func.__name__ == "amax" else torch.amin
     x = reduced(input)
     spec, part = x.spec, local(x)
@@ -45,7 +45,7 @@ def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool =
 
 
 class _Shared(torch.autograd.Function):
-    """value, which count elements of x on all ranks are equal to."""
+    """The extremum, given as `value`; `count` elements on all ranks are equal to it and share the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, count: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class _Shared(torch.autograd.Function):
 def max_or_min(
     func: Callable, input: Any, dim: int | Tensor | None = None, keepdim: bool = False, *, other: Tensor | None = None
 ) -> ShardTensor | Found:
-    """Of all elements, of two tensors, or along a dimension with indices (of equal elements, those of the first)."""
+    """Maximum or minimum of all elements, of two tensors, or along a dimension with the index of the first extremum."""
     largest = func.__name__ == "max"
     if isinstance(dim, Tensor) or other is not None:
         return dispatch(torch.maximum if largest else torch.minimum, input, dim if isinstance(dim, Tensor) else other)
@@ -75,7 +75,7 @@ def max_or_min(
 @rule(*named("argmax", "argmin"))
 @numpy_names
 def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> ShardTensor:
-    """Places in the whole, of equal elements that of the first; without dim in the whole tensor flattened."""
+    """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
     largest = func.__name__ == "argmax"
     if dim is not None:
         return along(dispatch(torch.detach, input), dim, keepdim, largest).indices
@@ -94,7 +94,7 @@ def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: boo
 
 
 def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Found:
-    """The extremum along one dimension and where it is; one gather of both where the dimension is split."""
+    """The extremum along one dimension and its index; one gather of both if the dimension is split."""
     x = reduced(x)
     spec, part = x.spec, local(x)
     (dim,) = dims = dims_of(spec, dim)
@@ -110,9 +110,9 @@ def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Found:
 
 
 def best(x: Tensor, places: Tensor, dim: int, largest: bool, group: Group, counts: Sizes) -> tuple[Tensor, Tensor]:
-    """(values, indices) along a dimension of the local tensors; places: where x's elements are in the whole."""
+    """(values, indices) of the extrema along a split dimension. places: global indices of the elements of x."""
     choose = torch.max if largest else torch.min
-    if x.shape[dim] == 0:  # one element instead of none, that is not sent
+    if x.shape[dim] == 0:  # a placeholder, which is not sent
         x, places = x.sum(dim, keepdim=True, dtype=x.dtype), places.new_zeros(1)
     own, index = choose(x, dim, True)
     sizes = tuple([int(count > 0) for count in counts])

@@ -1,4 +1,4 @@
-"""Parts of a tensor: a slice of a split dimension is taken where it lies, by each rank of its own piece."""
+"""Indexing: each rank takes its own part of a slice of a split dimension, and nothing is communicated."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,14 +26,14 @@ from distributed.shard.tensor import (
 
 @rule(Tensor.__getitem__)
 def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
-    """Numbers, slices, None and Ellipsis on any dimension; tensors and lists of indices on whole ones.
+    """Index with numbers, slices, None and Ellipsis; dimensions that are not split also with tensors and lists.
 
-    One row of a split dimension is a partial tensor: its owner has it, the others have zeros.
+    One row of a split dimension is a partial tensor: its owner holds the row, the other ranks hold zeros.
     """
     if not isinstance(x, ShardTensor):
         return _rows_of_plain(func, x, index)
     spec, own = _located(func, x, index)
-    if spec.partial != x.spec.partial and x.dtype == torch.bool:  # sums are for numbers
+    if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
     if own is None:
         return wrap(_Zeros.apply(local(x), spec.local_shape), spec)
@@ -41,7 +41,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
 
 
 class _Zeros(torch.autograd.Function):
-    """Zeros of a shape, that hang on x."""
+    """Zeros of a shape that depend on x in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: torch.Size) -> Tensor:
@@ -54,10 +54,10 @@ class _Zeros(torch.autograd.Function):
 
 
 def _located(func, x, index):
-    """(the spec of what an index selects, the index of this rank's part; None where another rank has it)."""
+    """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
     spec = x.spec
     dims, own, owned, partial, dim = [], [], True, list(spec.partial), 0
-    shapes, places, at = [], [], 0  # of tensors of indices: their dimensions come where the first one is
+    shapes, places, at = [], [], 0  # of index tensors: their dimensions replace the first indexed one
     for item in _items(func, x, index):
         if item is None:
             dims.append(())
@@ -83,13 +83,13 @@ def _located(func, x, index):
         own.append(item)
         dim += item is not None
     if shapes:
-        at = at if places[-1] - places[0] < len(places) else 0  # in front, if they are not next to each other
+        at = at if places[-1] - places[0] < len(places) else 0  # in front, if index tensors are not adjacent
         dims[at:at] = [whole(n) for n in torch.broadcast_shapes(*shapes)]
     return spec.with_dims(dims, tuple(sorted(partial))), tuple(own) if owned else None
 
 
 def _items(func, x, index):
-    """A slice, a number or a tensor of indices for each dimension of x, and None for each new one."""
+    """A slice, a number or an index tensor for each dimension of x, and None for each new dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     for i, item in enumerate(items):
         if isinstance(item, list | range):
@@ -97,7 +97,7 @@ def _items(func, x, index):
         if isinstance(item, ShardTensor):
             raise no_rule(func, (x, item), {}, "indices that are a ShardTensor; take their full_tensor()")
         if isinstance(item, bool) or (isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)):
-            raise no_rule(func, (x,), {}, "of a mask it is not known how many elements it selects")
+            raise no_rule(func, (x,), {}, "the number of elements that a mask selects is not known")
         if isinstance(item, Tensor) and item.dim() > 0:
             items[i] = item.to(x.device)
         elif item is not None and item is not Ellipsis and not isinstance(item, int | slice):
@@ -110,7 +110,7 @@ def _items(func, x, index):
 
 
 def _sliced(func, x, dim, item):
-    """(axes, the slice of the local tensor) of a slice of a dimension."""
+    """(axes of the result, slice of the local tensor) for a slice of a dimension."""
     spec = x.spec
     if item == slice(None):
         return spec.dims[dim], item
@@ -126,7 +126,7 @@ def _sliced(func, x, dim, item):
     sizes, pieces, end = [], [], 0
     for rank_size in axis.sizes:
         begin, end = end, end + rank_size
-        first = start if start >= begin else begin + (start - begin) % step  # the first at or after the piece's begin
+        first = start if start >= begin else begin + (start - begin) % step  # the first selected row of the piece
         last = min(stop, end)
         sizes.append(len(range(first, last, step)))
         pieces.append(slice(first - begin, max(last, first) - begin, step))
@@ -134,7 +134,7 @@ def _sliced(func, x, dim, item):
 
 
 def _place(spec, dim, index):
-    """Where in this rank's piece an index of a dimension is; None where another rank has it."""
+    """The position of a global index in this rank's piece of a dimension; None if another rank holds it."""
     place, inner = 0, spec.shape[dim]
     for axis in spec.dims[dim]:
         inner //= axis.size
@@ -147,7 +147,7 @@ def _place(spec, dim, index):
 
 
 def _rows_of_plain(func, x, index):
-    """A plain table looked up by a ShardTensor of indices."""
+    """Look up rows of a plain table by a ShardTensor of indices."""
     index = index if isinstance(index, tuple) else (index,)
     if len(index) != 1 or index[0].dtype == torch.bool:
         raise no_rule(func, (x, *index), {}, "of a plain tensor, by more than one ShardTensor of indices")
@@ -158,7 +158,7 @@ def _rows_of_plain(func, x, index):
 
 @rule(Tensor.__setitem__)
 def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
-    """Into slices of any dimension, and rows of whole ones; every rank writes its part of the value."""
+    """Assign to slices of any dimension, and to rows of whole ones; every rank writes its part of the value."""
     if not isinstance(x, ShardTensor) or x.spec.partial:
         raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
     spec, own = _located(func, x, index)
@@ -174,13 +174,13 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
 
 @rule(*named("select"))
 def select(func: Callable, input: ShardTensor, dim: int, index: int) -> ShardTensor:
-    """One row, without its dimension; of a split dimension a partial tensor."""
+    """One row, without its dimension. A row of a split dimension is a partial tensor."""
     return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), int(index)))
 
 
 @rule(*named("narrow"))
 def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
-    """A slice of rows; start may be a tensor of one number."""
+    """A slice of rows. start may be a tensor with one number."""
     dim = dim % len(input.spec.dims)
     size, start = input.spec.shape[dim], int(start)
     start = start + size if start < 0 else start
@@ -191,7 +191,7 @@ def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int
 
 @rule(*named("index_select"))
 def index_select(func: Callable, input: Tensor, dim: int, index: Tensor) -> ShardTensor:
-    """Rows of a whole dimension, by plain indices."""
+    """Select rows of a whole dimension by plain indices."""
     if not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor")
     return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), index.reshape(-1)))
@@ -199,7 +199,7 @@ def index_select(func: Callable, input: Tensor, dim: int, index: Tensor) -> Shar
 
 @rule(*named("unbind"))
 def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
-    """All rows, each without its dimension; of a split dimension partial tensors."""
+    """All rows, each without its dimension. Rows of a split dimension are partial tensors."""
     spec, dim = input.spec, dim % len(input.spec.dims)
     if spec.is_split(dim):
         return tuple([select(func, input, dim, i) for i in range(spec.shape[dim])])
@@ -212,7 +212,7 @@ def split(
     func: Callable, tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None,
     split_sizes: Any = None,
 ) -> tuple[ShardTensor, ...]:  # fmt: skip
-    """Along a split dimension each rank has its own part of every piece."""
+    """Split into pieces. Along a split dimension each rank holds its own part of every piece."""
     dim, sizes = dim % len(tensor.spec.dims), split_size_or_sections
     sizes = split_size if sizes is None else sizes
     sizes = split_sizes if sizes is None else sizes
@@ -226,7 +226,7 @@ def split(
 
 @rule(*named("chunk"))
 def chunk(func: Callable, input: ShardTensor, chunks: int, dim: int = 0) -> tuple[ShardTensor, ...]:
-    """Pieces of one size, the last one shorter; along a split dimension each rank has its own part of every piece."""
+    """Split into pieces of one size; the last may be shorter. Each rank holds its own part of every piece."""
     dim = dim % len(input.spec.dims)
     size = input.spec.shape[dim]
     piece = max(1, -(-size // chunks))
@@ -239,7 +239,7 @@ def tensor_split(
     func: Callable, input: ShardTensor, indices_or_sections: int | Sequence[int] | None = None, dim: int = 0, *,
     sections: int | None = None, indices: Sequence[int] | None = None,
 ) -> tuple[ShardTensor, ...]:  # fmt: skip
-    """Pieces as even as can be, or between given rows."""
+    """Split into pieces as even as possible, or at given rows."""
     dim = dim % len(input.spec.dims)
     size = input.spec.shape[dim]
     cuts = next(c for c in (indices_or_sections, sections, indices) if c is not None)
@@ -262,7 +262,7 @@ def _pieces(func, x, dim, sizes):
 def gather(
     func: Callable, input: Tensor, dim: Any, index: Any = None, *, sparse_grad: bool = False, **kwargs: Any
 ) -> ShardTensor:
-    """Along a whole dimension; the indices are split as the tensor is, or plain and of its size elsewhere."""
+    """Gather along a whole dimension. The indices have the tensor's size and split in all other dimensions."""
     if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
         dim, index = kwargs.get("dim", index), dim
     if dim is None or not isinstance(input, ShardTensor) or input.spec.is_split(dim):
@@ -280,7 +280,7 @@ def embedding(
     func: Callable, input: ShardTensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> ShardTensor:  # fmt: skip
-    """Of split indices in a whole plain table: (...) -> (..., D)."""
+    """Look up split indices in a plain table: (...) -> (..., D)."""
     if isinstance(weight, ShardTensor) or max_norm is not None or scale_grad_by_freq:
         raise no_rule(func, (input, weight), {}, "indices must be a ShardTensor, the table plain, without max_norm")
     input = reduced(input)
@@ -290,7 +290,7 @@ def embedding(
 
 @rule(F.one_hot)
 def one_hot(func: Callable, tensor: ShardTensor, num_classes: int = -1) -> ShardTensor:
-    """One more dimension, of num_classes; -1: as many as the largest index on any rank asks for."""
+    """Add a dimension of num_classes; -1 takes the largest index of all ranks plus one."""
     if num_classes == -1:
         num_classes = int(local(dispatch(torch.amax, tensor))) + 1
     tensor = reduced(tensor)

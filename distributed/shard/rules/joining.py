@@ -1,4 +1,4 @@
-"""Several tensors in one, and one tensor in another order."""
+"""Concatenate tensors, and reorder or repeat the rows of a tensor."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from distributed.shard.tensor import (
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, partial only if all are, and in the same way."""
+    """The tensors unchanged if all are partial in the same way; otherwise partial tensors are summed up."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     if len(specs) == len(tensors) and all(s.partial == specs[0].partial for s in specs):
         return list(tensors)
@@ -36,7 +36,7 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
 @rule(*named("stack"))
 @numpy_names
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
-    """Along a new dimension, which is whole; the tensors are brought to one split first."""
+    """Stack along a new whole dimension, after bringing the tensors to one split."""
     tensors = alike(tensors)
     shapes = [tuple(global_shape(x)) for x in tensors]
     if any(shape != shapes[0] for shape in shapes):
@@ -50,8 +50,8 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTenso
 @rule(*named("cat", "concat", "concatenate"))
 @numpy_names
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
-    """Along a split dimension the result is in global order: rows move to where they belong."""
-    tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # as torch, which has kept this for long
+    """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
+    tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
     count = tensors[0].dim()
     if not -count <= dim < count:
         raise IndexError(f"Dimension out of range: {dim} of tensors of {count} dimensions")
@@ -73,7 +73,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
 
 
 def _others(parts, dim, base):
-    """base, in which dimensions that it leaves whole are split as in another of the tensors."""
+    """The spec `base`, with its whole dimensions split as in another of the tensors."""
     used = {axis.mesh_dim for axes in base.dims for axis in axes if axis.sizes is not None}
     dims = list(base.dims)
     for x in parts:
@@ -86,12 +86,12 @@ def _others(parts, dim, base):
 
 
 def _brought(x, spec):
-    """The local part of x, split as spec says, which has its shape."""
+    """The local part of x after redistribution to a spec of the same shape."""
     return local(x) if isinstance(x, ShardTensor) and x.spec == spec else fitted(x, spec)
 
 
 def _new_sizes(tensors, dim, mesh_dim, base):
-    """Sizes of the ranks' pieces: a large split tensor stays where it is, what is beside it goes to the outer ranks."""
+    """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
     size, group = sum(global_shape(x)[dim] for x in tensors), base.mesh.groups[mesh_dim]
     lengths = [global_shape(x)[dim] + 1 if _is_cut(x, dim, mesh_dim) else 0 for x in tensors]
     largest = lengths.index(max(lengths))
@@ -109,11 +109,11 @@ def _is_cut(x, dim, mesh_dim):
 
 
 def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, base: Spec) -> ShardTensor:
-    """Tensors in a row along a dimension that a mesh dimension splits into the given sizes; base: the other splits."""
+    """Concatenate along a dimension that mesh_dim splits into the given sizes; base has the splits of the others."""
     parts, start = [], 0
     for x in tensors:
         pieces, end = [], 0
-        for size in sizes:  # what each rank's piece of the result has of x
+        for size in sizes:  # the rows of x in each rank's piece of the result
             begin, end = end, end + size
             pieces.append(max(0, min(end, start + global_shape(x)[dim]) - max(begin, start)))
         start += global_shape(x)[dim]
@@ -127,7 +127,7 @@ def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, bas
 
 @rule(*named("flip"))
 def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
-    """Turn around dimensions, given as numbers or as one tuple."""
+    """Reverse dimensions, given as numbers or as one tuple."""
     dims = dims or tuple(keywords.values())
     dims = dims[0] if dims and not isinstance(dims[0], int) else dims
     for dim in dims:
@@ -136,7 +136,7 @@ def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Sha
 
 
 def flipped(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
-    """Turn around one dimension: of a split one each rank sends its piece to its opposite."""
+    """Reverse one dimension. If it is split, each rank sends its piece to the opposite rank."""
     spec, part = x.spec, local(x)
     part = part.flip(dim)
     if spec.is_split(dim):
@@ -153,7 +153,7 @@ def flipped(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
 def roll(
     func: Callable, input: ShardTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
 ) -> ShardTensor:
-    """Rows move on, those at the end to the front; without dims in the tensor flattened."""
+    """Shift rows cyclically along dims; without dims, elements of the flattened tensor."""
     if dims is None or dims == ():
         flat = dispatch(torch.flatten, input)
         return dispatch(torch.reshape, roll(func, flat, shifts, 0), input.spec.shape)
@@ -164,7 +164,7 @@ def roll(
 
 
 def rolled(func: Callable, x: ShardTensor, shift: int, dim: int) -> ShardTensor:
-    """Rows move on by `shift`, and around: the pieces stay as large as they are."""
+    """Shift rows cyclically along one dimension; the ranks' pieces keep their sizes."""
     spec, size = x.spec, x.spec.shape[dim]
     if not spec.is_split(dim):
         return wrap(local(x).roll(shift, dim), spec)
@@ -177,7 +177,7 @@ def rolled(func: Callable, x: ShardTensor, shift: int, dim: int) -> ShardTensor:
 
 @rule(*named("repeat", "tile"))
 def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
-    """Of split dimensions too: every rank repeats its piece."""
+    """Repeat along whole and split dimensions: every rank repeats its piece."""
     repeats = repeats or tuple(keywords.values())
     repeats = repeats[0] if repeats and not isinstance(repeats[0], int) else repeats
     count = len(input.spec.dims)
@@ -194,7 +194,7 @@ def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -
 def repeat_interleave(
     func: Callable, input: ShardTensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
 ) -> ShardTensor:
-    """Every row `repeats` times."""
+    """Repeat every row `repeats` times."""
     if not isinstance(repeats, int):
         raise no_rule(func, (input,), {}, "a number of repetitions for each row")
     if dim is None:
@@ -205,7 +205,7 @@ def repeat_interleave(
 
 @rule(*named("tril", "triu"))
 def triangle(func: Callable, input: ShardTensor, diagonal: int = 0) -> ShardTensor:
-    """Split rows and columns count from where they are in the whole."""
+    """Lower or upper triangle of the whole matrix, whose rows and columns may be split."""
     spec = input.spec
     if any(len(axes) > 1 and any(axis.sizes for axis in axes) for axes in spec.dims[-2:]):
         raise no_rule(func, (input,), {}, "rows or columns are not in one piece")

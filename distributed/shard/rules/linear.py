@@ -1,7 +1,7 @@
 """Linear layers and matrix products.
 
-A product is a sum over the dimensions that its result does not have. Where such a dimension is split, each rank sums
-over its part: the result is partial. Of two dimensions that one mesh dimension splits, one is made whole before.
+A product sums over the dimensions that its result does not have. If such a dimension is split, each rank sums over its
+part, and the result is partial. If one mesh dimension splits two dimensions, one of them is gathered first.
 """
 
 import math
@@ -35,8 +35,8 @@ def contracted(
 ) -> ShardTensor:  # fmt: skip
     """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
 
-    labels: for each operand one label a dimension, equal where dimensions are summed over or run together; a dimension
-    of size 1 broadcasts. result: those of the result. bias: plain, of its last dimension, one more argument.
+    labels: one label for each dimension of each operand; equal labels mean the same dimension, and size 1 broadcasts.
+    result: labels of the result. bias: a plain tensor over its last dimension, passed as one more argument.
     """
     if sum(isinstance(x, ShardTensor) for x in operands) > 1:
         operands = [reduced(x) if isinstance(x, ShardTensor) else x for x in operands]
@@ -44,7 +44,7 @@ def contracted(
     sizes = common_sizes(operands, labels)
     mesh, partial = parts[0][0].mesh, parts[0][0].partial
     axes, used = {name: whole(size) for name, size in sizes.items()}, set(partial)
-    for split in (True, False):  # what is split first; the axes of a whole dimension stay too
+    for split in (True, False):  # split dimensions first; then the axes of whole ones
         for spec, names in parts:
             for dim, name in enumerate(names):
                 over = {axis.mesh_dim for axis in spec.dims[dim] if axis.sizes is not None}
@@ -73,7 +73,7 @@ def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) ->
 
 
 def _operand(x, axes, out, used):
-    """The local part of an operand, whose dimensions are to be split as axes say."""
+    """The local part of an operand, after its dimensions are split as in `axes`."""
     grown = [n == 1 and math.prod([b.size for b in a]) != 1 for n, a in zip(global_shape(x), axes, strict=True)]
     wanted = [() if grows else a for grows, a in zip(grown, axes, strict=True)]
     if not isinstance(x, ShardTensor):
@@ -87,7 +87,7 @@ def _operand(x, axes, out, used):
 
 
 def own_bias(bias: Tensor, out: Spec) -> Tensor:
-    """This rank's part of a bias; into a sum over ranks it goes in equal parts."""
+    """This rank's part of a bias. For a partial result each rank adds an equal share of it."""
     bias = shared(bias, out)
     if out.is_split(-1):
         bias = part_of(bias, out.with_dims(out.dims[-1:], ()))
@@ -98,7 +98,7 @@ def own_bias(bias: Tensor, out: Spec) -> Tensor:
 
 @rule(F.linear)
 def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> ShardTensor:
-    """(..., D) x (E, D) -> (..., E); where D is split, the result is a sum over the ranks."""
+    """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
     if isinstance(bias, ShardTensor) or weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
     if isinstance(weight, ShardTensor) or input.spec.is_split(-1):
@@ -112,7 +112,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
 
 @rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
 def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
-    """(..., N, D) x (..., D, M) -> (..., N, M), batches broadcast; vectors as torch has it."""
+    """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
     if func.__name__ == "__rmatmul__":
         input, other = other, input
     rows, columns = input.dim() > 1, other.dim() > 1
@@ -124,7 +124,7 @@ def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
 
 
 def _batch(x):
-    """Labels of the dimensions before the last two, counted from the last."""
+    """Labels of the batch dimensions, numbered from the last one."""
     return [f"b{i}" for i in range(x.dim() - 2, 0, -1)]
 
 
@@ -151,7 +151,7 @@ def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
 
 @rule(torch.einsum)
 def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
-    """By an equation in which an operand has every letter at most once."""
+    """Contract by an equation in which no operand repeats a letter."""
     operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str):
         raise no_rule(func, operands, {}, "give the equation as a string")

@@ -1,4 +1,4 @@
-"""Losses: one value an element, or a sample, as the plain ones give; summed and averaged as other tensors are."""
+"""Loss functions: the plain function computes one value per element or sample; ordinary reductions follow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from distributed.shard.tensor import ShardTensor, dispatch, global_shape, local,
 
 
 def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:
-    """Mean, sum or, with 'none', the losses themselves. Raises ValueError for another reduction."""
+    """Mean or sum of the losses, or the losses themselves for 'none'. Raises ValueError for another reduction."""
     if reduction == "none":
         return loss
     if reduction not in ("mean", "sum"):
@@ -24,7 +24,7 @@ def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:
 
 
 def named_reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
-    """The reduction, also where it is given by the two deprecated arguments."""
+    """The reduction, which two deprecated arguments may give instead."""
     return reduction if size_average is reduce is None else _reduction.legacy_get_string(size_average, reduce)
 
 
@@ -33,7 +33,7 @@ def regression_loss(
     func: Callable, input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
     reduction: str = "mean", weight: Tensor | None = None, **parameters: Any,
 ) -> ShardTensor:  # fmt: skip
-    """Of equal shapes. torch does not pass on the weight of F.l1_loss: it is lost before it comes here."""
+    """Losses of tensors with equal shapes. torch drops the weight of F.l1_loss before this rule is called."""
     reduction = named_reduction(reduction, size_average, reduce)
     _same_shape(func, input, target, weight)
     loss = broadcast(func, (input, target), {"reduction": "none", **parameters})
@@ -51,7 +51,7 @@ def binary_loss(
     func: Callable, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
     reduce: bool | None = None, reduction: str = "mean", pos_weight: Tensor | None = None,
 ) -> ShardTensor:  # fmt: skip
-    """Of equal shapes; the weights broadcast."""
+    """Binary cross-entropy of tensors with equal shapes; the weights broadcast."""
     _same_shape(func, input, target)
     weights = {"weight": weight} if pos_weight is None else {"weight": weight, "pos_weight": pos_weight}
     loss = broadcast(func, (input, target), {"reduction": "none", **weights})
@@ -63,7 +63,7 @@ def kl_div(
     func: Callable, input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
     reduction: str = "mean", log_target: bool = False,
 ) -> ShardTensor:  # fmt: skip
-    """reduction: also batchmean, the sum over the global number of samples."""
+    """Kullback-Leibler divergence. The reduction may also be batchmean: the sum by the global number of samples."""
     loss = broadcast(func, (input, target), {"reduction": "none", "log_target": log_target})
     if reduction == "batchmean":
         return dispatch(torch.div, averaged(loss, "sum"), global_shape(input)[0])
@@ -81,7 +81,7 @@ def class_loss(
     func: Callable, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
     ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> ShardTensor:  # fmt: skip
-    """Of an input (C,) or (B, C, ...), its classes whole; target: indices (B, ...) or probabilities as input."""
+    """Loss over classes. input: (C,) or (B, C, ...), classes not split. target: indices (B, ...), or probabilities."""
     if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor):
         raise no_rule(func, (input, target, weight), {}, "the input must be a ShardTensor, the weight a plain tensor")
     x = reduced(input)

@@ -1,4 +1,4 @@
-"""Neighborhood attention over a grid that is split: each rank fetches the keys and values that its windows reach."""
+"""Neighborhood attention over a split grid: each rank fetches the keys and values in its windows."""
 
 # mypy: allow-redefinition
 # (q, k and v are ShardTensors, then their local parts)
@@ -19,7 +19,7 @@ def attend(
     func: Callable, q: ShardTensor, k: ShardTensor, v: ShardTensor, kernel_size: PerAxis, dilation: PerAxis = 1,
     scale: float | None = None,
 ) -> ShardTensor:  # fmt: skip
-    """q, k, v (B, heads, *spatial, d), split in the same way: along spatial axes, samples or heads."""
+    """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way."""
     if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
         raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
     q, k, v = reduced(q), reduced(k), reduced(v)

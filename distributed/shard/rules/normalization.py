@@ -1,7 +1,7 @@
-"""Normalization layers: over whole dimensions the plain ones, over split ones with statistics of all ranks.
+"""Normalization layers. Over whole dimensions the plain function runs; over split ones the ranks share statistics.
 
-One gather of two numbers a statistic forward, one all-reduce of two backward. Weights are plain tensors; where the
-dimension that they belong to is split, each rank takes its part of them.
+Forward gathers two numbers per statistic, backward all-reduces two. Weights are plain tensors; if their dimension is
+split, each rank takes its part of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ def normalize(
 ) -> Tensor:  # fmt: skip
     """(x - mean) / deviation * weight + bias.
 
-    x: local tensor. weight, bias: local, of shapes that broadcast against x, or None. dims: what the statistics
-    (mean, 1 / deviation) are taken over, kept at size 1. shared_by: (Group, counts) of the ranks that share them.
+    x: local tensor. weight, bias: local tensors that broadcast against x, or None. dims: the dimensions over which the
+    statistics (mean, 1 / deviation) are computed. shared_by: (Group, counts) of the ranks that share them.
     """
     group, count = (shared_by[0], sum(shared_by[1])) if shared_by else (None, _numel(x, dims))
     if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
@@ -90,19 +90,19 @@ def _numel(x, dims):
 
 
 def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor, int]:
-    """((mean, 1 / deviation), sum of squared deviations, number of elements); the gradient is _Normalize's affair."""
+    """((mean, 1 / deviation), sum of squared deviations, number of elements), without gradients: see _Normalize."""
     with torch.no_grad():
         mean, deviations, count = moments(at_least_float32(x), dims, shared_by)
         return (mean, (deviations / count + eps).rsqrt()), deviations, count
 
 
 def own(weight: MaybeTensor, spec: Spec, dims: Sequence[int]) -> MaybeTensor:
-    """This rank's part of a plain weight that belongs to dims of a tensor."""
+    """This rank's part of a plain weight for dims of a tensor."""
     return None if weight is None else part_of(shared(weight, spec), spec.with_dims([spec.dims[d] for d in dims]))
 
 
 def viewed(weight: MaybeTensor, shape: Sequence[int]) -> MaybeTensor:
-    """A weight in the shape in which it broadcasts, if there is one."""
+    """A weight viewed in a shape that broadcasts; None stays None."""
     return None if weight is None else weight.view(shape)
 
 
@@ -111,7 +111,7 @@ def layer_norm(
     func: Callable, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> ShardTensor:  # fmt: skip
-    """The last dimensions, whole or split; weights of their whole shape."""
+    """Normalize over the last dimensions, whole or split; weights have their global shape."""
     x, dims = _layer(func, input, normalized_shape, weight, bias)
     spec, part = x.spec, local(x)
     weight, bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
@@ -129,7 +129,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> ShardTensor:
-    """The last dimensions, whole or split; the weight of their whole shape. One all-reduce forward."""
+    """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
     x, dims = _layer(func, input, normalized_shape, weight)
     spec, part = x.spec, local(x)
     weight, shared_by = own(weight, spec, dims), sharers(spec, dims)
@@ -164,7 +164,7 @@ def group_norm(
     func: Callable, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> ShardTensor:  # fmt: skip
-    """(B, C, ...); channels may be split where every rank has whole groups of them."""
+    """Normalize groups of channels of (B, C, ...). Channels may be split if every rank holds whole groups."""
     x = reduced(_plain_weights(func, input, weight, bias))
     spec, part = x.spec, local(x)
     if spec.shape[1] % num_groups:
@@ -172,7 +172,7 @@ def group_norm(
     size = spec.shape[1] // num_groups
     if spec.is_split(1) and any(n % size for n in spec.shares(1)[0]):
         raise no_rule(func, (input,), {}, "a group of channels is split")
-    spatial = range(2, len(spec.dims))
+    spatial = tuple(range(2, len(spec.dims)))
     shared_by, (weight, bias) = sharers(spec, spatial), (own(w, spec, (1,)) for w in (weight, bias))
     groups = part.shape[1] // size
     if shared_by is None and part.numel():
@@ -192,14 +192,14 @@ def batch_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardTensor:  # fmt: skip
-    """(B, C, ...), with the statistics of all ranks; every rank updates the running ones in the same way."""
+    """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
     x = reduced(_plain_weights(func, input, running_mean, running_var, weight, bias))
     spec, part = x.spec, local(x)
     weight, bias = own(weight, spec, (1,)), own(bias, spec, (1,))
     channels, dims = (-1, *[1] * (len(spec.dims) - 2)), (0, *range(2, len(spec.dims)))
     if not training:
         mean, var = own(running_mean, spec, (1,)), own(running_var, spec, (1,))
-        if part.numel() or mean is None or var is None:  # None: it raises
+        if part.numel() or mean is None or var is None:  # for None it raises
             return wrap(F.batch_norm(part, mean, var, weight, bias, False, momentum, eps), spec)
         found = mean.view(channels), (var + eps).rsqrt().view(channels)
         weight, bias = viewed(weight, channels), viewed(bias, channels)
@@ -226,7 +226,7 @@ def instance_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardTensor:  # fmt: skip
-    """(B, C, ...), each channel of each sample by itself."""
+    """Normalize each channel of each sample of (B, C, ...)."""
     if not use_input_stats:
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is not None:
@@ -240,7 +240,7 @@ def to_unit_norm(
     func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
     out: Tensor | None = None,
 ) -> ShardTensor:  # fmt: skip
-    """Divided by the p-norm of all ranks along dim, at least eps."""
+    """Divide by the global p-norm along dim, or by eps if that is larger."""
     if out is not None:
         raise no_rule(func, (input,), {}, "out= is not supported")
     size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)

@@ -1,4 +1,4 @@
-"""Pooling of a tensor whose spatial dimensions are cut: see windows.py."""
+"""Pooling of a tensor with split spatial dimensions: see windows.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def max_pool(
     for dim in sorted(splits):
         (sizes, group), w = splits[dim], windows[dim - ahead]
         new[dim] = w.output_sizes(sizes, lengths[dim])
-        intervals = [w.interval(*b) if b[0] < b[1] else (0, 0) for b in bounds(new[dim])]
+        intervals = [w.interval(*b) for b in bounds(new[dim])]
         x = Fetch(x, dim, sizes, intervals, group, fill=lowest).rows()
         left[dim - ahead] = 0
         lengths[dim] = new[dim][group.rank]
@@ -55,11 +55,11 @@ def avg_pool(
     for dim in sorted(splits):
         (sizes, group), w = splits[dim], windows[dim - ahead]
         new[dim] = w.output_sizes(sizes, lengths[dim])
-        # The plain operation knows which part of a window counts if it sees where the whole begins and ends. So it pads
-        # everywhere; the rows begin a whole number of strides after the first, and the outputs that read padding inside
-        # of the whole are cut off.
+        # The plain operation must see the ends of the whole dimension to know which part of a window counts. It
+        # therefore pads every part; the rows begin a whole number of strides after the first row, and outputs that
+        # read padding inside the whole dimension are cropped.
         outputs = bounds(new[dim])
-        intervals = [w.interval(*b) if b[0] < b[1] else (0, 0) for b in outputs]
+        intervals = [w.interval(*b) for b in outputs]
         intervals = [whole_strides(w, max(first, 0), last, sum(sizes)) for first, last in intervals]
         x = Fetch(x, dim, sizes, intervals, group, fill=None).rows()
         lengths[dim] = new[dim][group.rank]
@@ -74,8 +74,8 @@ def avg_pool(
 def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, average: bool) -> Output:
     """adaptive_avg_pool (average) and adaptive_max_pool 1d, 2d, 3d, without indices.
 
-    Output j is pooled from the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for
-    all dimensions or one for each, where None keeps the rows.
+    Output j covers the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for all
+    dimensions or one for each; None keeps the number of rows.
     """
     count = DIMENSIONS[func]
     ahead, dtype, new = x.ndim - count, x.dtype, {}
@@ -103,7 +103,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, a
 
 
 def whole_strides(window: Window, first: int, last: int, rows: int) -> Interval:
-    """The interval from a multiple of the stride on, and as long as the kernel: avg_pool3d wants it, padding apart."""
+    """Extend an interval to begin at a multiple of the stride and to be as long as the kernel, for avg_pool3d."""
     first = first // window.stride * window.stride
     if last > first:
         last = min(rows, max(last, first + window.kernel))
@@ -112,14 +112,14 @@ def whole_strides(window: Window, first: int, last: int, rows: int) -> Interval:
 
 
 def spread(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
-    """The rows of windows [a, b) one behind the other, all of one length: the last row of shorter ones is repeated."""
+    """Concatenate the rows of windows [a, b), all with one length: shorter windows repeat their last row."""
     longest = max(b - a for a, b in windows)
     rows = [min(a + t, b - 1) for a, b in windows for t in range(longest)]
     return x.index_select(dim, torch.tensor(rows, device=x.device))
 
 
 def averages(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
-    """The mean of each window, in float32 at least."""
+    """The mean of each window, at least in float32."""
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     longest = max(b - a for a, b in windows)
     counts = torch.tensor([b - a for a, b in windows], device=x.device)
@@ -143,7 +143,7 @@ def pool_windows(
         if 2 * w.before > w.reach + 1:
             raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
         lengths[dim] = w.length(rows)
-        if ceil_mode:  # a last window that is not full counts if it does not begin in the padding behind
+        if ceil_mode:  # an incomplete last window counts unless it begins in the padding
             more = -(-(rows + 2 * w.before - w.reach - 1) // w.stride) + 1
             lengths[dim] = more - ((more - 1) * w.stride >= rows + w.before)
         if lengths[dim] < 1:

@@ -1,8 +1,8 @@
-"""Sums, means, norms, variances and the like.
+"""Reductions: sums, means, norms, variances and others.
 
-A sum over a split dimension is a partial tensor: the parts are added up where an operation follows that is not linear,
-so several means in a row cost one all-reduce. All other reductions gather one number of each rank that has elements,
-and every rank combines them in the same way.
+A sum over a split dimension is a partial tensor. Its parts are added up when a nonlinear operation follows, so several
+means in a row cost one all-reduce. All other reductions gather one number from each rank that has elements, and every
+rank combines these numbers in the same way.
 """
 
 import math
@@ -23,7 +23,7 @@ NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def numpy_names(implementation: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorator: the rule takes axis and keepdims for dim and keepdim, as torch does."""
+    """Decorator: the rule accepts axis and keepdims as names for dim and keepdim, as torch does."""
 
     def renamed(func: Callable, *args: Any, **kwargs: Any) -> Result:
         return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
@@ -32,7 +32,7 @@ def numpy_names(implementation: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
-    """The dimensions named, none of them negative; all, where none is."""
+    """The dimensions as non-negative numbers; all of them if none is given."""
     count = len(spec.dims)
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(count))
@@ -43,7 +43,7 @@ def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
 
 
 def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
-    """The spec of a sum over dims: partial where a split dimension goes."""
+    """The spec of a sum over dims: partial over the mesh dimensions that split them."""
     partial = [a.mesh_dim for d in dims for a in spec.dims[d] if a.sizes is not None]
     return spec.with_dims(kept_dims(spec, dims, keepdim), tuple(sorted({*spec.partial, *partial})))
 
@@ -59,26 +59,22 @@ def kept_dims(spec: Spec, dims: Sequence[int], keepdim: bool) -> list[Axes]:
 
 
 def sharers(spec: Spec, dims: Sequence[int]) -> Sharers:
-    """(Group, elements of dims on each of its ranks) of the ranks among which dims are split; None where whole."""
-    cuts = {axis.mesh_dim: axis.sizes for d in dims for axis in spec.dims[d] if axis.sizes is not None}
-    if not cuts:
+    """(Group, elements of dims on each of its ranks) of the ranks among which dims are split; None if none is split."""
+    if not any(spec.is_split(dim) for dim in dims):
         return None
-    counts = [math.prod([axis.size for d in dims for axis in spec.dims[d] if axis.sizes is None])]
-    for mesh_dim in sorted(cuts):
-        counts = [count * size for count in counts for size in cuts[mesh_dim]]
-    joint = len(cuts) == len(spec.mesh.groups)
-    return spec.mesh.joint if joint else spec.mesh.groups[next(iter(cuts))], tuple(counts)
+    counts, group = spec.shares(*dims)
+    return group, counts
 
 
 def gathered(
     x: Tensor, summary: Callable[[Tensor], Tensor], group: Group, counts: Sizes, dims: tuple[int, ...]
 ) -> Tensor:
-    """What summary(local tensor) is on each rank that has elements in dims, in order: (ranks, ...).
+    """summary(local tensor) of each rank that has elements in dims, in rank order: (ranks, ...).
 
-    Every rank must go on in the same way with the result.
+    All ranks must use the result in the same way, because its gradient is not summed over the ranks.
     """
     empty = [d for d in dims if x.shape[d] == 0]
-    if empty:  # the summary of one element instead of none is not sent
+    if empty:  # a placeholder, whose summary is not sent
         x = x.sum(empty, keepdim=True, dtype=x.dtype)
     sizes = tuple([int(count > 0) for count in counts])
     return gather_from_region(summary(x)[None][: sizes[group.rank]], 0, sizes, group)
@@ -88,7 +84,7 @@ def reduce_by(
     x: ShardTensor, dims: tuple[int, ...], keepdim: bool, summary: Callable[[Tensor], Tensor],
     combine: Callable[[Tensor], Tensor],
 ) -> ShardTensor:  # fmt: skip
-    """summary(local tensor) keeps dims at size 1; combine joins those of several ranks, (ranks, ...) -> (...)."""
+    """Reduce over dims: summary reduces a local tensor to size 1; combine joins all ranks' (ranks, ...) -> (...)."""
     x = reduced(x)
     spec, part = x.spec, local(x)
     shared_by = sharers(spec, dims)
@@ -101,7 +97,7 @@ def reduce_by(
 def total(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
-    """A partial tensor where a split dimension is summed over: nothing is communicated."""
+    """Sum. Over a split dimension it is a partial tensor; nothing is communicated."""
     dims = dims_of(input.spec, dim)
     return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
 
@@ -111,9 +107,9 @@ def total(
 def mean(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
-    """Of all elements: a rank with more of them counts for more."""
+    """Mean of all elements, whether or not the ranks hold equally many."""
     spec = input.spec
-    if dtype is None and not (input.is_floating_point() or input.is_complex()):  # also where a rank has no elements
+    if dtype is None and not (input.is_floating_point() or input.is_complex()):  # raised on ranks without elements too
         raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
     dims = dims_of(spec, dim)
     count, own = (math.prod([shape[d] for d in dims]) for shape in (spec.shape, spec.local_shape))
@@ -128,7 +124,7 @@ def mean(
 
 @rule(*named("count_nonzero"))
 def count_nonzero(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
-    """A partial tensor, as a sum."""
+    """Number of elements that are not 0, a partial tensor as a sum is."""
     return dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)
 
 
@@ -146,7 +142,7 @@ def any_or_all(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bo
 def prod(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
-    """One gather of the product of each rank; of integers it is int64, as torch's."""
+    """One gather of the product of each rank. The product of integers is int64, as in torch."""
     dims = dims_of(input.spec, dim)
 
     def product(x: Tensor) -> Tensor:
@@ -172,12 +168,12 @@ def vector_norm(
     func: Callable, x: ShardTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,
     dtype: torch.dtype | None = None,
 ) -> ShardTensor:  # fmt: skip
-    """One gather of the norm of each rank; of these the norm is taken once more."""
+    """One gather of the norm of each rank, then the norm of these norms."""
     if ord in (math.inf, -math.inf):
         x = dispatch(torch.abs, x if dtype is None else dispatch(Tensor.to, x, dtype))
         return dispatch(torch.amax if ord > 0 else torch.amin, x, dims_of(x.spec, dim), keepdim)
     x, dims, norm = reduced(x), dims_of(x.spec, dim), torch.linalg.vector_norm
-    if ord == 0:  # how many are not 0
+    if ord == 0:  # the number of elements that are not 0
         return wrap(norm(local(x), 0, dims, keepdim, dtype=dtype), reduced_spec(x.spec, dims, keepdim))
     return reduce_by(
         x, dims, keepdim, lambda part: norm(part, ord, dims, True, dtype=dtype), lambda parts: norm(parts, ord, 0)
@@ -190,7 +186,7 @@ def norm(
     func: Callable, input: ShardTensor, p: float | str | None = None, dim: Dims = None, keepdim: bool = False,
     dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
 ) -> ShardTensor:  # fmt: skip
-    """torch.norm, Tensor.norm and torch.linalg.norm, as far as they are norms of vectors."""
+    """torch.norm, Tensor.norm and torch.linalg.norm of vectors; norms of matrices have no rule."""
     if out is not None:
         raise no_rule(func, (input,), {}, "out= is not supported")
     order = p if ord is None else ord
@@ -207,12 +203,12 @@ def norm(
 def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tensor, Tensor, int]:
     """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
 
-    dims stay, with size 1. Each rank's own mean and deviations are put together (Chan et al. 1979): unlike the mean of
-    squares minus the square of the mean, that loses nothing where the mean is large.
+    dims stay, with size 1. The method of Chan et al. 1979 combines the mean and deviations of each rank. It loses no
+    digits if the mean is large, unlike the mean of squares minus the square of the mean.
     """
 
     def summary(x: Tensor) -> Tensor:
-        if x.numel() == 0:  # and so is the summary; torch would warn
+        if x.numel() == 0:  # the summary is empty too; torch would warn
             return x.sum(dims, keepdim=True).expand(2, *[1 if d in dims else n for d, n in enumerate(x.shape)])
         var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
         return torch.stack([mean, var * math.prod([x.shape[d] for d in dims])])
@@ -230,12 +226,12 @@ def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tenso
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """float32 for float16 and bfloat16, which have too few digits for a statistic; others as they are."""
+    """Convert float16 and bfloat16 to float32, because they have too few digits for statistics."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def root(var: Tensor) -> Tensor:
-    """Where the variance is 0, so is the gradient, as torch's."""
+    """The square root of a variance; its gradient is 0 if the variance is 0, as in torch."""
     return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
 
 
@@ -245,7 +241,7 @@ def var(
     func: Callable, input: ShardTensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False,
     *, correction: float | None = 1,
 ) -> ShardTensor | tuple[ShardTensor, ShardTensor]:  # fmt: skip
-    """Variance or standard deviation, alone or with the mean; one gather of two numbers of each rank."""
+    """Variance or standard deviation, alone or with the mean: one gather of two numbers from each rank."""
     if isinstance(dim, bool):  # var(x, unbiased)
         dim, unbiased = None, dim
     if unbiased is not None:
@@ -267,7 +263,7 @@ def var(
 @rule(*named("cumsum"))
 @numpy_names
 def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
-    """Along a split dimension each rank adds what the ranks before it sum up to."""
+    """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
     input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
     spec, part = input.spec, local(input)
     (dim,) = dims_of(spec, dim)

@@ -1,4 +1,4 @@
-"""Interpolation and padding of a tensor whose spatial dimensions are cut: see windows.py."""
+"""Interpolation and padding of a tensor with split spatial dimensions: see windows.py."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def interpolate(
     x: Tensor, splits: Splits, size: PerAxis | None = None, scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest", align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
 ) -> Output:  # fmt: skip
-    """F.interpolate by nearest, nearest-exact, linear, bilinear or trilinear: x (B, C, ...)."""
+    """F.interpolate with mode nearest, nearest-exact, linear, bilinear or trilinear: x (B, C, ...)."""
     count, dtype, new = x.ndim - 2, x.dtype, {}
     lengths, scales = wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor)
     resampled = False
@@ -84,7 +84,7 @@ def interpolate(
 
 
 def supported(mode: str, count: int) -> bool:
-    """Whether interpolate has this mode for so many spatial dimensions."""
+    """Whether interpolate has this mode for this number of spatial dimensions."""
     return mode in NEAREST or list(LINEAR)[count - 1] == mode
 
 
@@ -92,7 +92,7 @@ def wanted_lengths(
     x: Tensor, splits: Splits, size: PerAxis | None, scale_factor: float | Sequence[float] | None,
     recompute_scale_factor: bool | None,
 ) -> tuple[list[int], list[float | None]]:  # fmt: skip
-    """The lengths of the whole output, and the scales to reckon with, None for those that follow from the lengths."""
+    """The lengths of the whole output, and the scales; None for a scale that follows from the lengths."""
     count = x.ndim - 2
     if size is not None and scale_factor is None:
         return list(spatial(size, count)), [None] * count
@@ -105,7 +105,7 @@ def wanted_lengths(
 
 @torch.compiler.assume_constant_result
 def nearest_rows(mode: str, rows: int, length: int, scale: float | None) -> tuple[int, ...]:
-    """The row that each output is, as the plain operation rounds."""
+    """The row that each output copies, with the rounding of the plain operation."""
     return _nearest_rows(mode, rows, length, scale)
 
 
@@ -123,7 +123,7 @@ def linear_step(rows: int, length: int, scale: float | None, align_corners: bool
 
 
 def linear_place(output: Number, step: float, rows: int, align_corners: bool | None) -> Number:
-    """Where an output, or a tensor of outputs, lies among the rows."""
+    """The position of an output, or of a tensor of outputs, among the rows."""
     place = output * step if align_corners else (output + 0.5) * step - 0.5
     return place.clamp(0, rows - 1) if isinstance(place, torch.Tensor) else min(max(place, 0.0), rows - 1.0)
 
@@ -131,7 +131,7 @@ def linear_place(output: Number, step: float, rows: int, align_corners: bool | N
 def linear(
     x: Tensor, dim: int, first: int, last: int, step: float, interval: Interval, align_corners: bool | None
 ) -> Tensor:
-    """The outputs [first, last) between rows of x, which are the `interval` of the whole; in float32 at least."""
+    """Interpolate the outputs [first, last) from x, the rows `interval` of the whole; at least in float32."""
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     outputs = torch.arange(first, last, device=x.device, dtype=x.dtype)
     place = linear_place(outputs, step, interval[1], align_corners).clamp(min=interval[0]) - interval[0]
@@ -144,10 +144,10 @@ def linear(
 def pad(
     x: Tensor, splits: Splits, padding: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Output:
-    """F.pad: what is added belongs to the first and the last rank that has rows.
+    """F.pad: the first and the last rank with rows hold the padding.
 
     padding: (before, after) of the last dimension, then of the one before it, ...
-    Raises ValueError for reflect, replicate and circular where the plain operation does: more than there is to take.
+    Raises ValueError if padding for reflect, replicate or circular is longer than the plain operation allows.
     """
     left, new = list(padding), {}
     for i in range(0, len(padding), 2):
@@ -166,12 +166,12 @@ def pad(
         else:
             coming = Fetch(x, dim, sizes, intervals, group, mode == "circular", value or 0)
             x = coming.rows() if coming.joined else coming.rows().clone()
-    mode = mode if x.numel() else "constant"  # the others want no empty tensors
+    mode = mode if x.numel() else "constant"  # other modes reject empty tensors
     return (F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x), new
 
 
 def mirrored(x: Tensor, dim: int, sizes: Sizes, group: Group, intervals: Sequence[Interval], mode: str) -> Tensor:
-    """The rows of intervals that reach out of the whole."""
+    """Rows of intervals that extend beyond the whole dimension, filled by reflection or replication."""
     last = sum(sizes) - 1
 
     def inner(row: int) -> int:

@@ -1,4 +1,4 @@
-"""Softmax and its logarithm along a dimension, whole or split."""
+"""Softmax and log-softmax along a whole or split dimension."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 def softmax(
     func: Callable, input: ShardTensor, dim: int | None = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None
 ) -> ShardTensor:
-    """One gather of the ranks' maxima and sums forward, one all-reduce backward."""
+    """Forward gathers the maximum and the sum of each rank; backward is one all-reduce."""
     if dim is None:
         raise no_rule(func, (input,), {}, "give a dimension")
     if _stacklevel is None or isinstance(_stacklevel, torch.dtype):  # torch.softmax(x, dim, dtype)
@@ -39,14 +39,14 @@ def softmax(
 
 
 def summary(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The maximum, and the sum of the exponentials relative to it; 0 where all elements are -inf."""
+    """The maximum, and the sum of the exponentials relative to it, which is 0 if all elements are -inf."""
     top = x.amax(dims, True)
     total = (x - top).exp().sum(dims, keepdim=True)
     return torch.stack([top, torch.where(top == -torch.inf, 0.0, total)])
 
 
 class _Softmax(torch.autograd.Function):
-    """top, total: the maximum of all ranks and the sum of the exponentials relative to it."""
+    """Softmax, given the maximum of all ranks (top) and the sum of the exponentials relative to it (total)."""
 
     @staticmethod
     def forward(

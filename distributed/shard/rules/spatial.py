@@ -1,6 +1,6 @@
-"""Convolution, pooling, interpolation and padding of images of which every rank has a part.
+"""Convolution, pooling, interpolation and padding of images with split spatial dimensions.
 
-Samples may be split as well, and channels where each of them is treated alone: not by convolution.
+Samples may be split too. Channels may be split for all of these except convolution, which mixes channels.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from networks.vit import PerAxis
 
 
 def splits_of(func: Callable, x: ShardTensor, dims: Iterable[int]) -> Splits:
-    """{dimension: (sizes, Group)} of those dims that are split."""
+    """{dimension: (sizes, Group)} of the split ones among dims."""
     try:
         found = {dim: x.spec.split(dim) for dim in dims}
     except ValueError as error:
@@ -41,34 +41,21 @@ def images(x: ShardTensor, func: Callable) -> range:
 def result(
     x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes], dims: Iterable[int], spec: Spec | None = None
 ) -> ShardTensor:
-    """The local output y as a ShardTensor: split as x is, dims with new sizes."""
+    """The local output y as a ShardTensor that is split as x, with new sizes of dims."""
     return wrap(y, (spec or x.spec).resized({dim: sizes.get(dim, y.shape[dim]) for dim in dims}))
 
 
-@rule(*of_kind("conv"))
-def convolution(
-    func: Callable, input: ShardTensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
-) -> ShardTensor:
-    """Each rank fetches the rows that its outputs read, and computes them with its copy of the weights."""
-    return convolved(convolve, func, input, weight, bias, args, kwargs)
-
-
-@rule(*of_kind("conv_transpose"))
-def transposed_convolution(
-    func: Callable, input: ShardTensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
-) -> ShardTensor:
-    """Each rank fetches the rows that spread over its outputs, and computes them with its copy of the weights."""
-    return convolved(convolve_transposed, func, input, weight, bias, args, kwargs)
-
-
 def convolved(
-    implementation: Callable[..., Output], func: Callable, x: ShardTensor, weight: Tensor, bias: Tensor | None,
-    args: Sequence[Any], kwargs: Mapping[str, Any],
+    implementation: Callable[..., Output], func: Callable, input: ShardTensor, weight: Tensor,
+    bias: Tensor | None = None, *args: Any, **kwargs: Any,
 ) -> ShardTensor:  # fmt: skip
-    """A convolution by an implementation of convolution.py, by the plain one where no spatial dimension is split."""
-    if not isinstance(x, ShardTensor) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
-        raise no_rule(func, (x, weight, bias), {}, "the weights of a layer are plain tensors")
-    x, dims = reduced(x), images(x, func)
+    """Convolve with a function of convolution.py; with the plain one if no spatial dimension is split.
+
+    Each rank fetches the rows that its outputs need, and computes these with its copy of the weights.
+    """
+    if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        raise no_rule(func, (input, weight, bias), {}, "the weights of a layer are plain tensors")
+    x, dims = reduced(input), images(input, func)
     channels = dims[0] - 1
     if x.spec.is_split(channels):
         raise no_rule(func, (x,), {}, "channels are split")
@@ -82,49 +69,38 @@ def convolved(
     return result(x, y, sizes, dims, spec)
 
 
-def pooled(
-    implementation: Callable[..., Output], func: Callable, x: ShardTensor, args: Sequence[Any], kwargs: dict[str, Any]
-) -> ShardTensor:
-    """Pooling by an implementation of pooling.py, by the plain one where no spatial dimension is split."""
+rule(*of_kind("conv"))(partial(convolved, convolve))
+rule(*of_kind("conv_transpose"))(partial(convolved, convolve_transposed))
+
+
+def pooled(implementation: Callable[..., Output], func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    """Pool with a function of pooling.py, which fetches rows; with the plain one if no spatial dimension is split."""
     if kwargs.pop("return_indices", False):
-        with_indices(func, x)
-    x, dims = reduced(x), images(x, func)
+        with_indices(func, input)
+    x, dims = reduced(input), images(input, func)
     splits, part = splits_of(func, x, dims), local(x)
     y, sizes = implementation(func, part, splits, *args, **kwargs) if splits else (func(part, *args, **kwargs), {})
     return result(x, y, sizes, dims)
 
 
-@rule(*of_kind("max_pool"))
-def max_pooling(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """The largest of each window, whose rows of other ranks are fetched."""
-    return pooled(max_pool, func, input, args, kwargs)
-
-
-@rule(*of_kind("avg_pool"))
-def avg_pooling(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """The mean of each window, whose rows of other ranks are fetched."""
-    return pooled(avg_pool, func, input, args, kwargs)
-
-
-@rule(*of_kind("adaptive_max_pool"))
-def adaptive_max_pooling(func: Callable, input: ShardTensor, output_size: PerAxis, **kwargs: Any) -> ShardTensor:
-    """Outputs are shared out over the ranks as evenly as the rows are."""
-    return pooled(partial(adaptive_pool, average=False), func, input, (output_size,), kwargs)
+rule(*of_kind("max_pool"))(partial(pooled, max_pool))
+rule(*of_kind("avg_pool"))(partial(pooled, avg_pool))
+rule(*of_kind("adaptive_max_pool"))(partial(pooled, partial(adaptive_pool, average=False)))
 
 
 @rule(*of_kind("adaptive_avg_pool"))
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
-    """Outputs are shared out over the ranks as evenly as the rows are; the mean of all rows is a partial tensor."""
+    """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
     if output_size in (1, (1,) * DIMENSIONS[func], [1] * DIMENSIONS[func]):
-        # A sum over the ranks instead of all rows on one.
+        # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
         return dispatch(torch.mean, input, tuple(images(input, func)), keepdim=True)
-    return pooled(partial(adaptive_pool, average=True), func, input, (output_size,), {})
+    return pooled(partial(adaptive_pool, average=True), func, input, output_size)
 
 
 @rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
-@rule(torch.adaptive_max_pool1d)  # gives them always
+@rule(torch.adaptive_max_pool1d)  # always returns indices
 def with_indices(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> NoReturn:
-    """Raises: the indices of a part are not those of the whole."""
+    """Raise no_rule, because indices into a part are not indices into the whole."""
     raise no_rule(func, (x,), {}, "return_indices")
 
 
@@ -134,7 +110,7 @@ def interpolate(
     scale_factor: float | Sequence[float] | None = None, mode: str = "nearest", align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> ShardTensor:  # fmt: skip
-    """By nearest, nearest-exact, linear, bilinear, trilinear and area; any mode where no spatial dimension is split."""
+    """Modes nearest, nearest-exact, linear, bilinear, trilinear and area; any mode if no spatial dimension is split."""
     x, dims = reduced(input), range(2, len(input.spec.dims))
     splits, part = splits_of(func, x, dims), local(x)
     if not splits:
@@ -153,7 +129,7 @@ def interpolate(
 def pad(
     func: Callable, input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> ShardTensor:
-    """What is added to a split dimension belongs to the first and the last rank that has rows."""
+    """Pad. In a split dimension the first and the last rank with rows hold the padding."""
     x, ndim = reduced(input), len(input.spec.dims)
     dims = [ndim - 1 - i for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])]
     y, sizes = resampling.pad(local(x), splits_of(func, x, dims), pad, mode, value)

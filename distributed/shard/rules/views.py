@@ -1,7 +1,7 @@
-"""The same elements in other dimensions: the axes of the dimensions are regrouped, nothing is communicated."""
+"""Views: reshape and reorder dimensions by regrouping their axes. Nothing is communicated."""
 
 # mypy: disable-error-code="attr-defined"
-# (which takes Tensor.mT for a value of the class, not for the descriptor that it is)
+# (mypy takes Tensor.mT for a value of the class; it is a descriptor)
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +15,9 @@ from distributed.shard.tensor import ShardTensor, dispatch, global_shape, named,
 
 
 def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | None:
-    """The axes of each dimension of `shape`, which has as many elements in the same order.
+    """The axes of each dimension of a new `shape` with the same elements in the same order.
 
-    None where a piece of a split axis would be broken up.
+    Returns None if the new shape would break up a piece of a split axis.
     """
     left, dims = list(axes)[::-1], []
     for size in shape:
@@ -26,7 +26,7 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | 
             if not left:
                 return None
             axis = left.pop()
-            if missing == 0:  # all that comes before an axis without elements, and the axis
+            if missing == 0:  # take all axes up to one without elements
                 taken.append(axis)
                 missing = 1 if axis.size == 0 else 0
             elif axis.size and missing % axis.size == 0:
@@ -51,7 +51,7 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | 
 
 
 def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> Spec:
-    """The spec of x in a global shape, in which one size may be -1."""
+    """The spec of x in a new global shape. One size may be -1."""
     spec = x.spec
     if -1 in shape:
         known = -math.prod(shape)
@@ -65,7 +65,7 @@ def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> Spec:
 
 
 def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
-    """The tensor in a global shape, in which one size may be -1."""
+    """The tensor in a new global shape. One size may be -1."""
     shape = tuple(shape)
     new = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
     out = x.view(new.local_shape) if func == Tensor.view else x.reshape(new.local_shape)
@@ -74,7 +74,7 @@ def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTenso
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
 def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
-    """Into a global shape, given as numbers, as one tuple, or as another tensor's."""
+    """Reshape to a global shape, given as numbers, as one tuple, or by another tensor."""
     shape = shape or tuple(keywords.values())
     if isinstance(shape[0], torch.dtype):
         raise no_rule(func, (input,), {}, "a view as another dtype")
@@ -90,13 +90,13 @@ def _sizes(shape):
 
 @rule(*named("ravel"))
 def ravel(func: Callable, input: ShardTensor) -> ShardTensor:
-    """One dimension of all axes."""
+    """Flatten to one dimension, which keeps all axes."""
     return reshaped(func, input, (input.spec.shape.numel(),))
 
 
 @rule(*named("flatten"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
-    """One dimension of the axes of several, which it remembers."""
+    """Flatten several dimensions to one, which keeps their axes."""
     count = len(x.spec.dims)
     if not count:
         return reshaped(func, x, (1,))
@@ -106,7 +106,7 @@ def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -
 
 @rule(*named("unflatten"))
 def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) -> ShardTensor:
-    """Several dimensions, into which the axes of one are shared out again; one size may be -1."""
+    """Distribute the axes of one dimension over several. One size may be -1."""
     shape, dim = x.spec.shape, dim % len(x.spec.dims)
     sizes = list(sizes)
     if -1 in sizes:
@@ -118,7 +118,7 @@ def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) ->
 
 @rule(*named("permute"))
 def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
-    """Dimensions take their axes along; given as numbers or as one tuple."""
+    """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
     dims = _sizes(dims or tuple(keywords.values()))
     spec = input.spec
     if len(dims) != len(spec.dims):
@@ -129,7 +129,7 @@ def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
 def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
-    """Two dimensions change places, and their axes."""
+    """Swap two dimensions and their axes."""
     spec = input.spec
 
     def swapped() -> Spec:
@@ -142,7 +142,7 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
 
 @rule(Tensor.mT.__get__, *named("t", "adjoint"))
 def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
-    """The last two dimensions change places; of a vector nothing. t() takes no more than two dimensions."""
+    """Swap the last two dimensions; a vector stays as it is. t() accepts at most two dimensions."""
     count = len(input.spec.dims)
     if count > 2 and func.__name__ == "t":
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {count}D")
@@ -151,13 +151,13 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
 
 @rule(Tensor.T.__get__)
 def reversed_dims(func: Callable, input: ShardTensor) -> ShardTensor:
-    """All dimensions in the opposite order."""
+    """Reverse the order of all dimensions."""
     return permute(func, input, tuple(range(len(input.spec.dims)))[::-1])
 
 
 @rule(Tensor.H.__get__, Tensor.mH.__get__)
 def conjugate_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
-    """Of real numbers: the transpose."""
+    """The transpose, for real numbers only."""
     if input.is_complex():
         raise no_rule(func, (input,), {}, "complex numbers")
     return transpose(func, input, -2, -1)
@@ -167,7 +167,7 @@ def conjugate_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
 def movedim(
     func: Callable, x: ShardTensor, source: int | Sequence[int], destination: int | Sequence[int]
 ) -> ShardTensor:
-    """Some dimensions go to other places, the rest keep their order."""
+    """Move some dimensions to other positions; the rest keep their order."""
     count = len(x.spec.dims)
     source, destination = (
         [d % count for d in ((dims,) if isinstance(dims, int) else dims)] for dims in (source, destination)
@@ -180,21 +180,21 @@ def movedim(
 
 @rule(*named("unsqueeze"))
 def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
-    """A new dimension of size 1, without axes."""
+    """Insert a dimension of size 1, without axes."""
     dim = dim % (len(x.spec.dims) + 1)
     return wrap(x.unsqueeze(dim), x.spec.with_dims((*x.spec.dims[:dim], (), *x.spec.dims[dim:])))
 
 
 @rule(*named("squeeze"))
 def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
-    """Dimensions of global size 1 go; one of them may be split, one rank having the element."""
+    """Remove dimensions of global size 1. One may be split: then one rank holds its only row."""
     spec = x.spec
     dims = (
         range(len(spec.dims)) if dim is None else [d % len(spec.dims) for d in ([dim] if isinstance(dim, int) else dim)]
     )
     gone = [d for d in dims if spec.shape[d] == 1]
     cut = next((d for d in gone if spec.is_split(d)), None)
-    if cut is not None:  # its one row is one rank's
+    if cut is not None:  # one rank holds its only row
         x = dispatch(torch.select, x, cut, 0)
         return squeeze(func, x, [d - (d > cut) for d in gone if d != cut])
     return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
@@ -202,7 +202,7 @@ def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = No
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
 def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
-    """To a global shape, -1 where a size stays; no split dimension of size 1 can grow."""
+    """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded."""
     shape = _sizes(shape or tuple(keywords.values()))
     ahead = len(shape) - len(x.spec.dims)
     dims, sizes = [], []
@@ -218,7 +218,7 @@ def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> Shar
 
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(func: Callable, *tensors: ShardTensor) -> list[ShardTensor]:
-    """ShardTensors alone: a plain tensor is expanded where it meets a ShardTensor."""
+    """Broadcast ShardTensors against each other. Plain tensors among them have no rule."""
     if not all(isinstance(x, ShardTensor) for x in tensors):
         raise no_rule(func, tensors, {}, "of plain tensors too")
     shape = torch.broadcast_shapes(*[x.spec.shape for x in tensors])
@@ -227,7 +227,7 @@ def broadcast_tensors(func: Callable, *tensors: ShardTensor) -> list[ShardTensor
 
 @rule(*named("pixel_shuffle", "pixel_unshuffle"))
 def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
-    """(..., C r^2, H, W) -> (..., C, H r, W r), and back."""
+    """(..., C r^2, H, W) -> (..., C, H r, W r), and the inverse."""
     *ahead, channels, height, width = input.spec.shape
     n, first = len(ahead), tuple(range(len(ahead)))
     if func.__name__ == "pixel_shuffle":

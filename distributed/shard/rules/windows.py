@@ -1,11 +1,12 @@
-"""What convolution and pooling have in common: windows that slide over rows which are cut over the ranks of a group.
+"""Common parts of convolution and pooling: windows that slide over rows split over the ranks of a group.
 
-The operations of convolution.py, pooling.py and resampling.py compute on plain local tensors. All take
+The operations of convolution.py, pooling.py and resampling.py compute on plain local tensors. All of them take
 
-    x: this rank's shard; splits: {dimension: (sizes of all ranks, Group)} of the spatial dimensions that are cut
+    x: this rank's shard; splits: {dimension: (sizes of all ranks, Group)} of the split spatial dimensions
 
-and give (this rank's shard of the output, {dimension: its sizes on all ranks}). Of two dimensions that are cut one is
-fetched after the other, so the corners come along. Each rank's gradient of a weight is a part: their sum is the whole.
+and return (this rank's shard of the output, {dimension: its sizes on all ranks}). If two dimensions are split, the rows
+of one are fetched after those of the other; the second exchange includes the corners. Each rank computes a part of the
+gradient of a weight; the sum of the parts is the whole gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,41 +35,42 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Rows from the first that an output reads to the last."""
+        """Distance from the first row that an output reads to the last."""
         return self.dilation * (self.kernel - 1)
 
     def length(self, rows: int) -> int:
-        """Outputs of so many rows."""
+        """Number of outputs for a number of rows."""
         return (rows + self.before + self.after - self.reach - 1) // self.stride + 1
 
     def interval(self, first: int, last: int) -> Interval:
-        """The rows that the outputs [first, last) read."""
-        first, last = first * self.stride - self.before, (last - 1) * self.stride - self.before + self.reach + 1
-        return (first, max(first, last))
+        """The rows that the outputs [first, last) read; (0, 0) for no outputs."""
+        if first >= last:
+            return 0, 0
+        return first * self.stride - self.before, (last - 1) * self.stride - self.before + self.reach + 1
 
     def output_sizes(self, sizes: Sizes, length: int) -> Sizes:
-        """Outputs of each rank: an output belongs to the rank that has the middle of its window.
+        """Number of outputs of each rank: an output belongs to the rank that holds the middle of its window.
 
-        So stride 1 keeps the sizes, also where padding is an operation of its own before an unpadded convolution.
+        With stride 1 the sizes stay the same, even if padding is a separate operation before the convolution.
         """
         middle = self.reach // 2 - self.before
         return cut(sizes, length, lambda end: -((middle - end) // self.stride))
 
 
 def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
-    """Sizes of `length` outputs on each rank; place(row): the first output that belongs to it or a later one."""
+    """Sizes of `length` outputs on each rank. place(row): the first output that belongs to this row or a later one."""
     rows = sum(sizes)
     ends = [length if end == rows else min(max(place(end), 0), length) * (end > 0) for end in accumulate(sizes)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
 def in_proportion(sizes: Sizes, length: int) -> Sizes:
-    """Sizes of `length` outputs that are spread evenly over the rows."""
+    """Sizes of `length` outputs in proportion to the rows of each rank."""
     return cut(sizes, length, lambda end: -(-end * length // sum(sizes)))
 
 
 def of_kind(name: str) -> dict[Callable, int]:
-    """The functions called name1d, name2d, name3d, of torch and of torch.nn.functional: {function: its dimensions}."""
+    """{function: its spatial dimensions} of name1d, name2d, name3d in torch and torch.nn.functional."""
     homes = (torch, torch.nn.functional)
     return {f: n for n in (1, 2, 3) for home in homes if (f := getattr(home, f"{name}{n}d", None)) is not None}
 
@@ -85,12 +87,12 @@ def spatial(values: PerAxis, count: int) -> tuple[int, ...]:
 
 
 def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
-    """Rows of the whole along a dimension of which x, the local tensor, may have a part."""
+    """Global number of rows along a dimension of the local tensor x, whether it is split or not."""
     return sum(splits[dim][0]) if dim in splits else x.shape[dim]
 
 
 def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tensor:
-    """The output, of `shape`, of a rank that has none: backward comes by and gives zeros."""
+    """The empty output of a rank without outputs; its backward pass runs too and gives gradients of 0."""
     return _Nothing.apply(x.new_empty(shape), x, *(w for w in weights if w is not None))
 
 
@@ -111,7 +113,7 @@ def is_empty(shape: Sequence[int], dims: Iterable[int]) -> bool:
 
 
 def cropped(x: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
-    """The part {dimension: (first, rows)} of x; of its own memory, as what an operation gives."""
+    """The part {dimension: (first, rows)} of x, in memory of its own as the output of any operation."""
     part = x
     for dim, (first, rows) in ranges.items():
         part = part.narrow(dim, first, rows)
