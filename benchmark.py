@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tools.benchmarks import data_parallel, domain, ladder, loaders, model_parallel, scaling
+from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
 from utils.config import load_config
 from utils.errors import ArgumentParser, run_main
 
@@ -41,34 +41,32 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
     dp = commands.add_parser("dp", help="data-parallel strategies x world sizes", allow_abbrev=False)
     dp.add_argument(
-        "--strategies", nargs="+", default=data_parallel.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
+        "--strategies", nargs="+", default=strategies.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
         help="each with config keys of its own: fsdp,wrap_policy=none ddp,activation_checkpointing=full",
     )  # fmt: skip
     dp.add_argument("--world_sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
     dp.add_argument("--steps", type=int, default=4, help="timed steps of each turn (%(default)s)")
     dp.set_defaults(
-        run=lambda words, o: data_parallel.run(words, o.strategies, o.world_sizes, o.steps, o.rounds, o.json, o.png)
+        run=lambda words, o: strategies.run(words, o.strategies, o.world_sizes, o.steps, o.rounds, o.json, o.png)
     )
 
     mp = commands.add_parser("mp", help="layouts of a split model x model sizes", allow_abbrev=False)
     mp.add_argument(
-        "--layouts", nargs="+", default=model_parallel.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
+        "--layouts", nargs="+", default=layouts.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
         help="each with config keys of its own: tp2xdp2 cp4,cp_method=ring",
     )  # fmt: skip
     mp.add_argument("--embed_dims", type=int, nargs="+", default=[], metavar="N", help="model sizes (the config's)")
     mp.add_argument("--steps", type=int, default=2, help="timed steps of each turn (%(default)s)")
-    mp.set_defaults(
-        run=lambda words, o: model_parallel.run(words, o.layouts, o.embed_dims, o.steps, o.rounds, o.json, o.png)
-    )
+    mp.set_defaults(run=lambda words, o: layouts.run(words, o.layouts, o.embed_dims, o.steps, o.rounds, o.json, o.png))
 
     share = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
     share.add_argument(
-        "--sizes", type=int, nargs=3, default=domain.SIZES, metavar=("START", "STOP", "STEP"),
+        "--sizes", type=int, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
         help="points along each side of an image (32 64 32)",
     )  # fmt: skip
     share.add_argument("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
     share.add_argument(
-        "--layouts", nargs="+", default=domain.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
+        "--layouts", nargs="+", default=image_sizes.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
         help="besides one device, each with config keys of its own: dp2 domain2xdp2 domain2,data_parallel=ddp",
     )  # fmt: skip
     share.add_argument("--precisions", nargs="+", default=["none"], choices=("none", "bf16"), help="amp_mode (none)")
@@ -105,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 def run_domain(words: list[str], o: argparse.Namespace) -> None:
     """`benchmark.py domain` with its options."""
-    domain.run(
+    image_sizes.run(
         words, o.layouts, o.sizes, o.dims, o.precisions, o.batches, o.memory_limit_gib, o.steps, o.rounds, o.json,
         o.csv, o.png,
     )  # fmt: skip

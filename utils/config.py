@@ -9,7 +9,7 @@ import difflib
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -18,11 +18,26 @@ from ruamel.yaml.error import MarkedYAMLError
 from utils.errors import ArgumentParser, UsageError
 from utils.schema import ALIASES, FREE_KEYS, Config
 
-SPLITS = {  # keys that split a model, and the scripts that do it
-    "tensor_parallel": "train_mp.py or train_shard.py",
-    "context_parallel": "train_mp.py",
-    "pipeline_parallel": "train_mp.py",
-    "domain_parallel": "train_shard.py",
+
+class Script(NamedTuple):
+    """A training script: its file of configs, the keys by which it splits a model, what starts it on several nodes."""
+
+    yaml_config: str
+    splits: tuple[str, ...]
+    submit: str
+
+
+SCRIPTS = {
+    "train.py": Script("config/ViT.yaml", (), "submit_dp.sh"),
+    "train_mp.py": Script(
+        "config/mp.yaml", ("tensor_parallel", "context_parallel", "pipeline_parallel"), "submit_mp.sh"
+    ),
+    "train_shard.py": Script("config/shard.yaml", ("tensor_parallel", "domain_parallel"), "submit_shard.sh"),
+}
+# Every key that splits a model, and the scripts that do it, in words.
+SPLITS = {
+    key: " or ".join(name for name, script in SCRIPTS.items() if key in script.splits)
+    for key in ("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
 }
 
 
@@ -195,9 +210,15 @@ def differing_keys(old: Config, new: Config) -> list[str]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
-    """One line that says what of a mapping does not fit the schema; `options` came from the command line."""
+    """One line that says what of a mapping does not fit the schema; `options` came from the command line.
+
+    A mapping of names to models inside the schema is followed, and the names become part of `where`.
+    """
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
-    name = str(problem["loc"][0])
+    name, *deeper = map(str, problem["loc"])
+    while len(deeper) > 1 and (inner := _model_of_values(schema, name)):
+        schema, where = inner, f"{where}: {deeper[0]}"
+        name, *deeper = deeper[1:]
     if name in options:
         where = "command line"
     if problem["type"] == "extra_forbidden":
@@ -208,10 +229,25 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
     return f"{where}: {name}: {problem['input']!r} {message}"
 
 
+def _model_of_values(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model M of a field dict[..., M], None for any other field."""
+    kinds = get_args(schema.model_fields[name].annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is."""
     near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def option_words(key: str, value: Any) -> list[str]:
+    """The words of a command line that give a key this value: what parse_command_line reads back."""
+    if isinstance(value, bool):
+        return [f"--{key}" if value else f"--no-{key}"]
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={'null' if value is None else value}"]
 
 
 def _scalar(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a rank holds in one training step, in bytes of distinct storages, beside the formulas of ZeRO."""
+"""What a rank holds in one training step, in bytes of distinct storages."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,94 +12,60 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.data_parallel import DTYPES, SHARDED
 from tools.instruments.phases import around
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
-from utils.layout import Layout
-from utils.schema import Config
 
 Listener = Callable[[Tensor], None]
-
-
-def predicted_memory(config: Config, numbers: float, layout: Layout) -> dict[str, float]:
-    """Bytes per rank of parameters, gradients and optimizer state (Adam's two moments), all in float32.
-
-    numbers: parameters of the whole model. Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, but for zero2: there
-    a rank keeps the parameters whole, here it keeps its part and holds the whole ones beside it during a step.
-    """
-    whole, strategy = 4 * numbers, config.data_parallel
-    part = whole / ((layout.shard or layout.dp) if strategy in SHARDED else 1)
-    gathered = numbers * (DTYPES[config.gather_dtype] or torch.float32).itemsize if strategy == "zero2" else 0
-    return {
-        "parameters": part + gathered * (part < whole),
-        "gradients": part,
-        "optimizer": 2 * (whole / layout.dp if strategy == "zero1" else part),
-    }
 
 
 def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, listener: Listener | None = None) -> dict[str, int]:
     """Run step(0, x, y), an optimizer step of a TrainingStep that has made one before; returns {what: bytes}.
 
     parameters: between forward and backward pass, whole ones that lie beside a rank's part included.
-    parameters at most: in the forward pass, while the unit that computes is gathered. Not seen is the buffer that
-    holds what a collective under way brings.
+    parameters at most: in the forward pass, while the unit that computes is gathered. The buffer that receives the
+    result of a running collective is not seen. Not of a pipeline.
     gradients: before the update. optimizer: its state. activations: what the backward pass needs of the forward pass,
-    the input included. They are counted on whatever device they lie.
+    the input included, on whatever device; of a pipeline the most after the forward pass of a micro-batch.
+    listener: called with each tensor that is kept for the backward pass.
     """
-    module, scaler = step.parallel.module, step.scaler
-    own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    held: Counter[str] = Counter()
-    saved = SavedTensors(module, listener)
-
-    def parameters() -> int:
-        size = nbytes([*own, *module.parameters()])
-        held["parameters at most"] = max(held["parameters at most"], size)
-        return size
-
-    def before_backward() -> None:
-        held["parameters"] = max(held["parameters"], parameters())
-        held["activations"] = max(held["activations"], saved.nbytes())
-
-    def before_update() -> None:
-        held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
-
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    # Hooks that return nothing; first in line, so before the unit is resharded.
-    hooks = [unit.register_forward_hook(lambda *_: parameters() and None, prepend=True) for unit in units]
-    with _before(scaler, "scale", before_backward), _before(scaler, "step", before_update), saved:
-        step(0, x, y)
-    for hook in hooks:
-        hook.remove()
-    held["optimizer"] = nbytes(optimizer_states(step.optimizer))
-    return dict(held)
-
-
-def memory_of_a_pipeline_step(
-    step: TrainingStep, x: Tensor, y: Tensor, listener: Listener | None = None
-) -> dict[str, int]:
-    """As memory_of_a_step. Activations are the most that is held after the forward pass of a micro-batch."""
-    assert step.parallel.pipeline
-    model, stages = step.parallel.model, step.parallel.pipeline.stages
+    model, stages = step.parallel.model, step.parallel.pipeline.stages if step.parallel.pipeline else []
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
     held: Counter[str] = Counter()
     saved = SavedTensors(model, listener)
 
-    def after_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
+    def note_parameters(name: str) -> None:
+        held[name] = max(held[name], nbytes([*own, *model.parameters()]))
+
+    def after_forward() -> None:
+        note_parameters("parameters")
         held["activations"] = max(held["activations"], saved.nbytes())
-        held["parameters"] = max(held["parameters"], nbytes([*own, *model.parameters()]))
-        return output
 
     def before_update() -> None:
         held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
 
+    def chunk(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        after_forward()
+        return output
+
+    units = [] if stages else [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    # First in line, so before the unit is resharded.
+    hooks = [
+        unit.register_forward_hook(lambda *_: note_parameters("parameters at most"), prepend=True) for unit in units
+    ]
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(around(stage, "forward_one_chunk", after_forward))
+            stack.enter_context(around(stage, "forward_one_chunk", chunk))
+        if not stages:
+            stack.enter_context(_before(step.scaler, "scale", after_forward))
         stack.enter_context(_before(step.scaler, "step", before_update))
         stack.enter_context(saved)
         step(0, x, y)
+    for hook in hooks:
+        hook.remove()
+    if not stages:
+        held["parameters at most"] = max(held["parameters"], held["parameters at most"])
     held["optimizer"] = nbytes(optimizer_states(step.optimizer))
     return dict(held)
 

@@ -29,7 +29,7 @@ exchanged: gather (1 + 2 N / n) w / t, ring about (9 w + 40) / t); the gradients
 their owners (twice 4 bytes for each weight); all gradients, where the batch is small; the update. With fsdp also whole
 parameters: of a block, of the one that is fetched, and of what no block holds.
 
-Parameters, gradients, optimizer: `tools.instruments.memory.predicted_memory`, with the padding of sharded rows, and
+Parameters, gradients, optimizer: those of ZeRO (Rajbhandari et al. 2020), with the padding of sharded rows, and
 with zero1 of the rank that updates most.
 
 Operations: `tools.planner.operation_formulas`. Of a block, forward; backward twice the products, 2.5 times attention:
@@ -41,10 +41,24 @@ Operations: `tools.planner.operation_formulas`. Of a block, forward; backward tw
 | norms; casts to low precision; residuals | | 16 s; 2 (4 + w) s; 2 (8 + w) s |
 | GELU | | 2 r w / t |
 
-Messages: `tools.planner.message_formulas`, as the table of tools.benchmarks.mp_theory, but exactly: uneven shares, what
-is computed again, DistributedDataParallel's buckets, padding of fully_shard.
+Messages: `tools.planner.message_formulas`, in numbers that a rank sends; d ranks of dp, P parameters of a rank. An
+all-reduce of S numbers counts 2 (t-1)/t S, an all-gather or a reduce-scatter (t-1)/t S.
 
-Where it was held against the trace (tests/test_plan_closed_form.py): activations, number and bytes of messages and
+| | forward | backward |
+|---|---|---|
+| tensor | 2 all-reduces of b n D a block | the same |
+| sequence | 2 all-gathers, 2 reduce-scatters of b n D a block: the same numbers; 1 all-gather at the end | the same |
+| context, gather | 1 all-gather a block: 2 (c-1) b n D / t | 1 reduce-scatter: the same |
+| context, ring | c-1 exchanges a block: the same as gather | 2 (c-1) exchanges: twice that |
+| context, all_to_all | 2 all-to-alls a block: 4 (c-1)/c b n D / t | the same |
+| context, the loss | 1 all-reduce of 2 b numbers | nothing |
+| pipeline | b n D for each boundary of stages, in m messages | the same |
+| gradients | with fsdp, all-gathers of P | 1 reduction of P over the d c ranks that share parameters |
+
+Sequence parallelism also adds up the gradients of norms and shared biases, (6 L + 2) D numbers, once a step. The code
+counts exactly: uneven shares, what is computed again, DistributedDataParallel's buckets, padding of fully_shard.
+
+Where it was held against the trace (tests/test_plan_formulas.py): activations, number and bytes of messages and
 floating-point operations are equal to rounding; the peak is within 1 %. Less exact are
     bytes of kernels that only move data: within 25 % in each phase, less what fully_shard copies in and out of its
         buffers, which is counted here only (of many weights and few tokens as much again); of ring attention as if all
@@ -56,24 +70,28 @@ floating-point operations are equal to rounding; the peak is within 1 %. Less ex
 With cpu_offload parameters, gradients and optimizer state lie in host memory: the peak is without them, as in a trace.
 """
 
+from collections.abc import Iterable
+from itertools import product
+
 from tools.planner.memory_formulas import memory_of
 from tools.planner.message_formulas import messages_of
 from tools.planner.operation_formulas import operations_of
-from tools.planner.rank_share import Part
+from tools.planner.rank_share import RankShare
 from tools.planner.trace import Trace
 from utils.layout import Layout
 from utils.schema import Config
 
 
-def closed_form(config: Config, layout: Layout) -> list[Trace]:
+def formula_traces(config: Config, layout: Layout, bands: Iterable[int] = (0,)) -> list[Trace]:
     """Traces of the ranks of which tools.planner.trace.trace_step gives them: of a pipeline its first and last one.
 
     config: as for this layout; whether a model can be split so is not asked, see tools.planner.layouts.
+    bands: places along cp; the first band has the most tokens, but another one may send more.
     """
     traces = []
-    for stage in sorted({0, layout.pp - 1}):
-        part = Part(config, layout, stage)
-        memory, held, inference = memory_of(part)
-        messages, groups = messages_of(part)
-        traces.append(Trace(memory, held, inference, operations_of(part), messages, groups))
+    for stage, band in product(sorted({0, layout.pp - 1}), bands):
+        share = RankShare(config, layout, stage, band)
+        memory, held, inference = memory_of(share)
+        messages, groups = messages_of(share)
+        traces.append(Trace(memory, held, inference, operations_of(share), messages, groups))
     return traces

@@ -14,25 +14,19 @@ from typing import Any
 from unittest.mock import patch
 
 from distributed.collectives import Group
+from distributed.data_parallel import SHARDED
 from distributed.domain_parallel import split_images
 from distributed.model_parallel import split_model
 from training.model import build_model
 from utils import comm
-from utils.config import ALIASES, SPLITS, check_config, parse_command_line, read_named_config
+from utils.config import SCRIPTS, SPLITS, check_config, option_words, parse_command_line, read_named_config
 from utils.errors import UsageError
 from utils.layout import Layout, tile_counts
-from utils.schema import Config
+from utils.schema import ALIASES, Config, choices
 
-METHODS = "gather", "ring", "all_to_all"
-STRATEGIES = "ddp", "zero1", "zero2", "fsdp", "hsdp"
 CHECKPOINTING = "none", "full"
-SCHEDULES = "1f1b", "interleaved"
+SCHEDULES = "1f1b", "interleaved"  # gpipe holds more and is no faster
 MICRO_BATCHES = 4, 2, 1  # of a pipeline for each stage: the most that the batch allows, for a small bubble
-SCRIPTS = {  # of the training: what starts each on several nodes, and its file of configs
-    "train.py": ("submit_dp.sh", "config/ViT.yaml"),
-    "train_mp.py": ("submit_mp.sh", "config/mp.yaml"),
-    "train_shard.py": ("submit_shard.sh", "config/shard.yaml"),
-}
 WIDEST_TP = 8  # where no layout with all tensor-parallel ranks in a node works: so many times as wide
 
 
@@ -124,8 +118,8 @@ def _ways(config, gpus, sizes, fixed):
     slices = [False, True] if cp == pp == 1 else [True]  # with them a rank holds less, for the same bytes sent
     for sequence, cp_method, domain_method, schedule in itertools.product(
         values("sequence_parallel", slices, tp > 1 and domain == 1),
-        values("cp_method", METHODS, cp > 1),
-        values("domain_method", METHODS, domain != 1),
+        values("cp_method", choices("cp_method"), cp > 1),
+        values("domain_method", choices("domain_method"), domain != 1),
         values("pp_schedule", SCHEDULES, pp > 1),
     ):
         yield {
@@ -139,7 +133,7 @@ def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
     tp, cp, pp, domain = (sizes[name] for name in SPLITS)
     replicas = max(1, gpus // (tp * pp))
     dp = replicas // (cp * math.prod(tile_counts(domain)))
-    strategies = STRATEGIES if replicas > 1 else ("ddp",)
+    strategies = choices("data_parallel") if replicas > 1 else ("ddp",)
     if "data_parallel" in fixed or config.cpu_offload or config.noddp:
         strategies = (config.data_parallel,)
     checkpointing = CHECKPOINTING
@@ -155,7 +149,7 @@ def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
 
 def _plain(config, strategy, fixed):
     """Keys that belong to another strategy, at their defaults."""
-    sharded = strategy in ("zero2", "fsdp", "hsdp")
+    sharded = strategy in SHARDED
     of_others = ("bucket_cap_mb", "enable_channels_last") if sharded else ("gather_dtype", "prefetch", "wrap_policy")
     of_others += () if strategy == "ddp" else ("gradient_compression",)
     of_others += () if strategy == "hsdp" else ("dp_shard",)
@@ -263,8 +257,8 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
     words that are no options.
     """
     script = script_of(config)
-    submit, own_file = SCRIPTS[script]
-    options = parse_command_line(list(words), None, "config/ViT.yaml")
+    own_file, _, submit = SCRIPTS[script]
+    options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
     path, name = options.pop("yaml_config"), options.pop("config")
     written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
     changed = {
@@ -277,7 +271,7 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
         kept.pop("local_batch_size", None)
         kept["global_batch_size"] = config.global_batch_size
     own = [] if path == own_file else [f"--yaml_config={path}"]
-    own += [f"--config={name}", *(_word(key, value) for key, value in kept.items())]
+    own += [f"--config={name}", *(word for key, value in kept.items() for word in option_words(key, value))]
     nodes = -(-layout.world_size // ranks_per_node)
     if layout.world_size == 1:
         start = ["python", script]
@@ -286,12 +280,4 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
     else:
         per_node = [] if ranks_per_node == 4 else [f"--gpus-per-node={ranks_per_node}"]
         start = ["sbatch", "-N", str(nodes), *per_node, submit]
-    return " ".join([*start, *own])
-
-
-def _word(key: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{key}" if value else f"--no-{key}"
-    if isinstance(value, list):
-        return f"--{key} {' '.join(map(str, value))}"
-    return shlex.quote(f"--{key}={'null' if value is None else value}")
+    return shlex.join([*start, *own])

@@ -35,7 +35,7 @@ class Plan:
     inference: float
     flops: float
     time: StepTime
-    closed_peak: float | None = None  # by closed form, where both were asked
+    formula_peak: float | None = None  # by formula, where both were asked
 
     @property
     def overhead(self) -> float:

@@ -80,7 +80,7 @@ def memory_text(plan: Plan) -> str:
         (f"{plan.gpu.name} has", plan.gpu.memory / GIB),
     ]
     table = format_table({"memory of the rank that holds most": "", "GiB": ".2f"}, rows)
-    other = f" By closed form the peak is {differs(plan)} GiB." if differs(plan) else ""
+    other = f" By formula the peak is {differs(plan)} GiB." if differs(plan) else ""
     return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
 
 
@@ -129,7 +129,7 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
     ]  # fmt: skip
     columns = {
         "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
-        "bound by": "", "closed form": "",
+        "bound by": "", "formula": "",
     }  # fmt: skip
     error, best = plans[0].time.error, plans[0]
     found = f"the best of {request.compared} layouts"
@@ -139,7 +139,7 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
     return (
         f"{head(best).partition(':')[0]}, {found}:\n\n"
         f"{format_table(columns, rows)}\n\n"
-        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. closed form: "
+        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. formula: "
         "its memory, where it is 3 % off the trace.\n\n"
         f"{refused_text(request.refused)}\n\n{run or run_text(best, request, 'Run the first one:')}"
     )
@@ -152,11 +152,11 @@ def refused_text(refused: dict[str, int]) -> str:
 
 
 def differs(plan: Plan) -> str:
-    """The peak by closed form beside the traced one, in GiB, where they are more than 3 % apart; else ""."""
-    closed = plan.closed_peak
-    return (
-        "" if closed is None or abs(closed / plan.peak - 1) <= 0.03 else f"{closed / GIB:.2f} of {plan.peak / GIB:.2f}"
-    )
+    """The peak by formula beside the traced one, in GiB, where they are more than 3 % apart; else ""."""
+    peak = plan.formula_peak
+    if peak is None or abs(peak / plan.peak - 1) <= 0.03:
+        return ""
+    return f"{peak / GIB:.2f} of {plan.peak / GIB:.2f}"
 
 
 def scaling_text(points: Sequence[Point], request: Request) -> str:

@@ -1,4 +1,4 @@
-"""What a rank has of the model and of the batch, as numbers: what the closed forms of the planner are made of."""
+"""What a rank has of the model and of the batch, as numbers: what the formulas of the planner start from."""
 
 import math
 from functools import cached_property, lru_cache
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DTYPES, SHARDED
-from tools.benchmarks.mp_theory import grid
+from networks.vit import patch_grid
 from tools.planner.trace import GROUPS
 from training.step import AMP_DTYPES
 from utils.comm import COMBINED
@@ -25,15 +25,15 @@ class Stage(NamedTuple):
     last: bool
 
 
-class Part:
-    """What a rank has: the one at this place along pp that is first along every other dimension of the mesh.
+class RankShare:
+    """What a rank has: the one at place `stage` along pp and at `band` along cp, first along every other dimension.
 
     Short names are those of tools/planner/formulas.py. What is called bytes is in bytes, all else in numbers. Of a
     micro-batch, unless it says otherwise.
     """
 
-    def __init__(self, config: Config, layout: Layout, stage: int):
-        self.config, self.layout, self.stage = config, layout, stage
+    def __init__(self, config: Config, layout: Layout, stage: int, band: int = 0):
+        self.config, self.layout, self.stage, self.band = config, layout, stage, band
         self.dims = layout.mesh_dims
         self.t, self.p, self.d, self.heads = layout.tp, layout.pp, config.embed_dim, config.num_heads
         self.hidden, self.micro_batches = int(config.embed_dim * config.mlp_ratio), config.gradient_accumulation
@@ -47,13 +47,13 @@ class Part:
         self.repeated = self.blocks // every if config.activation_checkpointing != "none" else 0  # computed twice
 
         # The batch: samples, tokens, points.
-        self.patches = grid(config)
+        self.patches = patch_grid(config.img_size, config.patch_size)[0]
         self.domain, self.image = math.prod(layout.domain) > 1, layout.cp * math.prod(layout.domain)
         self.method = config.domain_method if self.domain else config.cp_method
         rows, columns = (shard_sizes(n, k) for n, k in zip(self.patches, self._cuts(), strict=False))
         deep = math.prod(self.patches[2:])
         self.shares = [r * c * deep for r in rows for c in columns]  # tokens of the ranks that share an image
-        self.tokens, self.all_tokens = self.shares[0], sum(self.shares)
+        self.tokens, self.all_tokens = self.shares[self.band], sum(self.shares)
         self.sequence = config.sequence_parallel and self.t > 1
         self.slice = -(-self.tokens // self.t) if self.sequence else self.tokens  # tokens between tensor-parallel pairs
         self.samples = config.global_batch_size // layout.dp // self.micro_batches
@@ -146,12 +146,12 @@ class Part:
         """The ranks of the group along a dimension, or combined ones, of which this rank is one."""
         if name == "world":
             return tuple(range(self.layout.world_size))
-        found, stride = [0], 1
+        found, stride, places = [0], 1, {"pp": self.stage, "cp": self.band}
         for dim, size in reversed(self.dims.items()):
             if dim in _parts(name):
                 found = [rank + i * stride for i in range(size) for rank in found]
-            elif dim == "pp":
-                found = [rank + self.stage * stride for rank in found]
+            else:
+                found = [rank + places.get(dim, 0) * stride for rank in found]
             stride *= size
         return tuple(sorted(found))
 

@@ -7,26 +7,21 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from tools.planner.formulas import closed_form
+from tools.planner.formulas import formula_traces
 from tools.planner.hardware import Gpu
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.step_time import calibrate
 from tools.planner.trace import trace_step
-from utils.config import check_config, load_config, parse_command_line, read_named_config
+from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
 MOST_GPUS = 2**17
-DEFAULT_YAML = "config/ViT.yaml"
 # Options that say how a model is laid out; with one of them a single layout is meant.
 LAYOUT_OPTIONS = (
     "tensor_parallel", "row_parallel_size", "context_parallel", "pipeline_parallel", "domain_parallel", "data_parallel",
     "dp_shard",
 )  # fmt: skip
-SPLIT_KEYS = {  # by which each script can split a model
-    "train_mp.py": ("tensor_parallel", "context_parallel", "pipeline_parallel"),
-    "train_shard.py": ("tensor_parallel", "domain_parallel"),
-}
 
 
 def gpu_counts(text: str) -> list[int]:
@@ -64,11 +59,11 @@ class Request:
 
     def config(self, gpus: int) -> Config:
         """The config on so many GPUs. Raises UsageError where it does not fit."""
-        return load_config(self.words, world_size=gpus, splits=SPLIT_KEYS[self.script])
+        return load_config(self.words, world_size=gpus, splits=SCRIPTS[self.script].splits)
 
     def any_layout(self) -> Config:
         """The config, whatever the layout. Raises UsageError for local_batch_size, which depends on it."""
-        options = parse_command_line(self.words, None, DEFAULT_YAML)
+        options = parse_command_line(self.words, None, SCRIPTS["train.py"].yaml_config)
         path, name = options.pop("yaml_config"), options.pop("config")
         if "local_batch_size" in options:
             raise UsageError("local_batch_size: layouts are compared at the same --global_batch_size; give that")
@@ -97,5 +92,5 @@ class Request:
         layout = config.layout(gpus, self.gpu.gpus_per_node)
         with reported_as_usage_error(ValueError, config.config):
             plan = plan_layout(config, layout, self.gpu, self.calibration)
-        closed = plan_layout(config, layout, self.gpu, traces=closed_form(config, layout))
-        return replace(plan, closed_peak=closed.peak)
+        by_formula = plan_layout(config, layout, self.gpu, traces=formula_traces(config, layout))
+        return replace(plan, formula_peak=by_formula.peak)

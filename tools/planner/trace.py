@@ -21,7 +21,7 @@ from distributed.collectives import shard_sizes
 from distributed.data_parallel import data_parallel
 from distributed.domain_parallel import split_images, transform_forward
 from distributed.model_parallel import split_model
-from tools.instruments.memory import memory_of_a_pipeline_step, memory_of_a_step, optimizer_states
+from tools.instruments.memory import memory_of_a_step, optimizer_states
 from tools.instruments.phases import around, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes, receive_buffers
@@ -51,8 +51,8 @@ HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host 
 class Trace:
     """A step of one rank.
 
-    memory: {label: bytes at most} of tools.planner.tracker, and "peak". held: as benchmarks.memory.memory_of_a_step
-    measures them. inference: bytes at most in a forward pass beside all that training keeps, gradients included.
+    memory: {label: bytes at most} of tools.planner.tracker, and "peak". held: as tools.instruments.memory measures it.
+    inference: bytes at most in a forward pass beside all that training keeps, gradients included.
     operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
     in this rank's group}.
     """
@@ -198,9 +198,8 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         unit.register_forward_hook(lambda unit, *_: tracker.label("buffers", unit.parameters()), prepend=True)
         for unit in sharded
     ]  # gathered parameters
-    measure = memory_of_a_pipeline_step if parallel.pipeline else memory_of_a_step
     with phases_of(step, tracker), around(step.scaler, "step", before_update), tracker:
-        held = measure(step, x, y, lambda tensor: tracker.label("activations", [tensor]))
+        held = memory_of_a_step(step, x, y, lambda tensor: tracker.label("activations", [tensor]))
     for hook in hooks:
         hook.remove()
     memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
