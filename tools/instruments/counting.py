@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.instruments.watching import Watch
 
 # What an operator's name begins with, its underscores taken out, and the kind that it is.
 KINDS = {
@@ -35,7 +36,7 @@ KINDS = {
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "input_list")
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter(Watch):
     """Counts by kind: `calls`, and `bytes` that this rank sends under the best algorithm for large messages.
 
     An all-reduce is worth a reduce-scatter and an all-gather of the same tensor. Uneven shards count with the padding
@@ -47,18 +48,11 @@ class CollectiveCounter(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: torch.compile does not run under other modes; what compiled code sends comes by here as well."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Count a collective."""
         if found := collective(func, args, kwargs):
             self.calls[found.kind] += 1
             self.bytes[found.kind] += found.sent
-        with torch._C.DisableTorchFunctionSubclass():  # what a ShardTensor is made of arrives here
-            return func(*args, **kwargs)
 
 
 class Collective(NamedTuple):

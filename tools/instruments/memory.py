@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tools.instruments.phases import around
+from tools.instruments.watching import Watch
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 
@@ -136,23 +136,16 @@ class SavedTensors:
             context.__exit__(*error)
 
 
-class _Kept(TorchDispatchMode):
+class _Kept(Watch):
     """Passes on the results of the operations that selective activation checkpointing does not repeat."""
 
     def __init__(self, note: Callable[[Tensor], Tensor]):
         super().__init__()
         self.note = note
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: torch.compile does not run under other modes."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
-            result = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Note what such an operation has made."""
         if func in EXPENSIVE and torch.is_grad_enabled():  # in the backward pass it is not
             for tensor in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(tensor, torch.Tensor):
                     self.note(tensor)
-        return result

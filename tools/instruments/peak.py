@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from tools.instruments.watching import Watch
 
 OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(Watch):
     """Context: `peak` is the most bytes of distinct storages alive after any operation inside.
 
     tensors: those that are there before. limit: bytes above which a MemoryError is raised. What an operation holds
@@ -25,11 +27,6 @@ class PeakMemory(TorchDispatchMode):
         self.limit, self.peak = limit, 0
         self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self.note(tensors)
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: torch.compile does not run under other modes."""
-        return True
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Count the storages of those values that are tensors. Raises MemoryError above the limit."""
@@ -48,11 +45,9 @@ class PeakMemory(TorchDispatchMode):
     def _forget(self, key: int, _: object) -> None:
         self.storages.pop(key, None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
-            result = func(*args, **(kwargs or {}))
-            self.note(tree_leaves((args, kwargs, result)))
-        return result
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Count the tensors of an operation."""
+        self.note(tree_leaves((args, kwargs, result)))
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

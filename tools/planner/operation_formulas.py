@@ -78,19 +78,23 @@ class _Operations:
             self.copy(phase, (2 * w + 1) * es, 2, dtype=self.low)
             self.copy(phase, (2 * w + 1) * h, dtype=self.low)
 
+    def attended(self):
+        """[(numbers of the queries, numbers of the keys, tokens of the keys)] of each call of attention in a block."""
+        share, ranks = self.share, self.share.image
+        own, everything = share.whole / share.t, share.samples * share.all_tokens * share.d / share.t
+        if ranks > 1 and share.method == "ring":
+            return [(own, share.samples * tokens * share.d / share.t, tokens) for tokens in share.shares]
+        if ranks > 1 and share.method == "all_to_all":
+            return [(everything / ranks, everything / ranks, share.all_tokens)]
+        return [(own, everything, share.all_tokens)]
+
     def attention(self, phase):
-        share, w, t, ranks = self.share, self.share.width, self.share.t, self.share.image
+        share, w, t, ranks, low = self.share, self.share.width, self.share.t, self.share.image, self.low
         own, everything = share.whole / t, share.samples * share.all_tokens * share.d / t
-        if ranks == 1 or share.method == "gather":
-            self.attend(phase, own, everything, share.all_tokens)
-        elif share.method == "all_to_all":
-            self.attend(phase, everything / ranks, everything / ranks, share.all_tokens)
-        else:
-            for tokens in share.shares:
-                self.attend(phase, own, share.samples * tokens * share.d / t, tokens)
+        for queries, keys, tokens in self.attended():
+            self.add(phase, ATTENTION, round(2 * w * (queries + keys)), round(4 * queries * tokens))
         if ranks == 1:
             return
-        low = self.low
         if share.method == "gather":
             self.copy(phase, 4 * w * own, dtype=low)
             if min(share.shares) < max(share.shares):
@@ -106,11 +110,6 @@ class _Operations:
             self.pointwise(phase, 3 * FULL * own, ranks - 1)
             sums = FULL * self.rows * share.heads / t
             self.pointwise(phase, 2 * sums, 7 * (ranks - 1))
-
-    def attend(self, phase, queries, keys, tokens):
-        """queries, keys: numbers; tokens: keys of an image."""
-        moved = 2 * self.share.width * (queries + keys)
-        self.add(phase, ATTENTION, round(moved), round(4 * queries * tokens))
 
     def block_backward(self):
         share, w, e, es, phase = self.share, self.share.width, self.share.whole, self.share.stream, "backward"
@@ -137,20 +136,13 @@ class _Operations:
             self.copy(phase, (2 * w + 1) * h, dtype=self.low)
 
     def attention_backward(self):
-        share, w, t, ranks, phase = self.share, self.share.width, self.share.t, self.share.image, "backward"
+        share, w, t, ranks, low = self.share, self.share.width, self.share.t, self.share.image, self.low
+        phase = "backward"
         own, everything = share.whole / t, share.samples * share.all_tokens * share.d / t
-        ring = ranks > 1 and share.method == "ring"
-        if ring:
-            steps = [(own, share.samples * tokens * share.d / t, tokens) for tokens in share.shares]
-        elif ranks > 1 and share.method == "all_to_all":
-            steps = [(everything / ranks, everything / ranks, share.all_tokens)]
-        else:
-            steps = [(own, everything, share.all_tokens)]
-        for queries, keys, tokens in steps:
+        for queries, keys, tokens in self.attended():
             self.add(phase, ATTENTION, round(w * 4 * (queries + keys)), round(10 * queries * tokens))
         if ranks == 1:
             return
-        low = self.low
         if share.method == "gather":
             self.copy(phase, 4 * w * everything, 3 if min(share.shares) < max(share.shares) else 2, dtype=low)
         elif share.method == "all_to_all":

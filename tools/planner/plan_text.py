@@ -4,19 +4,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
+from tools.pictures import finish, mark, panels, save, stack
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, Plan
 from tools.planner.request import Request
 from tools.planner.search import Point
 from tools.planner.trace import HOST
 from tools.tables import format_table
-from utils.files import whole_file
 from utils.schema import Config
-
-matplotlib.use("Agg")
 
 GIB = 2**30
 COLORS = {
@@ -189,31 +186,18 @@ def search_picture(plans: Sequence[Plan], path: Path | str) -> None:
 
 def _bars(plans, path, time):
     """Memory of each layout by category beside that of the GPU, and its time by part."""
-    figure = Figure(figsize=(13 if time else 9, 1.6 + 0.42 * len(plans)), layout="constrained")
-    panels = figure.subplots(1, 2 if time else 1, sharey=True, squeeze=False)[0]
-    names, places = [layout_words(plan) for plan in plans], range(len(plans))
-    left = [0.0] * len(plans)
-    for name, color in COLORS.items():
-        sizes = [(plan.overhead if name == "overhead" else plan.memory[name]) / GIB for plan in plans]
-        panels[0].barh(places, sizes, left=left, color=color, label=name)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    panels[0].plot([plan.needed / GIB for plan in plans], places, "k|", markersize=12, label="needed at once")
-    panels[0].axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
-    panels[0].set(title="memory of a rank, each category at its most", xlabel="GiB")
-    panels[0].set_yticks(places, names)
-    panels[0].invert_yaxis()
-    if time:
-        left = [0.0] * len(plans)
-        for name in dict.fromkeys(name for plan in plans for name in plan.time.parts):
-            seconds = [plan.time.parts.get(name, 0) * 1e3 for plan in plans]
-            if any(seconds):
-                panels[1].barh(places, seconds, left=left, label=name)
-                left = [a + b for a, b in zip(left, seconds, strict=True)]
-        panels[1].set(title="time of a step", xlabel="ms")
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=4)
-    _save(figure, path)
+    figure, (memory, *others) = panels([layout_words(plan) for plan in plans], 2 if time else 1, 13 if time else 9)
+    sizes = {name: [plan.memory.get(name, plan.overhead) / GIB for plan in plans] for name in COLORS}
+    stack(memory, sizes, list(COLORS.values()))
+    mark(memory, [plan.needed / GIB for plan in plans], "needed at once")
+    memory.axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
+    finish(memory, title="memory of a rank, each category at its most", xlabel="GiB")
+    for axes in others:
+        names = dict.fromkeys(name for plan in plans for name, seconds in plan.time.parts.items() if seconds)
+        parts = {name: [plan.time.parts.get(name, 0) * 1e3 for plan in plans] for name in names}
+        stack(axes, parts, [None] * len(parts))
+        finish(axes, title="time of a step", xlabel="ms")
+    save(figure, path)
 
 
 def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
@@ -224,14 +208,7 @@ def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
         own = [point.plan for point in points if point.scaling == kind]
         counts = [plan.layout.world_size for plan in own]
         axes.plot(counts, [plan.samples_per_sec for plan in own], marker="o", label=kind)
-    axes.set(xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
+    finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
     axes.set_xticks(counts, map(str, counts))
     axes.set_xticks([], minor=True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def _save(figure, path):
-    with whole_file(Path(path)) as part:
-        figure.savefig(part, format="png", dpi=120)
+    save(figure, path)

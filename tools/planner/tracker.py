@@ -3,19 +3,19 @@
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from tools.instruments.counting import collective
 from tools.instruments.messages import phase_of
 from tools.instruments.peak import plain_tensors
+from tools.instruments.watching import Watch
 from tools.planner.fake import nothing_to_read
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ FLOPS = {
 }
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
     phase, sent_forward: kept up to date by tools.instruments.phases. groups: {name of a process group: ranks in it}.
@@ -78,11 +78,6 @@ class Tracker(TorchDispatchMode):
         self.born = 0
         self._note(tensors)
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Below torch's own modes: they take part in what is counted."""
-        return True
-
     def label(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Say what the memory under these tensors is for, also that which is long gone by then."""
         for tensor in plain_tensors(tensors):
@@ -91,19 +86,18 @@ class Tracker(TorchDispatchMode):
             self.labels[number] = min(before, name, key=LABELS.index)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if (value := nothing_to_read(func, args)) is not None:
-            return value
-        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
-            result = func(*args, **kwargs)
-            given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
-            self._note(given + made)
-            if sent := collective(func, args, kwargs):
-                self._message(sent)
-                self.label("buffers", made)
-            elif not func.is_view and func.namespace == "aten":
-                self._operation(func, args, kwargs, result, given, made)
-        return result
+        value = nothing_to_read(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs) if value is None else value
+
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Note the memory of an operation, and count it."""
+        given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
+        self._note(given + made)
+        if sent := collective(func, args, kwargs):
+            self._message(sent)
+            self.label("buffers", made)
+        elif not func.is_view and func.namespace == "aten":
+            self._operation(func, args, kwargs, result, given, made)
 
     def _message(self, sent):
         name = sent.group.group_name

@@ -16,6 +16,13 @@ from tools.benchmarks.scaling.study_report import text_table, write_report
 from utils.errors import FAILED_STATUS, STOPPED_STATUS, UsageError
 from utils.launch import read_launch
 
+ACTIONS = {  # besides `run`: what else may be done with a study
+    "list": "print the runs",
+    "report_only": "make no run",
+    "sbatch": "print the jobs for Slurm",
+    "submit": "submit them",
+}
+
 
 def run(
     words: list[str],

@@ -62,6 +62,28 @@ class Row:
         """The most memory that a rank held, GiB."""
         return self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None
 
+    @property
+    def spread(self) -> str | None:
+        """Samples/s of the slowest and the fastest epoch, in words."""
+        return None if self.slowest_epoch is None else f"{self.slowest_epoch:.1f} to {self.fastest_epoch:.1f}"
+
+    @property
+    def reached(self) -> str:
+        """Seconds to the target, in words."""
+        if self.seconds_to_target is None:
+            return "not reached"
+        return f"{'≤ ' if self.at_first else ''}{self.seconds_to_target:.1f}"
+
+    @property
+    def crowd(self) -> str:
+        """Why the speed of an oversubscribed run says little."""
+        place = self.place or {}
+        there = f"{place['devices']} device(s)" if place["devices"] else f"{place['cores']} core(s)"
+        return (
+            f"oversubscribed: {self.ranks} ranks with {place['threads']} thread(s) each take turns on "
+            f"{place['nodes']} x {there}; the speed says nothing about scaling"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """All figures by name."""
         return asdict(self)

@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
-from utils.config import SPLITS, load_config, nearest, read_named_config
+from utils.config import SCRIPTS, SPLITS, explain, load_config, nearest, option_words, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config, Text, key
 
-SCRIPTS = {"train.py": "config/ViT.yaml", "train_mp.py": "config/mp.yaml", "train_shard.py": "config/shard.yaml"}
 OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # no options: the study says them
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")]
 OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
@@ -35,7 +34,7 @@ class Family(_Strict):
 
     scaling: Literal["strong", "weak"] = key("strong: the same batch on any number of ranks; weak: it grows with them")
     batch: PositiveInt = key("samples of an optimizer step: of all ranks (strong), for each rank (weak)")
-    yaml_config: Text = key("file of the config", SCRIPTS["train.py"])
+    yaml_config: Text = key("file of the config", SCRIPTS["train.py"].yaml_config)
     config: Text = key("named config in that file")
     options: dict[str, Any] = key("keys of the config, for all runs of the family", {})
     layouts: dict[Name, Layout] = key("named layouts")
@@ -100,8 +99,7 @@ def read_study(path: str, name: str) -> Study:
     try:
         return Study.model_validate({**settings, "name": name})
     except ValidationError as error:
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
-        raise UsageError(_explain(dict(problems[0]), f"{path}: {name}")) from None
+        raise UsageError(explain(error, Study, f"{path}: {name}")) from None
 
 
 def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
@@ -119,13 +117,14 @@ def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
                 options = {**study.options, **family.options, **layout.options}
                 _check_options(options, where)
                 script = layout.script or _script(options, where)
-                own = [f"--yaml_config={family.yaml_config}"] if family.yaml_config != SCRIPTS[script] else []
+                own = (
+                    [f"--yaml_config={family.yaml_config}"] if family.yaml_config != SCRIPTS[script].yaml_config else []
+                )
                 own += [f"--config={family.config}", f"--run_num={study.name}-{name}"]
                 own += [f"--global_batch_size={family.batch * (ranks if family.scaling == 'weak' else 1)}"]
-                own += [word for option, value in options.items() for word in _words(option, value)] + words
-                splits = [option for option, scripts in SPLITS.items() if script in scripts]
+                own += [word for option, value in options.items() for word in option_words(option, value)] + words
                 try:
-                    config = load_config(own, None, ranks, SCRIPTS[script], splits)
+                    config = load_config(own, None, ranks, *SCRIPTS[script][:2])
                 except UsageError as error:
                     raise UsageError(f"{where}: {error}") from None
                 runs.append(Run(len(runs), name, family_name, layout_name, family.scaling, ranks, script, own, config))
@@ -156,30 +155,8 @@ def _check_options(options: dict[str, Any], where: str) -> None:
 
 def _script(options: dict[str, Any], where: str) -> str:
     """The first script that can split a model in all of these ways."""
-    used = [name for name in SPLITS if options.get(name, 1) not in (1, "1x1")]
-    for script in SCRIPTS:
-        if all(script in SPLITS[name] for name in used):
-            return script
+    used = [key for key in SPLITS if options.get(key, 1) not in (1, "1x1")]
+    for name, script in SCRIPTS.items():
+        if set(used) <= set(script.splits):
+            return name
     raise UsageError(f"{where}: no script has {' and '.join(used)} together")
-
-
-def _words(option: str, value: Any) -> list[str]:
-    """An option of a study as words of a command line."""
-    if isinstance(value, bool):
-        return [f"--{'' if value else 'no-'}{option}"]
-    if isinstance(value, list):
-        return [f"--{option}", *map(str, value)]
-    return [f"--{option}={'null' if value is None else value}"]
-
-
-def _explain(problem: dict[str, Any], where: str) -> str:
-    """One line from one pydantic error."""
-    *place, name = (str(word) for word in problem["loc"] if isinstance(word, str))
-    models: list[type[BaseModel]] = [Study, Family, Layout]
-    known = models[len(place) // 2].model_fields
-    where = ": ".join([where, *place[1::2]])  # families, <name>, layouts, <name>
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{name}'{nearest(name, known)}"
-    if problem["type"] == "missing":
-        return f"{where}: key '{name}' is missing ({known[name].description})"
-    return f"{where}: {name}: {problem['input']!r} {problem['msg'].removeprefix('Input ')}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tools.benchmarks.scaling.figures import Figures
-from tools.benchmarks.scaling.page import crowd, page, spread
+from tools.benchmarks.scaling.page import cells, page
 from tools.benchmarks.scaling.runs import FINISHED
 from tools.benchmarks.scaling.study import Study
 from tools.tables import format_table, write_json
@@ -35,15 +35,14 @@ def write_report(figures: Figures, study: Study, out: Path) -> None:
 
 def text_table(figures: Figures) -> str:
     """The main figures as a Markdown table, and what is missing or in doubt."""
-    columns = {
-        "run": "", "ranks": "d", "batch": "d", "samples/s": ".1f", "epochs": "", "speedup": ".2f", "efficiency": ".0%",
-        "s to target": ".1f", "device-hours": ".2g", "GiB a rank": ".2f",
-    }  # fmt: skip
-    rows = [
-        (row.run, row.ranks, row.batch, row.samples_per_sec, spread(row), row.speedup, row.efficiency,
-         row.seconds_to_target, row.device_hours_to_target, row.peak_gib)
-        for row in figures.rows if row.state == FINISHED
+    titles = {"slowest to fastest epoch": "epochs", "seconds to target": "s to target"}
+    titles |= {"device-hours to target": "device-hours"}
+    shown = [
+        "run", "ranks", "batch", "samples/s", "slowest to fastest epoch", "speedup", "efficiency", "seconds to target",
+        "device-hours to target", "GiB a rank",
     ]  # fmt: skip
+    rows = [cells(row, shown) for row in figures.rows if row.state == FINISHED]
+    columns = dict.fromkeys((titles.get(title, title) for title in shown), "")
     lines = [format_table(columns, rows)] if rows else ["no run is finished"]
     if figures.target:
         lines.append(f"\ntarget: {figures.target}")
@@ -51,7 +50,7 @@ def text_table(figures: Figures) -> str:
         if row.state != FINISHED:
             lines.append(f"{row.run}: {row.state}: {row.why}")
         elif row.oversubscribed:
-            lines.append(f"{row.run}: {crowd(row)}")
+            lines.append(f"{row.run}: {row.crowd}")
     return "\n".join(lines)
 
 
