@@ -14,7 +14,8 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 
-from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
+from tools.benchmarks import image_size_tables, image_sizes, ladder, layouts, loaders, scaling, strategies
+from tools.tables import write_json
 from utils.config import load_config
 from utils.errors import ArgumentParser, run_main
 
@@ -24,8 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     options, words = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     given = vars(options)  # named as the arguments of the function that runs the command
     command, run = given.pop("command"), given.pop("run")
-    done = run(words, **given)  # the figures, or the status of a study
-    return done if command == "scaling" else None
+    if command == "scaling":
+        return run(words, **given)
+    files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "csv", "png")]
+    figures = run(words, **given)
+    for path, write in files:
+        if path:
+            write(path, figures)
+    return None
 
 
 def build_parser() -> ArgumentParser:
@@ -64,7 +71,7 @@ def build_parser() -> ArgumentParser:
     mp.add_argument("--steps", type=int, default=2, help="timed steps of each turn (%(default)s)")
 
     domain = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
-    domain.set_defaults(run=image_sizes.run)
+    domain.set_defaults(run=image_sizes.run, write_csv=image_size_tables.write_csv)
     domain.add_argument(
         "--sizes", type=int, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
         help="points along each side of an image (32 64 32)",
@@ -78,7 +85,7 @@ def build_parser() -> ArgumentParser:
     domain.add_argument("--batches", type=int, nargs="+", default=[1], metavar="N", help="images at a time (1)")
     domain.add_argument("--memory_limit_gib", type=float, metavar="X", help="memory that a rank may use (all)")
     domain.add_argument("--steps", type=int, default=3, help="timed steps of each turn (%(default)s)")
-    domain.add_argument("--csv", dest="csv_path", metavar="FILE", help="write the figures as CSV")
+    domain.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
 
     study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
     study.set_defaults(run=scaling.run)
@@ -93,10 +100,15 @@ def build_parser() -> ArgumentParser:
         )
 
     for each in (rung1, data, dp, mp, domain):
+        each.set_defaults(write_json=write_json)
         each.add_argument("--rounds", type=int, default=3, help="turns of each case; medians count (%(default)s)")
-        each.add_argument("--json", dest="json_path", metavar="FILE", help="write the figures as JSON")
-    for each in (rung1, dp, mp, domain):
-        each.add_argument("--png", dest="png_path", metavar="FILE", help="write a picture")
+        each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    for each, write in (
+        (rung1, ladder.write_picture), (dp, strategies.write_picture), (mp, layouts.write_picture),
+        (domain, image_size_tables.write_picture),
+    ):  # fmt: skip
+        each.set_defaults(write_png=write)
+        each.add_argument("--png", metavar="FILE", help="write a picture")
     return parser
 
 

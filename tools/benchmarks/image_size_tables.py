@@ -59,8 +59,9 @@ def _cell(row: dict[str, Any], name: str, factor: float, spec: str) -> str:
     return "-" if row[name] is None else format(row[name] * factor, spec)
 
 
-def write_csv(path: str, results: list[dict[str, Any]]) -> None:
+def write_csv(path: str, figures: dict[str, Any]) -> None:
     """One line for every row; what has several values is left to the JSON."""
+    results = figures["rows"]
     single = [name for name in results[0] if not name.endswith("_of_rounds")]
     with whole_file(Path(path)) as part, open(part, "w", newline="") as file:
         table = csv.DictWriter(file, single, extrasaction="ignore")
@@ -68,8 +69,9 @@ def write_csv(path: str, results: list[dict[str, Any]]) -> None:
         table.writerows(r | {"image": in_points(r["image"])} for r in results)
 
 
-def write_picture(path: str, results: list[dict[str, Any]]) -> None:
+def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Time and memory over the size of an image: above of a forward pass, below of a training step."""
+    results = figures["rows"]
     figure = Figure(figsize=(11, 8), layout="constrained")
     grid = figure.subplots(2, 2, sharex=True)
     lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

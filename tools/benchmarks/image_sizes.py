@@ -26,11 +26,11 @@ from tools.benchmarks.cases import (
     ranks_of,
     take_turns,
 )
-from tools.benchmarks.image_size_tables import print_tables, write_csv, write_picture
+from tools.benchmarks.image_size_tables import print_tables
 from tools.instruments.memory import memory_of_a_step, optimizer_states
 from tools.instruments.peak import PeakMemory
 from tools.instruments.team import Case, OutOfMemory, Rank, Teams
-from tools.tables import machine, write_json
+from tools.tables import machine
 from training.model import build_model
 from utils import comm
 from utils.config import SCRIPTS
@@ -74,17 +74,14 @@ def run(
     memory_limit_gib: float | None = None,
     steps: int = 3,
     rounds: int = 3,
-    json_path: str | None = None,
-    csv_path: str | None = None,
-    png_path: str | None = None,
 ) -> dict[str, Any]:
     """Measure and print the tables.
 
     words: options of the config. layouts: sizes joined by x, as domain2xdp2, with options of their own after commas:
     'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
     precisions: values of amp_mode. batches: images that a device, or those that share an image, takes at a time.
-    Returns what json_path gets. Raises UsageError for what cannot be run, before anything is timed, and where a rank
-    fails.
+    Returns the figures, as JSON has them.
+    Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
     if min(steps, rounds, *batches) < 1 or (memory_limit_gib is not None and memory_limit_gib <= 0):
         raise UsageError("--batches, --steps and --rounds are 1 or more, --memory_limit_gib more than 0")
@@ -99,17 +96,10 @@ def run(
     print_tables(results)
     model = f"{config.depth} blocks of {config.embed_dim}, patches of {config.patch_size}"
     print(f"{model}, {conditions(device, rounds, steps)}")
-    summary = {
+    return {
         "config": config.config, "machine": machine(device), "embed_dim": config.embed_dim, "depth": config.depth,
         "patch_size": config.patch_size, "memory_limit_gib": memory_limit_gib, "rows": results,
     }  # fmt: skip
-    if json_path:
-        write_json(json_path, summary)
-    if csv_path:
-        write_csv(csv_path, results)
-    if png_path:
-        write_picture(png_path, results)
-    return summary
 
 
 def build_points(

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
 from tools.pictures import write_bars
-from tools.tables import format_table, machine, write_json
+from tools.tables import format_table, machine
 from training.model import build_model
 from training.step import AMP_DTYPES
 from utils.data_loader import build_loaders
@@ -54,10 +54,8 @@ def run(
     workers: int = 2,
     steps: int = 10,
     rounds: int = 3,
-    json_path: str | None = None,
-    png_path: str | None = None,
 ) -> dict[str, Any]:
-    """Measure the ladder and print its table; returns what json_path gets.
+    """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. Raises UsageError where a step fails.
     """
@@ -94,13 +92,13 @@ def run(
             **end,
         })  # fmt: skip
     _print(results, skipped, config)
-    summary = {"config": config.config, "machine": machine(select_device(config.device)), "steps": results}
-    if json_path:
-        write_json(json_path, summary)
-    if png_path:
-        write_bars(png_path, f"{config.config}: samples/s, step by step", names,
-                   [result["samples_per_sec"] for result in results], "samples/s")  # fmt: skip
-    return summary
+    return {"config": config.config, "machine": machine(select_device(config.device)), "steps": results}
+
+
+def write_picture(path: str, figures: dict[str, Any]) -> None:
+    """Samples/s of each step."""
+    speeds = {step["step"]: step["samples_per_sec"] for step in figures["steps"]}
+    write_bars(path, f"{figures['config']}: samples/s, step by step", list(speeds), list(speeds.values()), "samples/s")
 
 
 def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) -> None:

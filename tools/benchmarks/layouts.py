@@ -26,7 +26,7 @@ from tools.benchmarks.cases import (
 from tools.instruments.phases import PHASES
 from tools.instruments.team import Case
 from tools.pictures import HELD_COLORS, SHADES, finish, mark, panels, save, stack
-from tools.tables import MIB, in_mib, machine, print_table, spread, write_json
+from tools.tables import MIB, in_mib, machine, print_table, spread
 from training.model import build_model
 from utils.config import SCRIPTS
 from utils.errors import UsageError
@@ -45,14 +45,12 @@ def run(
     embed_dims: Sequence[int] = (),
     steps: int = 2,
     rounds: int = 3,
-    json_path: str | None = None,
-    png_path: str | None = None,
 ) -> dict[str, Any]:
     """Measure and print three tables: time, memory, messages.
 
     words: options of the config. layouts: sizes joined by x, as tp2xdp2, with options of their own after commas:
     'cp4,cp_method=ring'. embed_dims: model sizes; none: that of the config. steps: timed in one turn.
-    Returns what json_path gets.
+    Returns the figures, as JSON has them.
     Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
     if min(steps, rounds, *embed_dims) < 1:
@@ -69,15 +67,10 @@ def run(
     tokens = math.prod(patch_grid(config.img_size, config.patch_size)[0])
     batch = f"batch {config.global_batch_size} over all ranks"
     print(f"{config.depth} blocks, {tokens:,} tokens, {batch}, {conditions(device, rounds, steps)}")
-    summary = {
+    return {
         "config": config.config, "machine": machine(device), "global_batch_size": config.global_batch_size,
         "depth": config.depth, "tokens": tokens, "rows": results,
     }  # fmt: skip
-    if json_path:
-        write_json(json_path, summary)
-    if png_path:
-        write_picture(png_path, [r for r in results if r["embed_dim"] == results[-1]["embed_dim"]])
-    return summary
 
 
 def build_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
@@ -159,8 +152,9 @@ def _in_words(messages: dict[str, tuple[float, float]]) -> tuple[str, float]:
     return text or "none", sum(size for _, size in messages.values()) / MIB
 
 
-def write_picture(path: str, results: list[dict[str, Any]]) -> None:
-    """Left: memory of a rank, stacked, the formula as a mark. Right: MiB sent in a step, forward, backward, update."""
+def write_picture(path: str, figures: dict[str, Any]) -> None:
+    """Of the last model size: memory of a rank, and MiB sent in a step, each stacked, the formula as a mark."""
+    results = [r for r in figures["rows"] if r["embed_dim"] == figures["rows"][-1]["embed_dim"]]
     figure, (left, right) = panels([r["layout"] for r in results], 2, 12)
     stack(left, {name: [in_mib(r["memory"][name]) for r in results] for name in HELD}, list(HELD_COLORS.values()))
     mark(left, [sum(size or 0 for size in r["predicted_memory"].values()) / MIB for r in results], "formula")

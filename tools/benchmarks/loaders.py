@@ -18,7 +18,7 @@ import h5py
 import torch
 
 from tools.benchmarks.plain_loader import plain_loader
-from tools.tables import format_table, machine, write_json
+from tools.tables import format_table, machine
 from utils.data_loader import DataLoader, build_loaders
 from utils.device import select_device, synchronize
 from utils.schema import Config
@@ -33,9 +33,8 @@ def run(
     frames: int = 24,
     batches: int = 12,
     rounds: int = 3,
-    json_path: str | None = None,
 ) -> dict[str, Any]:
-    """Measure and print a table; returns what json_path gets.
+    """Measure and print a table; returns the figures, as JSON has them.
 
     workers: numbers of data workers to try. frames: of the training data, copied into each layout. batches: timed in
     a turn.
@@ -69,10 +68,7 @@ def run(
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
     if importlib.util.find_spec("nvidia.dali") is None:
         print("DALI: skipped, not installed (requirements-dali.txt)")
-    result = {"config": config.config, "machine": machine(device), "loaders": results}
-    if json_path:
-        write_json(json_path, result)
-    return result
+    return {"config": config.config, "machine": machine(device), "loaders": results}
 
 
 CAT, PLAIN = "cat file > /dev/null", "plain design, 0 workers"

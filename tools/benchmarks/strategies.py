@@ -22,7 +22,7 @@ from tools.benchmarks.cases import (
 )
 from tools.instruments.team import Case
 from tools.pictures import HELD_COLORS, SHADES, finish, mark, panels, save, stack
-from tools.tables import MIB, in_mib, machine, print_table, spread, write_json
+from tools.tables import MIB, in_mib, machine, print_table, spread
 from training.model import build_model
 from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
@@ -39,13 +39,11 @@ def run(
     world_sizes: Sequence[int] = (1, 2),
     steps: int = 4,
     rounds: int = 3,
-    json_path: str | None = None,
-    png_path: str | None = None,
 ) -> dict[str, Any]:
     """Measure and print three tables: speed, memory, messages.
 
     words: options of the config. strategies: each a value of data_parallel, with options of its own after commas:
-    'fsdp,wrap_policy=none'. steps: timed in one turn. Returns what json_path gets.
+    'fsdp,wrap_policy=none'. steps: timed in one turn. Returns the figures, as JSON has them.
     Raises UsageError for what cannot be run, before anything is started, and where a rank fails.
     """
     if min(*world_sizes, steps, rounds) < 1:
@@ -62,15 +60,10 @@ def run(
     results = [summarize(case, figures[case], speeds[case], alone[case.ranks], alone.get(1), device) for case in cases]
     print_tables(results)
     print(f"{parameters:,} parameters, local batch {batch}, {conditions(device, rounds, steps)}")
-    summary = {
+    return {
         "config": config.config, "machine": machine(device), "parameters": parameters, "local_batch_size": batch,
         "rows": results,
     }  # fmt: skip
-    if json_path:
-        write_json(json_path, summary)
-    if png_path:
-        write_picture(png_path, results, config.config)
-    return summary
 
 
 def build_cases(words: list[str], strategies: Sequence[str], size: int) -> list[Case]:
@@ -163,8 +156,9 @@ def print_tables(results: list[dict[str, Any]]) -> None:
     print_table("Messages: collectives of an optimizer step, and MiB that a rank sends in them", columns, rows)
 
 
-def write_picture(path: str, results: list[dict[str, Any]], title: str) -> None:
+def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Left: memory of a rank at the largest world size, stacked, the formula as a mark. Right: samples/s."""
+    results, title = figures["rows"], figures["config"]
     sizes = sorted({r["ranks"] for r in results})
     rows = [r for r in results if r["ranks"] == sizes[-1]]
     figure, (left, right) = panels([r["strategy"] for r in rows], 2, 12)
