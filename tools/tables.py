@@ -1,5 +1,6 @@
-"""Tables and JSON of benchmarks."""
+"""Tables, CSV and JSON of benchmarks."""
 
+import csv
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,14 @@ def spread(values: Sequence[float], spec: str) -> str:
 def in_mib(size: float | None) -> float | None:
     """Bytes as MiB; None stays None."""
     return None if size is None else size / MIB
+
+
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Write a file of CSV, whole or not at all: of each row the values with these names."""
+    with whole_file(Path(path)) as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def write_json(path: str | Path, result: Any) -> None:

@@ -1,15 +1,13 @@
 """Tables, CSV and picture of `benchmark.py domain`, from its rows."""
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from tools import tables
 from tools.pictures import COLORS, save
 from tools.tables import MIB, print_table
-from utils.files import whole_file
 
 TABLES = {  # title: (figure of a row, factor, format)
     "Latency: ms of a forward pass, or of a training step": ("seconds", 1e3, ".1f"),
@@ -63,10 +61,7 @@ def write_csv(path: str, figures: dict[str, Any]) -> None:
     """One line for every row; what has several values is left to the JSON."""
     results = figures["rows"]
     single = [name for name in results[0] if not name.endswith("_of_rounds")]
-    with whole_file(Path(path)) as part, open(part, "w", newline="") as file:
-        table = csv.DictWriter(file, single, extrasaction="ignore")
-        table.writeheader()
-        table.writerows(r | {"image": in_points(r["image"])} for r in results)
+    tables.write_csv(path, [r | {"image": in_points(r["image"])} for r in results], single)
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ taken to fall in a straight line. ≤: at the first validation it was there alre
 </ul>"""
 
 
+FIRST = ["run", "ranks", "batch", "samples/s"]
 COLUMNS: dict[str, tuple[str, str]] = {  # of tables, on the page and in the terminal: (figure of a Row, format)
     "run": ("run", ""),
     "ranks": ("ranks", ""),
@@ -61,9 +62,13 @@ COLUMNS: dict[str, tuple[str, str]] = {  # of tables, on the page and in the ter
     "device-hours to target": ("device_hours_to_target", ".3g"),
     "device-hours for 1,000 samples": ("device_hours_per_1000_samples", ".3g"),
     "device-hours of the run": ("device_hours", ".3g"),
+    "epochs": ("spread", ""),
+    "s to target": ("seconds_to_target", ".1f"),
+    "device-hours": ("device_hours_to_target", ".2g"),
 }
 SPEED = list(COLUMNS)[:9]
-COST = ["run", *list(COLUMNS)[9:]]
+COST = ["run", *list(COLUMNS)[9:15]]
+IN_TERMINAL = [*FIRST, "epochs", "speedup", "efficiency", "s to target", "device-hours", "GiB a rank"]
 
 
 def page(figures: Figures, study: Study, software: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The report of a scaling study: a page, its figures as JSON and CSV, and the main ones for a terminal."""
 
-import csv
 import os
 import platform
 import sys
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 
 from tools.benchmarks.scaling.figures import Figures
-from tools.benchmarks.scaling.page import cells, page
+from tools.benchmarks.scaling.page import IN_TERMINAL, cells, page
 from tools.benchmarks.scaling.runs import FINISHED
 from tools.benchmarks.scaling.study import Study
-from tools.tables import format_table, write_json
+from tools.tables import format_table, write_csv, write_json
 from utils.files import whole_file
 
 NOT_IN_CSV = ("rmse", "persistence_rmse", "units", "place")  # one value for each field, or several words
@@ -25,25 +24,15 @@ def write_report(figures: Figures, study: Study, out: Path) -> None:
     target = vars(figures.target) if figures.target else None
     about = {"study": study.name, "about": study.about, "target": target, "written_on": _software()}
     write_json(out / "report.json", about | {"rows": rows})
-    with whole_file(out / "report.csv") as part, part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [name for name in rows[0] if name not in NOT_IN_CSV], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(out / "report.csv", rows, [name for name in rows[0] if name not in NOT_IN_CSV])
     with whole_file(out / "report.html") as part:
         part.write_text(page(figures, study, _software()), encoding="utf-8")
 
 
 def text_table(figures: Figures) -> str:
     """The main figures as a Markdown table, and what is missing or in doubt."""
-    titles = {"slowest to fastest epoch": "epochs", "seconds to target": "s to target"}
-    titles |= {"device-hours to target": "device-hours"}
-    shown = [
-        "run", "ranks", "batch", "samples/s", "slowest to fastest epoch", "speedup", "efficiency", "seconds to target",
-        "device-hours to target", "GiB a rank",
-    ]  # fmt: skip
-    rows = [cells(row, shown) for row in figures.rows if row.state == FINISHED]
-    columns = dict.fromkeys((titles.get(title, title) for title in shown), "")
-    lines = [format_table(columns, rows)] if rows else ["no run is finished"]
+    rows = [cells(row, IN_TERMINAL) for row in figures.rows if row.state == FINISHED]
+    lines = [format_table(dict.fromkeys(IN_TERMINAL, ""), rows)] if rows else ["no run is finished"]
     if figures.target:
         lines.append(f"\ntarget: {figures.target}")
     for row in figures.rows:
