@@ -1,4 +1,4 @@
-"""What a rank holds in a training step, by arithmetic alone: the first tables of tools/planner/formulas.py."""
+"""Memory of a rank in a training step, by formula: the first tables of tools/planner/formulas.py."""
 
 import heapq
 import math
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tools.planner.rank_share import RankShare, Shape, Stage
 
-FULL = 4  # bytes of a number that autocast leaves alone
+FULL = 4  # bytes of a float32 number
 
 
 def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float], float]:
@@ -43,12 +43,12 @@ def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float], flo
 
 
 def numbers(shapes: Iterable[Shape]) -> int:
-    """How many numbers tensors of these shapes hold together."""
+    """Total size of tensors of these shapes, in numbers."""
     return sum(map(math.prod, shapes))
 
 
 def states(share: RankShare) -> tuple[int, int, int]:
-    """(parameters, gradients, optimizer state) between two steps."""
+    """Bytes of (parameters, gradients, optimizer state) between two steps."""
     of_blocks, rest = share.shapes
     if share.sharded:  # rows of each parameter, as many on every rank
         own = [(-(-shape[0] // share.shards), *shape[1:]) for unit in (*of_blocks, rest) for shape in unit]
@@ -71,11 +71,11 @@ def zero1_shares(share: RankShare) -> list[int]:
     return [numbers for numbers, _ in ranks]
 
 
-# What the backward pass needs of the forward pass.
+# What the forward pass keeps for the backward pass, in bytes.
 
 
 def block(share: RankShare) -> float:
-    """Kept of a block."""
+    """Bytes that a block keeps."""
     w, t = share.width, share.t
     hidden = share.samples * share.tokens * share.hidden / t
     norms = FULL * (2 * share.stream + 4 * share.samples * share.slice)  # their inputs, mean and deviation
@@ -86,12 +86,12 @@ def block(share: RankShare) -> float:
 
 
 def copies(share: RankShare, shapes: Iterable[Shape]) -> int:
-    """Weights in low precision."""
+    """Bytes of the low-precision copies of weights."""
     return share.width * numbers(shape for shape in shapes if len(shape) > 1) if share.copies else 0
 
 
 def attention(share: RankShare) -> float:
-    """Kept of q, k, v, the result and the sums of exponentials, of all heads."""
+    """Bytes that attention keeps for all heads: q, k, v, the result and the log-sum-exp."""
     w, b, everything = share.width, share.samples, share.samples * share.all_tokens * share.d
     own = 4 * w * share.whole + FULL * b * share.tokens * share.heads
     if share.image == 1 or share.method == "ring":
@@ -102,7 +102,7 @@ def attention(share: RankShare) -> float:
 
 
 def repeated_block(share: RankShare) -> float:
-    """Kept of a block that is computed a second time."""
+    """Bytes that a block keeps which is computed again in the backward pass."""
     if share.config.activation_checkpointing == "full":
         return FULL * share.stream
     w, t, calls = share.width, share.t, 1
@@ -116,7 +116,7 @@ def repeated_block(share: RankShare) -> float:
 
 
 def ends(share: RankShare, stage: Stage) -> tuple[int, int, int]:
-    """Kept (in front of the blocks, behind them, of the loss)."""
+    """Bytes kept (before the blocks, after the blocks, by the loss)."""
     begin = end = loss = 0
     if stage.first:
         begin = (share.width * share.inputs if share.low else 0) + copies(share, share.first_shapes[:1])
@@ -133,22 +133,22 @@ def ends(share: RankShare, stage: Stage) -> tuple[int, int, int]:
 
 
 def of_blocks(share: RankShare, stage: Stage) -> float:
-    """Kept of the blocks of a stage."""
+    """Bytes that the blocks of a stage keep."""
     return (stage.blocks - stage.repeated) * block(share) + stage.repeated * repeated_block(share)
 
 
 def kept(share: RankShare, stage: Stage) -> float:
-    """Kept of a micro-batch, less the batch itself."""
+    """Bytes kept for a micro-batch, without the batch itself."""
     return of_blocks(share, stage) + sum(ends(share, stage))
 
 
-# The moments at which most is held.
+# The moments at which a rank holds most.
 
 
 def at_most(share: RankShare, stage: Stage, later: bool) -> float:
-    """The most while one micro-batch computes, gradients that are on their way and gathered parameters included.
+    """Most bytes held while a micro-batch computes, including gathered parameters and gradients not yet reduced.
 
-    later: whether other micro-batches have left their gradients.
+    later: whether earlier micro-batches have left their gradients.
     """
     w, t, (begin, _, loss) = share.width, share.t, ends(share, stage)
     hidden = w * share.samples * share.tokens * share.hidden / t
@@ -181,7 +181,7 @@ def at_most(share: RankShare, stage: Stage, later: bool) -> float:
 
 
 def exchanged(share: RankShare) -> float:
-    """Held for a moment by the backward pass of attention over all ranks, of all heads."""
+    """Bytes that the backward pass of attention holds for a moment, for all heads."""
     w, whole, ranks = share.width, share.whole, share.image
     if ranks == 1:
         return 3 * w * whole
@@ -190,17 +190,17 @@ def exchanged(share: RankShare) -> float:
         return w * whole + 2 * w * everything
     if share.method == "all_to_all":
         return 3 * w * everything / ranks
-    # In a step of the ring, of a block: keys and values, with four ranks the next ones too, the gradients of both twice
-    # and once more where they were lower, zeros, what travels. Of own tokens: the own block's gradient, that of the
-    # queries before and after, and its share.
+    # A step of the ring holds, for a block: keys and values (with four ranks the next ones too), the gradients of both
+    # twice, once more in low precision, zeros, and the message under way. For the own tokens: the gradient of the own
+    # block, the gradient of the queries before and after the step, and the addend.
     block = (8 if ranks > 3 else 6) * w + (2 if ranks == 2 else 4) * FULL + (2 * FULL if share.low else 0)
     return (4 * FULL + w + block * max(share.shares[1:]) / share.tokens) * whole
 
 
 def gathered(share: RankShare, later: bool = False) -> int:
-    """Whole parameters beside a rank's own: of the units under way, and of what no block holds.
+    """Bytes of gathered parameters: the units in use, and the parameters outside the blocks.
 
-    A pipeline keeps them from one backward pass to the next, if no forward pass comes between.
+    A pipeline keeps them from one backward pass to the next, unless a forward pass comes between.
     """
     if not share.sharded:
         return 0
@@ -218,7 +218,7 @@ def _rest(share: RankShare, stage: Stage) -> list[Shape]:
 
 
 def forward(share: RankShare) -> float:
-    """The most of a forward pass without gradients, the input included."""
+    """Most bytes of a forward pass without gradients, including the input."""
     w, t, low = share.width, share.t, share.low
     hidden = share.samples * share.tokens * share.hidden / t
     stage = share.stages[0]
@@ -246,7 +246,7 @@ def forward(share: RankShare) -> float:
 
 
 def _buffers_of_pipeline(share: RankShare) -> int:
-    """For what other stages send, one for each micro-batch, all the time."""
+    """Bytes of the receive buffers, one for each micro-batch, for the whole run."""
     if share.p == 1:
         return 0
     ends_elsewhere = sum((not stage.first) + (not stage.last) for stage in share.stages)
@@ -254,7 +254,7 @@ def _buffers_of_pipeline(share: RankShare) -> int:
 
 
 def _pipelined(share):
-    """(kept at most, the most of all micro-batches with what comes beside it)."""
+    """(most bytes kept by all micro-batches, most bytes with the temporaries)."""
     handed, alternates = FULL * share.stream, share.config.pp_schedule == "1f1b"
     arrived = [0 if stage.first else handed for stage in share.stages]  # into a buffer, which is counted apart
     saved = [kept(share, stage) - buffer for stage, buffer in zip(share.stages, arrived, strict=True)]

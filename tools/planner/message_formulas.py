@@ -1,4 +1,4 @@
-"""What a rank sends in a training step, by arithmetic alone: the table of messages in formula_traces.py."""
+"""Communication of a rank in a training step, by formula: the table of messages in tools/planner/formulas.py."""
 
 import math
 from collections import Counter
@@ -42,7 +42,7 @@ class _Messages:
                 self.add("update", "broadcast", "dp_image", FULL * updated)
 
     def add(self, phase: str, kind: str, dimension: str, size: float, calls: int = 1) -> None:
-        """size: bytes of the tensor that a collective is given."""
+        """Count collectives. size: bytes of the tensor that the collective is given."""
         name, ranks = self.share.group(dimension)
         if ranks == 1 or not calls:
             return
@@ -59,7 +59,7 @@ class _Messages:
         if share.t == 1:
             return
         w, d, b = share.width, share.d, share.samples
-        # What is computed again ends in front of the last product, if no dropout follows.
+        # The repeated forward pass stops before the last product, unless dropout follows it.
         again = 2 if share.config.dropout else 1
         if share.sequence:
             piece = b * share.slice * d
@@ -78,7 +78,7 @@ class _Messages:
         self.add("backward", "all_reduce", "tp", w * share.whole, again * stage.repeated * m)
 
     def attention(self, stage: Stage) -> None:
-        """Of ranks that share images."""
+        """Messages of attention between the ranks of an image."""
         share, m = self.share, self.share.micro_batches
         if share.image == 1:
             return
@@ -89,12 +89,12 @@ class _Messages:
             size = share.width * 2 * row * max(shares)
             forward["all_gather", size] = 1
             backward = Counter({("reduce_scatter", size * ranks): 1})
-        elif share.method == "ring":  # a rank sends its own block first, then that of the one before
+        elif share.method == "ring":  # a rank sends its own block first, then the block it has received
             blocks = [shares[(share.band - step) % ranks] for step in range(ranks)]
             for tokens in blocks[:-1]:
                 forward["all_to_all", share.width * 2 * row * tokens] += 1
             backward = Counter(forward)
-            for tokens in blocks[1:]:  # gradients follow, but that of the own block
+            for tokens in blocks[1:]:  # and the gradients of all blocks but its own
                 backward["all_to_all", FULL * 2 * row * tokens] += 1
         else:
             own, others = row * share.tokens * (ranks - 1) / ranks, row * (share.all_tokens - share.tokens) / ranks
@@ -111,7 +111,7 @@ class _Messages:
                 self.add(phase, kind, "image", size, count * calls * m)
 
     def loss(self) -> None:
-        """Two norms of each sample, or its classes."""
+        """Sums over the ranks of an image: two norms of each sample, or its classes."""
         share = self.share
         size = share.width * share.classes if share.classifies else FULL * 2
         self.add("forward", "all_reduce", "image", size * share.samples, share.micro_batches)
@@ -125,7 +125,7 @@ class _Messages:
             self.add("backward", "send", "pp", size, share.micro_batches)
 
     def partial_gradients(self) -> None:
-        """Norms and shared biases, under sequence parallelism."""
+        """Gradients of norms and shared biases, under sequence parallelism."""
         share = self.share
         if share.sequence:
             self.add("backward", "all_reduce", "tp", FULL * (6 * share.blocks + 2 * share.last) * share.d)
@@ -149,7 +149,7 @@ class _Messages:
                 self.add("backward", "all_reduce", "dp_replicate", FULL * own, count)
 
     def buckets(self, stage: Stage | None) -> None:
-        """Of DistributedDataParallel, in the order in which gradients come; of a stage, in that of its parameters."""
+        """Buckets of DistributedDataParallel, in the order of the gradients; of a stage, of its parameters."""
         share = self.share
         blocks = [share.block_shapes] * (share.blocks if stage is None else stage.blocks)
         first, last = share.first_shapes if share.first else [], share.last_shapes if share.last else []
@@ -177,9 +177,9 @@ def _as_gradients_come(first: Sequence[Shape], blocks: Sequence[Sequence[Shape]]
 
 
 def gathers(share: RankShare) -> tuple[int, int]:
-    """How often a unit is gathered (in forward passes, in backward passes) of a step.
+    """How often a step gathers a unit (in forward passes, in backward passes).
 
-    A pipeline keeps what it has gathered for a backward pass until the next forward pass is over.
+    A pipeline keeps the parameters that it gathered for a backward pass until the next forward pass is over.
     """
     m, again = share.micro_batches, share.config.data_parallel != "zero2"
     if share.p == 1:

@@ -1,4 +1,4 @@
-"""What a rank computes in a training step, by arithmetic alone: the table of operations in formula_traces.py."""
+"""Operations of a rank in a training step, by formula: the table of operations in tools/planner/formulas.py."""
 
 from collections import Counter
 
@@ -207,7 +207,7 @@ class _Operations:
         self.pointwise("backward", 2 * images)
 
     def parameters(self):
-        """What is done with gradients and parameters, apart from products."""
+        """Copies and updates of gradients and parameters."""
         share = self.share
         of_blocks, rest = share.shapes
         units, m = [*of_blocks, rest], share.micro_batches

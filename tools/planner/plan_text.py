@@ -24,7 +24,7 @@ VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory",
 
 
 def plan_text(plans: Sequence[Plan], request: Request) -> str:
-    """All there is to say of one layout."""
+    """Everything about one layout."""
     (plan,) = plans
     return "\n\n".join((head(plan), memory_text(plan), messages_text(plan), time_text(plan), run_text(plan, request)))
 
@@ -55,13 +55,13 @@ def layout_words(plan: Plan) -> str:
 
 
 def rate(plan: Plan) -> str:
-    """Samples/s in three digits or more."""
+    """Samples/s with three digits or more."""
     speed = plan.samples_per_sec
     return f"{speed:.{1 if speed >= 10 else 3}f}"
 
 
 def precision(config: Config) -> str:
-    """What matrix products are computed in: bf16, fp16, tf32 or fp32."""
+    """The precision of matrix products: bf16, fp16, tf32 or fp32."""
     return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
 
 
@@ -111,12 +111,12 @@ def time_text(plan: Plan) -> str:
 
 
 def run_text(plan: Plan, request: Request, words: str = "Run it:") -> str:
-    """The command that runs a plan, behind these words."""
+    """The command that runs a plan, after some words."""
     return f"{words}\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
 
 
 def search_text(plans: Sequence[Plan], request: Request) -> str:
-    """The best layouts, why others fail, and how to run the winner; of those that fit nowhere, how much they lack."""
+    """The best layouts, why others were refused, and how to run the first; where none fits, those that need least."""
     if not plans:
         return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
     rows = [
@@ -143,13 +143,13 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
 
 
 def refused_text(refused: dict[str, int]) -> str:
-    """The most frequent reasons, {reason: number of layouts}, as lines."""
+    """The most frequent reasons as lines. refused: {reason: number of layouts}."""
     lines = [f"    {count:5}  {reason}" for reason, count in sorted(refused.items(), key=lambda item: -item[1])[:12]]
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
 def differs(plan: Plan) -> str:
-    """The peak by formula beside the traced one, in GiB, where they are more than 3 % apart; else ""."""
+    """The peaks by formula and by trace, in GiB, where they are more than 3 % apart; else ""."""
     peak = plan.formula_peak
     if peak is None or abs(peak / plan.peak - 1) <= 0.03:
         return ""
@@ -157,7 +157,7 @@ def differs(plan: Plan) -> str:
 
 
 def scaling_text(points: Sequence[Point], request: Request) -> str:
-    """points: of tools.planner.search.scaling."""
+    """The curve as a table. points: from tools.planner.search.scaling."""
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
          rate(point.plan), point.efficiency, point.plan.needed / GIB,

@@ -1,4 +1,4 @@
-"""What was asked of the planner: a config, options, a GPU, maybe a run to calibrate times with."""
+"""The planner's input: a config with options, a GPU, and maybe a run that calibrates the times."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
 MOST_GPUS = 2**17
-# Options that say how a model is laid out; with one of them a single layout is meant.
+# Options that fix the layout: with one of them a single layout is planned.
 LAYOUT_OPTIONS = (
     "tensor_parallel", "row_parallel_size", "context_parallel", "pipeline_parallel", "domain_parallel", "data_parallel",
     "dp_shard",
@@ -37,7 +37,7 @@ def gpu_counts(text: str) -> list[int]:
 
 
 class Request:
-    """words: options of the config, as the training scripts take them. summary: path of the summary.json of a run."""
+    """A config on a GPU. words: options, as the training scripts take them. summary: path of a run's summary.json."""
 
     compared: int  # layouts, by search.best_layouts
     refused: dict[str, int]  # {reason: how many others}
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def names_a_layout(self) -> bool:
-        """Whether a single layout is meant."""
+        """Whether the options fix a single layout."""
         return not self.named.isdisjoint(LAYOUT_OPTIONS)
 
     @property
@@ -58,7 +58,7 @@ class Request:
         return "train_shard.py" if shares_images else "train_mp.py"
 
     def config(self, gpus: int) -> Config:
-        """The config on so many GPUs. Raises UsageError where it does not fit."""
+        """The config on this number of GPUs. Raises UsageError where it does not fit."""
         return load_config(self.words, world_size=gpus, splits=SCRIPTS[self.script].splits)
 
     def any_layout(self) -> Config:
@@ -72,7 +72,7 @@ class Request:
 
     @cached_property
     def calibration(self) -> float | None:
-        """The factor on computation, from the run whose summary was given; None without."""
+        """The factor on times of computation, from the run whose summary was given; None without one."""
         if self.summary is None:
             return None
         path = Path(self.summary)
@@ -87,7 +87,7 @@ class Request:
         return calibrate(trace_step(config, layout), config, layout, self.gpu, summary)
 
     def plan(self, gpus: int) -> Plan:
-        """The Plan of the layout that the options name, on so many GPUs. Raises UsageError where it cannot be."""
+        """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
         config = self.config(gpus)
         layout = config.layout(gpus, self.gpu.gpus_per_node)
         with reported_as_usage_error(ValueError, config.config):

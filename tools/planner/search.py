@@ -13,10 +13,10 @@ VERDICTS = ("fits", "marginal", "no")
 
 
 def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
-    """Plans of the best layouts, by tracing; those that fit first, by samples/s, then by memory.
+    """Traced plans of the best layouts: those that fit first, the fastest first.
 
-    All candidates are compared by formula; of those that split the model alike only the best one is kept.
-    Sets request.compared and request.refused, what is not among them and why.
+    All candidates are compared by formula; of candidates that split the model alike only the best is kept.
+    Sets request.compared, and request.refused: {reason: number of layouts that no script runs}.
     """
     found, request.refused = formula_plans(request, gpus)
     request.compared = len(found)
@@ -33,9 +33,9 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
 
 
 def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
-    """Plans by formula of all layouts that the scripts can run, and {reason: number of others}.
+    """Plans by formula of all layouts that the scripts can run, and {reason: number of refused layouts}.
 
-    times: of the batch that was asked for.
+    times: factor on the batch that was asked for.
     """
     config, gpu = request.any_layout(), request.gpu
     config = config.model_copy(update={"global_batch_size": times * config.global_batch_size})
@@ -50,19 +50,19 @@ def _order(plan: Plan) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Point:
-    """Of a scaling curve. scaling: strong or weak. efficiency: samples/s of a GPU to those of the fewest GPUs."""
+    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first."""
 
     plan: Plan
     scaling: str
     efficiency: float
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of what JSON can hold."""
+        """The point as JSON can hold it."""
         return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
 
 
 def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
-    """Points of the best layouts by formula: strong, the same batch on all; weak, the batch grows with the GPUs."""
+    """Points of the best layouts by formula. Strong: the same batch on all. Weak: it grows with the GPUs."""
     points = []
     for kind in ("strong", "weak"):
         first = None

@@ -1,7 +1,7 @@
 """One training step of the real code on fake tensors: what a rank holds, computes and sends.
 
-The cost does not depend on the number of ranks. Deep models are traced with few blocks and extrapolated: all is linear
-in the number of blocks of a stage.
+The cost does not depend on the number of ranks. Deep models are traced with few blocks and extrapolated: every count is
+linear in the number of blocks of a stage.
 """
 
 import math
@@ -35,10 +35,10 @@ from utils.layout import Layout
 from utils.schema import Config
 from utils.tiles import own_window
 
-SHORT = 2, 3  # blocks of a stage that are traced instead of many
-MOST, MOST_OF_DDP = 4, 16  # blocks of a stage that are traced as they are; how DDP cuts buckets is not linear
+SHORT = 2, 3  # blocks of a stage to extrapolate from
+MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
 
-# Dimensions of the mesh and combined ones; of several with the same ranks the first names the group.
+# Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
 GROUPS = (
     "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "dp_image",
     "dp_shard_image", "tp_pp",
@@ -52,7 +52,7 @@ class Trace:
     """A step of one rank.
 
     memory: {label: bytes at most} of tools.planner.tracker, and "peak". held: as tools.instruments.memory measures it.
-    inference: bytes at most in a forward pass beside all that training keeps, gradients included.
+    inference: most bytes in a forward pass, while everything that training keeps stays allocated.
     operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
     in this rank's group}.
     """
@@ -66,9 +66,9 @@ class Trace:
 
 
 def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
-    """Traces of the ranks that may hold or do most: of a pipeline its first and last one, else rank 0.
+    """Traces of the ranks that may hold or do most: the first and the last of a pipeline, else rank 0.
 
-    config: as for this layout. device_type: whose kernels and whose mixed precision are meant.
+    config: of this layout. device_type: whose kernels and mixed precision are traced.
     Raises ValueError where the model cannot be split so.
     """
     if config.data_parallel == "zero1":
@@ -112,7 +112,7 @@ def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
 
 
 def _trace(config, layout, rank, device_type):
-    # The mathematics is the same without; what is compiled is not traced, nor is DTensor's tensor parallelism.
+    # Compiled code and DTensor are not traced: the mathematics is the same without them.
     config = config.model_copy(update={"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native"})
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
@@ -120,7 +120,7 @@ def _trace(config, layout, rank, device_type):
         model = build_model(config)
         split = (split_images if layout.domain != (1, 1) else split_model)(model, config)
         for block in model.blocks if autocast else ():
-            block.attn.dropout = 0.0  # inside the fused kernels of a GPU it leaves nothing behind
+            block.attn.dropout = 0.0  # in the fused kernels of a GPU it keeps nothing
             transform_forward(block, autocast)
         apply_compute_options(config, device, model)
         with fake, torch.random.fork_rng(), _shapes(config, layout):
@@ -174,7 +174,7 @@ class GpuStep(TrainingStep):
 
 
 def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
-    """The Trace of step(1, x, y), of a TrainingStep that has made a step before; of a real one too, less inference."""
+    """The Trace of one more step of a TrainingStep that has made one; of a real step too, but without inference."""
     parallel, states = step.parallel, optimizer_states(step.optimizer)
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
     stages = parallel.pipeline.stages if parallel.pipeline else []
@@ -226,7 +226,7 @@ def _dimensions():
 
 
 def _inference(step, module, x, there):
-    """Bytes at most in a forward pass of a micro-batch, without gradients, beside tensors that are there."""
+    """Most bytes in a forward pass of a micro-batch without gradients. there: tensors that stay allocated."""
     x = x.chunk(step.config.gradient_accumulation)[0].clone()
     if step.parallel.pipeline and not step.parallel.pipeline.first:
         x = torch.empty(step.parallel.pipeline.stages[0].tokens)

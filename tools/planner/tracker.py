@@ -1,4 +1,4 @@
-"""What a training step does, operation by operation: memory that is held, arithmetic, messages."""
+"""What a training step does, operation by operation: memory, arithmetic, messages."""
 
 import weakref
 from collections import Counter
@@ -19,7 +19,7 @@ from tools.instruments.watching import Watch
 from tools.planner.fake import nothing_to_read
 
 aten = torch.ops.aten
-# What memory is for; of a storage that is several things the first one counts.
+# Uses of memory. A storage with several uses counts as the first of them.
 LABELS = ("parameters", "gradients", "optimizer", "activations", "batch", "buffers", "temporaries")
 ATTENTION = "attention"
 
@@ -70,7 +70,7 @@ class Tracker(Watch):
         self.operations: Counter[Operation] = Counter()
         self.messages: Counter[Message] = Counter()
         self.groups: dict[str, tuple[int, ...]] = {}
-        # A storage has a number, in the order in which they came. By address: its number, and a reference to it.
+        # Storages are numbered in the order of their creation. By address: the number, and a weak reference.
         self.storages: dict[int, tuple[int, weakref.ref]] = {}
         self.sizes: dict[int, int] = {}
         self.labels: dict[int, str] = {}
@@ -79,7 +79,7 @@ class Tracker(Watch):
         self._note(tensors)
 
     def label(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Say what the memory under these tensors is for, also that which is long gone by then."""
+        """Say what the memory of these tensors is used for."""
         for tensor in plain_tensors(tensors):
             number = self._number(tensor.untyped_storage())
             before = self.labels.get(number, "temporaries")
@@ -136,7 +136,7 @@ class Tracker(Watch):
             self._sized(tensor.untyped_storage())
 
     def _sized(self, storage):
-        """Memory that has come, or that fully_shard has taken from a storage or given back to it."""
+        """Note the size of a storage, which fully_shard may change."""
         number, size = self._number(storage), storage.nbytes()
         if change := size - self.sizes.get(number, 0):
             self.sizes[number] = size
@@ -159,7 +159,7 @@ class Tracker(Watch):
         return super().__exit__(*error)
 
     def memory(self, apart: Collection[str] = ()) -> dict[str, float]:
-        """{label: bytes at most}, each at its own moment; under "peak" the most of all labels that are not apart."""
+        """{label: most bytes, each at its own moment}; "peak": most bytes at once, without the labels `apart`."""
         now: Counter[str] = Counter()
         most: Counter[str] = Counter()
         for number, change in self.events:
@@ -172,7 +172,7 @@ class Tracker(Watch):
 
 
 def _place(tensor):
-    """What of its storage a tensor is."""
+    """Identifies the part of a storage that a tensor covers."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 

@@ -1,4 +1,4 @@
-"""The planner against the real thing: small layouts run on this machine, over gloo, and are planned as well."""
+"""The planner compared with real runs: small layouts run on this machine, over gloo, and are planned as well."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from utils.config import SCRIPTS, load_config
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
-TOLERANCE = 0.02  # of what is saved for the backward pass
+TOLERANCE = 0.02  # of the tensors saved for the backward pass
 RANKS = 2
 CASES = {  # script and config: layouts of two ranks, each a list of options
     ("train.py", "quick"): (
@@ -49,8 +49,8 @@ def build_cases() -> list[Case]:
 def verify(cases: Sequence[Case] | None = None) -> int:
     """Run every case for real and plan it; print both and return the number of cases in which they differ.
 
-    They agree where all messages of a step are equal, in number and in bytes, parameters, gradients and optimizer
-    state as well, arithmetic too, and saved activations are within 2 %.
+    A case agrees where the messages of a step (number and bytes), the bytes of parameters, gradients and optimizer
+    state, and the FLOP are equal, and saved activations are within 2 %.
     """
     cases, wrong = cases or build_cases(), 0
     with Team(RANKS, cases[0].config) as team:
@@ -76,7 +76,7 @@ def verify(cases: Sequence[Case] | None = None) -> int:
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """What of a Trace must be the same in a real run and a planned one."""
+    """The part of a Trace that must be the same in a real run and in a plan."""
     messages: Counter[tuple[str, str, int]] = Counter()
     for message, calls in trace.messages.items():
         messages[message.phase, message.kind, message.sent] += calls
