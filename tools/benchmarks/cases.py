@@ -1,4 +1,4 @@
-"""What the benchmarks of ranks share: cases named on the command line, turns, and a training step on a rank.
+"""The common part of the benchmarks of ranks: cases named on the command line, turns, a training step on a rank.
 
 Every benchmark of ranks measures cases, each a config in a layout. In every round all cases take turns, and a ratio is
 taken within a round, so that the ups and downs of the machine cancel.
@@ -30,7 +30,7 @@ C = TypeVar("C", bound=Case)
 T = TypeVar("T")
 Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
 
-STATES = ("parameters", "gradients", "optimizer")  # that ZeRO is about
+STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
 PROFILED_STEPS = 3
@@ -105,10 +105,10 @@ def take_turns(cases: Sequence[C], rounds: int, measure: Callable[[C, int], T | 
 def train_in_turns(
     cases: Sequence[Case], steps: int, rounds: int
 ) -> tuple[dict[Case, dict[str, Any]], dict[Case, list[list[float]]]]:
-    """Hold all cases at once, on the ranks of each, and train in turns.
+    """Build all cases at once, each on its ranks, and train in turns.
 
-    Returns ({case: memory, messages, hidden}, most of all ranks and as `figures_of` gives them; {case: seconds of a
-    step on every rank, in every round}).
+    Returns ({case: memory, messages and hidden share, the most of any rank}, {case: seconds of a step on every rank, in
+    every round}).
     """
     with Teams(cases[0].config) as teams:
         figures = {case: _most_of_ranks(teams.call(case.ranks, hold, i, case)) for i, case in enumerate(cases)}
@@ -199,8 +199,8 @@ class RankCase:
         synchronize(self.device)
 
     def times(self, steps: int) -> dict[str, float]:
-        """Seconds, and seconds of CPU time, of one of some steps, begun together with the other ranks."""
-        self.train(1)  # what the turns of others have pushed out of the caches
+        """Seconds of a step, and of its CPU time: the mean over some steps that all ranks start together."""
+        self.train(1)  # the turns of other cases have emptied the caches
         if comm.world_size() > 1:
             dist.barrier()
         synchronize(self.device)

@@ -58,14 +58,14 @@ def _cell(row: dict[str, Any], name: str, factor: float, spec: str) -> str:
 
 
 def write_csv(path: str, figures: dict[str, Any]) -> None:
-    """One line for every row; what has several values is left to the JSON."""
+    """One line for each row, without figures that have several values."""
     results = figures["rows"]
     single = [name for name in results[0] if not name.endswith("_of_rounds")]
     tables.write_csv(path, [r | {"image": in_points(r["image"])} for r in results], single)
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
-    """Time and memory over the size of an image: above of a forward pass, below of a training step."""
+    """Time and memory over the size of an image: a forward pass above, a training step below."""
     results = figures["rows"]
     figure = Figure(figsize=(11, 8), layout="constrained")
     grid = figure.subplots(2, 2, sharex=True)

@@ -2,7 +2,7 @@
 
 The same image on one device, whole images on every device (DDP), or one image over several devices (domain), whose
 weights are sharded too (fsdp). A forward pass and a training step are measured apart, because one may fit where the
-other does not. Where memory runs out the size is noted as such, and the sweep goes on.
+other does not. Where memory runs out, the table says so, and the sweep goes on.
 """
 
 import math
@@ -217,7 +217,7 @@ class RankImageCase(RankCase):
         figures: dict[str, Any] = {"loss": comm.global_mean(loss[None]).item(), "activations": None}
         self.train(1)
         there = [*self.module.parameters(), *optimizer_states(self.step.optimizer), self.x]
-        with PeakMemory(there, self.limit) as live:  # the allocator of a GPU knows better, below
+        with PeakMemory(there, self.limit) as live:  # on a GPU its allocator knows better, below
             if self.training:
                 figures["activations"] = memory_of_a_step(self.step, self.x, self.y)["activations"]
             else:

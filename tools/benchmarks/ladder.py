@@ -1,8 +1,8 @@
-"""The steps of the first rung, one after another: what each gains.
+"""The steps of the first rung, one after another, and what each gains.
 
-Each step of the ladder is a process of its own that trains with its options, all from the same weights over the same
-batches. The processes take turns: one round lets each train a few iterations while the others wait, so that a slow
-minute of the machine slows all of them alike.
+Each step of the ladder is a process that trains with its own options; all start from the same weights and read the same
+batches. The processes take turns: in a round each trains a few iterations while the others wait, so that a slow minute
+of the machine slows all of them alike.
 """
 
 import importlib.util
@@ -25,13 +25,13 @@ from utils.device import peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
-LEAD_IN = 4  # iterations of each turn that are not timed: batches read while the others trained are used up
+LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 
 
 def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str | None]]:
-    """Steps as (name, options that come on top, reason to skip it or None).
+    """Steps as (name, options that it adds, reason to skip it or None).
 
-    DALI is tried in its place but not kept: the steps after it go on with the native loader.
+    DALI is tried in its place but not kept: later steps use the native loader.
     """
     device = select_device(config.device)
     no_gpu = None if device.type == "cuda" else "needs a GPU"

@@ -1,6 +1,6 @@
-"""Data loaders alone: every loader x workers x layout on disk, beside the plain design and plain reading.
+"""Data loaders alone: every loader x workers x layout on disk, compared with the plain design and plain reading.
 
-All take turns in every round, and a ratio is taken within a round, so that the machine's own ups and downs cancel.
+All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from utils.device import select_device, synchronize
 from utils.schema import Config
 from weather.dataset import FieldDataset
 
-LEAD_IN = 4  # batches before the clock starts: rings and queues are in their steady state
+LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
 
 def run(
@@ -75,7 +75,7 @@ CAT, PLAIN = "cat file > /dev/null", "plain design, 0 workers"
 
 
 def _write_layouts(config: Config, folder: Path, frames: int) -> dict[str, Path]:
-    """The first frames of the training data, in each layout: {name: folder}. They are then in the page cache."""
+    """The first frames of the training data, in each layout: {name: folder}. They stay in the page cache."""
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
     source = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
     fields = source[:frames, :channels, :height, :width]

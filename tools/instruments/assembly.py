@@ -17,7 +17,7 @@ from utils.tiles import own_window
 
 
 def build_step(config: Config, device: torch.device, where: str) -> TrainingStep:
-    """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
+    """The TrainingStep of this rank, whose mesh is built. Raises UsageError, naming `where`, for a split that fails."""
     model = build_model(config)
     with reported_as_usage_error(ValueError, where):
         split = (split_images if comm.get_size("domain") > 1 else split_model)(model, config)

@@ -5,7 +5,7 @@
     counted.calls     # Counter({"all_reduce": 2})
     counted.bytes     # Counter({"all_reduce": 66355200})
 
-Seen are functional collectives, eager or compiled, torch.distributed's own, and those of DDP and fully_shard.
+It sees functional collectives, eager or compiled, those of torch.distributed, and those of DDP and fully_shard.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tools.instruments.watching import Watch
 
-# What an operator's name begins with, its underscores taken out, and the kind that it is.
+# {beginning of an operator's name without underscores: kind of collective}
 KINDS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -39,7 +39,7 @@ INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors
 class CollectiveCounter(Watch):
     """Counts by kind: `calls`, and `bytes` that this rank sends under the best algorithm for large messages.
 
-    An all-reduce is worth a reduce-scatter and an all-gather of the same tensor. Uneven shards count with the padding
+    An all-reduce counts as a reduce-scatter and an all-gather of the same tensor. Uneven shards count with the padding
     that is sent. A broadcast, reduce, gather or scatter counts its tensor once on every rank.
     """
 
@@ -56,7 +56,7 @@ class CollectiveCounter(Watch):
 
 
 class Collective(NamedTuple):
-    """A call of a collective: its kind, bytes that this rank sends at least, the process group, the tensors sent."""
+    """A call of a collective: its kind, the bytes that this rank must send, the process group, the tensors sent."""
 
     kind: str
     sent: int
@@ -65,7 +65,7 @@ class Collective(NamedTuple):
 
 
 def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | None:
-    """The Collective that an operator (torch._ops.OpOverload) with these arguments is, or None."""
+    """The Collective of an operator (torch._ops.OpOverload) with these arguments; None for any other operator."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._opname.replace("_", "")

@@ -78,7 +78,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _before(owner: object, name: str, function: Callable[[], None]) -> AbstractContextManager:
-    """Context: function() is called in front of each call of a method of `owner`."""
+    """Context: function() is called before each call of a method of `owner`."""
 
     def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function()
@@ -93,16 +93,16 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """{identity: bytes} of the storages that nbytes counts."""
+    """{identity: bytes} of the distinct storages under some tensors."""
     with torch.no_grad():
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
 
 
 class SavedTensors:
-    """Tensors that a forward pass keeps for the backward pass, parameters left out.
+    """Context: notes the tensors that a forward pass keeps for the backward pass, except for parameters.
 
-    Those that autograd saves, and those that selective activation checkpointing keeps in a place of its own.
+    Autograd saves some of them, and selective activation checkpointing keeps others by itself.
     listener: called with each of them.
     """
 
@@ -124,7 +124,7 @@ class SavedTensors:
         return tensor
 
     def nbytes(self) -> int:
-        """Of those that are still there."""
+        """Bytes of the noted storages that still exist."""
         return sum(size for storage, size in self.sizes.items() if not storage.expired())
 
     def __enter__(self) -> None:
@@ -137,15 +137,15 @@ class SavedTensors:
 
 
 class _Kept(Watch):
-    """Passes on the results of the operations that selective activation checkpointing does not repeat."""
+    """Notes the results of the operations that selective activation checkpointing does not repeat."""
 
     def __init__(self, note: Callable[[Tensor], Tensor]):
         super().__init__()
         self.note = note
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        """Note what such an operation has made."""
-        if func in EXPENSIVE and torch.is_grad_enabled():  # in the backward pass it is not
+        """Note the result of such an operation."""
+        if func in EXPENSIVE and torch.is_grad_enabled():  # which it is not in the backward pass
             for tensor in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(tensor, torch.Tensor):
                     self.note(tensor)

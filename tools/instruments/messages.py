@@ -1,4 +1,4 @@
-"""What a rank sends in one training step, by phase and kind of collective."""
+"""The communication of a rank in one training step, by phase and kind of collective."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def messages_of_a_step(step: TrainingStep, x: Tensor, y: Tensor) -> dict[str, di
 
 
 class MessagesByPhase(Watch):
-    """Context: calls listener(phase, Collective) for all that is sent; phases_of keeps its phase."""
+    """Context: calls listener(phase, Collective) for each message; phases_of keeps `phase` up to date."""
 
     def __init__(self, listener: Callable[[str, Collective], None]):
         super().__init__()
@@ -40,7 +40,7 @@ class MessagesByPhase(Watch):
 
 
 def phase_of(listener: MessagesByPhase, found: Collective) -> str:
-    """Of a Collective: what is handed on to the next stage counts as forward, whenever it is sent."""
+    """The phase of a Collective: a message to the next stage of a pipeline counts as forward, whenever it is sent."""
     if found.kind != "send":
         return listener.phase
     (tensor,) = found.tensors[0]

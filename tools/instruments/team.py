@@ -1,4 +1,4 @@
-"""Processes of one machine that compute together when told to: the ranks of a benchmark."""
+"""Processes of one machine that compute together: the ranks of a benchmark."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ from utils.layout import Layout
 from utils.rank_failure import exit_at_once
 from utils.schema import Config
 
-LEAVE_SECONDS = 10  # that a rank has to end by itself
+LEAVE_SECONDS = 10  # for a rank to end by itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Rank:
 
 
 class Team:
-    """`size` ranks, each of which waits for functions to call. A context: its end ends the processes.
+    """`size` ranks, each of which waits for functions to call. Leaving its context ends the processes.
 
     config: names the device, and how long ranks wait for one another.
     whole_machine: a rank may start processes and use every core; else it has one thread on a CPU.
@@ -93,11 +93,11 @@ class Team:
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """[function(rank, *args) of every rank], each given its Rank; the function is sent by its name."""
         for pipe in self.pipes:
-            with suppress(OSError):  # of a rank that is gone, as its missing answer tells
+            with suppress(OSError):  # a rank that is gone shows by its missing answer
                 pipe.send((function, args))
         try:
             return self._answers()
-        except UsageError as error:  # maybe of a rank that waited for one without memory
+        except UsageError as error:  # maybe from a rank that waited for one without memory
             if any(map(_ran_out, self.processes, self.pipes)):
                 raise OutOfMemory(str(error)) from None
             raise
@@ -132,7 +132,7 @@ class Team:
 
 
 def _ran_out(process: SpawnProcess, pipe: Connection) -> bool:
-    """Whether a rank says so, or the system has killed it."""
+    """Whether a rank reports a lack of memory, or the system has killed it."""
     try:
         while pipe.poll(0.2):
             if isinstance(pipe.recv(), OutOfMemory):
@@ -143,7 +143,7 @@ def _ran_out(process: SpawnProcess, pipe: Connection) -> bool:
 
 
 class Teams:
-    """Teams by their size, each started when it is first called. A context: its end ends the processes."""
+    """Teams by their size, each started by its first call. Leaving the context ends the processes."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -168,7 +168,7 @@ class Teams:
 
 
 def _run_rank(pipe: Connection, rank: int, size: int, port: int, config: Config, whole_machine: bool) -> None:
-    """In the child. Whatever happens to another one the parent ends this one, and this one ends after the parent."""
+    """In the child. The parent ends it whatever happens to other ranks, and it ends itself after the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well
     threading.Thread(target=_end_after_the_parent, daemon=True).start()
     os.environ.update(
@@ -177,7 +177,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, port: int, config: Config,
     )  # fmt: skip
     try:
         return _serve(pipe, config, whole_machine)
-    except (EOFError, ConnectionError):  # the parent is gone, or another rank is, which the parent sees
+    except (EOFError, ConnectionError):  # the parent is gone, or another rank, which the parent notices
         pass
     except Exception as error:
         if is_out_of_memory(error):

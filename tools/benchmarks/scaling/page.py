@@ -1,4 +1,4 @@
-"""The page of a scaling study: one HTML file that needs nothing else."""
+"""The page of a scaling study: one self-contained HTML file."""
 
 from collections.abc import Iterable
 from html import escape
@@ -72,7 +72,7 @@ IN_TERMINAL = [*FIRST, "epochs", "speedup", "efficiency", "s to target", "device
 
 
 def page(figures: Figures, study: Study, software: dict[str, Any]) -> str:
-    """The whole page. software: what the report, not the runs, was made with."""
+    """The whole page. software: of the report, not of the runs."""
     rows = figures.rows
     done, missing = ([row for row in rows if (row.state == FINISHED) == wanted] for wanted in (True, False))
     parts = [f"<h1>Scaling study: {escape(study.name)}</h1>", f"<p>{escape(study.about)}</p>"]

@@ -12,7 +12,7 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb
 
 
 def pictures(figures: Figures) -> dict[str, str]:
-    """{name: SVG} of what there are figures for: speed, efficiency, error, cost."""
+    """{name: SVG} of speed, efficiency, error and cost, where there are figures."""
     timed = [row for row in figures.rows if row.samples_per_sec]
     reached = [row for row in timed if row.device_hours_to_target]
     drawn = {}
@@ -37,7 +37,7 @@ def _color(rows: list[Row], layout: str) -> str:
 
 
 def _speed(rows: list[Row]) -> str:
-    """Samples/s over ranks, one panel a family: a line for each layout from the smallest run on, and the ideal one."""
+    """Samples/s over ranks, one panel for each family: a line for each layout, and the ideal line."""
     families = _families(rows)
     figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
     for axes, (name, family) in zip(figure.subplots(1, len(families), squeeze=False)[0], families.items(), strict=True):

@@ -12,7 +12,7 @@ from utils.config import SCRIPTS, SPLITS, explain, load_config, nearest, option_
 from utils.errors import UsageError
 from utils.schema import Config, Text, key
 
-OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # no options: the study says them
+OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # set by the study, not by options
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")]
 OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
 
@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class Layout(_Strict):
-    """A way to split a run, on one or several numbers of ranks."""
+    """A layout of a run, on one or several numbers of ranks."""
 
     ranks: Annotated[list[PositiveInt], OneOrMore, Field(min_length=1)] = key("ranks of the run; a list: of each run")
     script: Literal["train.py", "train_mp.py", "train_shard.py"] | None = key("null: by how the model is split", None)
@@ -30,7 +30,7 @@ class Layout(_Strict):
 
 
 class Family(_Strict):
-    """Runs that solve the same problem, and are compared with the smallest among them."""
+    """Runs of the same problem, which are compared with the smallest among them."""
 
     scaling: Literal["strong", "weak"] = key("strong: the same batch on any number of ranks; weak: it grows with them")
     batch: PositiveInt = key("samples of an optimizer step: of all ranks (strong), for each rank (weak)")
@@ -41,7 +41,7 @@ class Family(_Strict):
 
 
 class Study(_Strict):
-    """Families of runs, and what they are to reach."""
+    """Families of runs, and their target."""
 
     name: Name = key("name of the study in the YAML file")
     about: Text = key("what it is about, in a line")
@@ -53,7 +53,7 @@ class Study(_Strict):
 
 @dataclass(frozen=True)
 class Target:
-    """RMSE of a field, in its units, that counts as reached; reason: where the number comes from."""
+    """The RMSE of a field, in its units, that a run should reach. reason: where the number comes from."""
 
     field: str
     rmse: float
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What one types to start it on this machine."""
+        """The command that starts it on this machine."""
         start = "python" if self.ranks == 1 else f"torchrun --nproc_per_node {self.ranks}"
         return f"{start} {self.script} {shlex.join(self.words)}"
 
@@ -92,8 +92,7 @@ class Run:
 def read_study(path: str, name: str) -> Study:
     """The Study of this name in a YAML file.
 
-    Raises UsageError, in one line with the nearest name, for a study or a key that is not known, and for values that
-    do not fit.
+    Raises UsageError, with the nearest known name, for an unknown study or key, and for values that do not fit.
     """
     settings = read_named_config(path, name)
     try:
@@ -105,7 +104,7 @@ def read_study(path: str, name: str) -> Study:
 def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
     """The runs of a study in the order of its file, numbered from 0.
 
-    words: options of the config for all of them, in place of the study's. Raises UsageError naming the run where the
+    words: options of the config for all runs; they win over the study's. Raises UsageError naming the run where the
     training script would refuse it.
     """
     runs: list[Run] = []

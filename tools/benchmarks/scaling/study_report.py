@@ -1,4 +1,4 @@
-"""The report of a scaling study: a page, its figures as JSON and CSV, and the main ones for a terminal."""
+"""The report of a scaling study: a page, the figures as JSON and CSV, the main figures for a terminal."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ def write_report(figures: Figures, study: Study, out: Path) -> None:
 
 
 def text_table(figures: Figures) -> str:
-    """The main figures as a Markdown table, and what is missing or in doubt."""
+    """The main figures as a Markdown table, then the runs that are missing or oversubscribed."""
     rows = [cells(row, IN_TERMINAL) for row in figures.rows if row.state == FINISHED]
     lines = [format_table(dict.fromkeys(IN_TERMINAL, ""), rows)] if rows else ["no run is finished"]
     if figures.target:
