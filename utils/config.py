@@ -39,6 +39,13 @@ SPLITS = {
     key: " or ".join(name for name, script in SCRIPTS.items() if key in script.splits)
     for key in ("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
 }
+SHARDED, REPLICATED = ("zero2", "fsdp", "hsdp"), ("ddp", "zero1")
+STRATEGY_KEYS = {  # keys that belong to some values of data_parallel only
+    **dict.fromkeys(("cpu_offload", "gather_dtype", "prefetch", "wrap_policy"), SHARDED),
+    **dict.fromkeys(("bucket_cap_mb", "enable_channels_last"), REPLICATED),
+    **dict.fromkeys(("noddp", "gradient_compression"), ("ddp",)),
+    "dp_shard": ("hsdp",),
+}
 
 
 def yaml() -> YAML:
@@ -172,17 +179,11 @@ def _check_splits(config: Config, where: str, world_size: int) -> None:
 
 
 def _check_data_parallel(config: Config, where: str) -> None:
-    sharded = config.data_parallel in ("zero2", "fsdp", "hsdp")
-    defaults = Config.model_fields
-    for names, belongs, to in (
-        (("cpu_offload", "gather_dtype", "prefetch", "wrap_policy"), sharded, "zero2, fsdp and hsdp"),
-        (("bucket_cap_mb", "enable_channels_last"), not sharded, "ddp and zero1"),
-        (("noddp", "gradient_compression"), config.data_parallel == "ddp", "ddp"),
-        (("dp_shard",), config.data_parallel == "hsdp", "hsdp"),
-    ):
-        for name in names:
-            if not belongs and getattr(config, name) != defaults[name].default:
-                raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
+    for name, strategies in STRATEGY_KEYS.items():
+        if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
+            *others, last = strategies
+            to = f"{', '.join(others)} and {last}" if others else last
+            raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
 
 
 def _check_model(config: Config, where: str) -> None:
@@ -248,6 +249,11 @@ def option_words(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
     return [f"--{key}={'null' if value is None else value}"]
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """The values that a key may have, where the schema lists them."""
+    return get_args(Config.model_fields[key].annotation)
 
 
 def _scalar(text: str) -> Any:

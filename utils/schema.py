@@ -1,7 +1,7 @@
 """The schema of a run's settings: every key of a config file and option of the command line, its type and meaning."""
 
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -127,11 +127,6 @@ class Config(BaseModel):
             return whole
         inside = max(1, math.gcd(ranks_per_node or whole.dp, world_size) // math.prod((*sizes, *domain)))
         return Layout(world_size, *sizes, self.dp_shard or math.gcd(inside, whole.dp), self.parallel_order, domain)
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """The values that a key of the schema may have, where they are listed there."""
-    return get_args(Config.model_fields[name].annotation)
 
 
 ALIASES = {"tensor_parallel": ["row_parallel_size"]}  # other names of an option

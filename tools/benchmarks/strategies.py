@@ -24,10 +24,9 @@ from tools.instruments.team import Case
 from tools.pictures import HELD_COLORS, SHADES, finish, mark, panels, save, stack
 from tools.tables import MIB, in_mib, machine, print_table, spread
 from training.model import build_model
-from utils.config import SCRIPTS, load_config
+from utils.config import SCRIPTS, choices, load_config
 from utils.errors import UsageError
 from utils.layout import Layout
-from utils.schema import choices
 
 STRATEGIES = choices("data_parallel")
 INDEPENDENT = "independent"

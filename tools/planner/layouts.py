@@ -14,15 +14,24 @@ from typing import Any
 from unittest.mock import patch
 
 from distributed.collectives import Group
-from distributed.data_parallel import SHARDED
 from distributed.domain_parallel import split_images
 from distributed.model_parallel import split_model
 from training.model import build_model
 from utils import comm
-from utils.config import SCRIPTS, SPLITS, check_config, option_words, parse_command_line, read_named_config
+from utils.config import (
+    ALIASES,
+    SCRIPTS,
+    SPLITS,
+    STRATEGY_KEYS,
+    check_config,
+    choices,
+    option_words,
+    parse_command_line,
+    read_named_config,
+)
 from utils.errors import UsageError
 from utils.layout import Layout, tile_counts
-from utils.schema import ALIASES, Config, choices
+from utils.schema import Config
 
 CHECKPOINTING = "none", "full"
 SCHEDULES = "1f1b", "interleaved"  # gpipe holds more and is no faster
@@ -144,15 +153,12 @@ def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
         if strategy == "hsdp" and "data_parallel" not in fixed and (gpus <= ranks_per_node or inside == dp or dp == 1):
             continue  # the same as fsdp
         for again in checkpointing:
-            yield {"data_parallel": strategy, "activation_checkpointing": again, **_plain(config, strategy, fixed)}
+            yield {"data_parallel": strategy, "activation_checkpointing": again, **_plain(strategy, fixed)}
 
 
-def _plain(config, strategy, fixed):
+def _plain(strategy, fixed):
     """Keys that belong to other strategies, at their defaults."""
-    sharded = strategy in SHARDED
-    of_others = ("bucket_cap_mb", "enable_channels_last") if sharded else ("gather_dtype", "prefetch", "wrap_policy")
-    of_others += () if strategy == "ddp" else ("gradient_compression",)
-    of_others += () if strategy == "hsdp" else ("dp_shard",)
+    of_others = [name for name, strategies in STRATEGY_KEYS.items() if strategy not in strategies]
     return {name: Config.model_fields[name].default for name in of_others if name not in fixed}
 
 
