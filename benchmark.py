@@ -10,105 +10,106 @@
 Every other option is a key of the config, as in train.py: --local_batch_size 4, --device cpu, ...
 """
 
-import argparse
 import sys
+from argparse import SUPPRESS
 from collections.abc import Sequence
 
-from tools.benchmarks import data_parallel, domain, ladder, loaders, model_parallel, scaling
+from tools.benchmarks import image_size_tables, image_sizes, ladder, layouts, loaders, scaling, strategies
+from tools.tables import write_json
 from utils.config import load_config
 from utils.errors import ArgumentParser, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Measure what the words of a command line ask for; returns the exit status, None for 0."""
+    options, words = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    given = vars(options)  # named as the arguments of the function that runs the command
+    command, run = given.pop("command"), given.pop("run")
+    if command == "scaling":
+        return run(words, **given)
+    files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "csv", "png")]
+    figures = run(words, **given)
+    for path, write in files:
+        if path:
+            write(path, figures)
+    return None
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of all commands; the words that it does not know are options of the config."""
     parser = ArgumentParser(prog="benchmark.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
+    own_options = "each with config keys of its own"
 
-    command = commands.add_parser("ladder", help="the steps of rung 1", allow_abbrev=False)
-    command.add_argument("--workers", type=int, default=2, help="data workers of the steps after the first")
-    command.add_argument("--steps", type=int, default=10, help="timed iterations of each turn (%(default)s)")
-    command.set_defaults(
-        run=lambda words, o: ladder.run(load_config(words), o.workers, o.steps, o.rounds, o.json, o.png)
-    )
+    rung1 = commands.add_parser("ladder", help="the steps of rung 1", allow_abbrev=False)
+    rung1.set_defaults(run=lambda words, **given: ladder.run(load_config(words), **given))
+    rung1.add_argument("--workers", type=int, default=2, help="data workers of the steps after the first")
+    rung1.add_argument("--steps", type=int, default=10, help="timed iterations of each turn (%(default)s)")
 
     data = commands.add_parser("data", help="data loaders alone", allow_abbrev=False)
+    data.set_defaults(run=lambda words, **given: loaders.run(load_config(words), **given))
     data.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of data workers")
     data.add_argument("--frames", type=int, default=24, help="frames of the data to copy and read (%(default)s)")
     data.add_argument("--batches", type=int, default=12, help="timed batches of each turn (%(default)s)")
-    data.set_defaults(
-        run=lambda words, o: loaders.run(load_config(words), o.workers, o.frames, o.batches, o.rounds, o.json)
-    )
 
     dp = commands.add_parser("dp", help="data-parallel strategies x world sizes", allow_abbrev=False)
+    dp.set_defaults(run=strategies.run)
     dp.add_argument(
-        "--strategies", nargs="+", default=data_parallel.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
-        help="each with config keys of its own: fsdp,wrap_policy=none ddp,activation_checkpointing=full",
+        "--strategies", nargs="+", default=strategies.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
+        help=f"{own_options}: fsdp,wrap_policy=none ddp,activation_checkpointing=full",
     )  # fmt: skip
     dp.add_argument("--world_sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
     dp.add_argument("--steps", type=int, default=4, help="timed steps of each turn (%(default)s)")
-    dp.set_defaults(
-        run=lambda words, o: data_parallel.run(words, o.strategies, o.world_sizes, o.steps, o.rounds, o.json, o.png)
-    )
 
     mp = commands.add_parser("mp", help="layouts of a split model x model sizes", allow_abbrev=False)
+    mp.set_defaults(run=layouts.run)
     mp.add_argument(
-        "--layouts", nargs="+", default=model_parallel.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
-        help="each with config keys of its own: tp2xdp2 cp4,cp_method=ring",
+        "--layouts", nargs="+", default=layouts.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
+        help=f"{own_options}: tp2xdp2 cp4,cp_method=ring",
     )  # fmt: skip
     mp.add_argument("--embed_dims", type=int, nargs="+", default=[], metavar="N", help="model sizes (the config's)")
     mp.add_argument("--steps", type=int, default=2, help="timed steps of each turn (%(default)s)")
-    mp.set_defaults(
-        run=lambda words, o: model_parallel.run(words, o.layouts, o.embed_dims, o.steps, o.rounds, o.json, o.png)
-    )
 
-    share = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
-    share.add_argument(
-        "--sizes", type=int, nargs=3, default=domain.SIZES, metavar=("START", "STOP", "STEP"),
+    domain = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
+    domain.set_defaults(run=image_sizes.run, write_csv=image_size_tables.write_csv)
+    domain.add_argument(
+        "--sizes", type=int, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
         help="points along each side of an image (32 64 32)",
     )  # fmt: skip
-    share.add_argument("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
-    share.add_argument(
-        "--layouts", nargs="+", default=domain.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
-        help="besides one device, each with config keys of its own: dp2 domain2xdp2 domain2,data_parallel=ddp",
+    domain.add_argument("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
+    domain.add_argument(
+        "--layouts", nargs="+", default=image_sizes.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
+        help=f"besides one device, {own_options}: dp2 domain2xdp2 domain2,data_parallel=ddp",
     )  # fmt: skip
-    share.add_argument("--precisions", nargs="+", default=["none"], choices=("none", "bf16"), help="amp_mode (none)")
-    share.add_argument("--batches", type=int, nargs="+", default=[1], metavar="N", help="images at a time (1)")
-    share.add_argument("--memory_limit_gib", type=float, metavar="X", help="memory that a rank may use (all)")
-    share.add_argument("--steps", type=int, default=3, help="timed steps of each turn (%(default)s)")
-    share.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
-    share.set_defaults(run=run_domain)
+    domain.add_argument("--precisions", nargs="+", default=["none"], choices=("none", "bf16"), help="amp_mode (none)")
+    domain.add_argument("--batches", type=int, nargs="+", default=[1], metavar="N", help="images at a time (1)")
+    domain.add_argument("--memory_limit_gib", type=float, metavar="X", help="memory that a rank may use (all)")
+    domain.add_argument("--steps", type=int, default=3, help="timed steps of each turn (%(default)s)")
+    domain.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
 
     study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
-    study.add_argument("--study", default="quick", metavar="NAME", help="named study in the file (%(default)s)")
+    study.set_defaults(run=scaling.run)
+    study.add_argument("--study", dest="name", default="quick", metavar="NAME", help="named study (%(default)s)")
     study.add_argument("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
     study.add_argument("--out", metavar="FOLDER", help="of the report (logs/scaling/<study>)")
     study.add_argument("--only", type=int, metavar="N", help="make this one run, and no report")
     study.add_argument("--target", metavar="FIELD=RMSE", help="error to reach, as z500=300 (the study's)")
-    for action, text in (
-        ("list", "print the runs"), ("report_only", "make no run"), ("sbatch", "print the jobs for Slurm"),
-        ("submit", "submit them"),
-    ):  # fmt: skip
-        study.add_argument(f"--{action}", dest="action", action="store_const", const=action, default="run", help=text)
-    study.set_defaults(
-        run=lambda words, o: scaling.run(words, o.study, o.study_file, o.out, o.only, o.action, o.target)
-    )
+    for action, text in scaling.ACTIONS.items():
+        study.add_argument(
+            f"--{action}", dest="action", action="store_const", const=action, default=SUPPRESS, help=text
+        )
 
-    for each in (command, data, dp, mp, share):
+    for each in (rung1, data, dp, mp, domain):
+        each.set_defaults(write_json=write_json)
         each.add_argument("--rounds", type=int, default=3, help="turns of each case; medians count (%(default)s)")
         each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    for each in (command, dp, mp, share):
+    for each, write in (
+        (rung1, ladder.write_picture), (dp, strategies.write_picture), (mp, layouts.write_picture),
+        (domain, image_size_tables.write_picture),
+    ):  # fmt: skip
+        each.set_defaults(write_png=write)
         each.add_argument("--png", metavar="FILE", help="write a picture")
-    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    done = options.run(words, options)  # the figures, or the status of a study
-    return done if options.command == "scaling" else None
-
-
-def run_domain(words: list[str], o: argparse.Namespace) -> None:
-    """`benchmark.py domain` with its options."""
-    domain.run(
-        words, o.layouts, o.sizes, o.dims, o.precisions, o.batches, o.memory_limit_gib, o.steps, o.rounds, o.json,
-        o.csv, o.png,
-    )  # fmt: skip
+    return parser
 
 
 if __name__ == "__main__":

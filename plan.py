@@ -1,12 +1,12 @@
-"""What a layout needs before anything is queued: memory, messages, time of a step, from one CPU.
+"""What a layout needs, computed on one CPU before a job is queued: memory, communication, time of a step.
 
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --gpu a100-40gb     the best layouts of 16 GPUs
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --tensor_parallel 4     one layout, in detail
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 8..4096     how far it scales
     python plan.py --verify     small layouts, run on this machine as well
 
-Every other option is a key of the config, as in the training scripts. docs/plan.md says how all is computed, and what
-is not: above all reading the data.
+Every other option is a key of the config, as in the training scripts. docs/plan.md says how each number is computed,
+and what is left out: above all reading the data.
 """
 
 import json
@@ -26,12 +26,12 @@ from utils.files import whole_file
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Plan as the words of a command line say (sys.argv's, if none are given); returns the exit status."""
+    """Run the command line `argv`, by default that of the process; returns the exit status."""
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     parser.add_argument("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
-    parser.add_argument("--top", type=int, metavar="N", help="compare layouts, and show so many of the best (10)")
-    parser.add_argument("--calibrate", metavar="FILE", help="summary.json of a run on such GPUs, for times to rest on")
+    parser.add_argument("--top", type=int, metavar="N", help="compare layouts, and show the N best (10)")
+    parser.add_argument("--calibrate", metavar="FILE", help="summary.json of a run on such GPUs: scale the times to it")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them"
     )

@@ -1,6 +1,7 @@
 """Benchmarks measure what they say, on tiny sizes."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -9,27 +10,37 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
-from networks.vit import ViT
 from tools.benchmarks import ladder
 from tools.benchmarks.plain_loader import plain_loader
-from tools.instruments.flops import vit_flops
 from tools.tables import format_table
+from training.model import build_model
 from training.tasks import build_task
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
 
 
-def test_flops_are_those_torch_counts():
-    size = {"img_size": (16, 24), "patch_size": 4, "in_channels": 3, "out_channels": 5}
-    model = ViT(**size, embed_dim=32, depth=3, num_heads=4, mlp_ratio=2)
-    x = torch.randn(1, 3, 16, 24)
+def vit_flops(img_size, patch_size, in_channels, out_channels, embed_dim, depth, mlp_ratio):
+    """Of a forward pass: matrix products of patch embedding, head, qkv, proj, fc1 and fc2, and the two of attention."""
+    points = patch_size ** len(img_size)
+    tokens = math.prod(img_size) // points
+    ends = 2 * tokens * embed_dim * points * (in_channels + out_channels)
+    block = 2 * tokens * embed_dim**2 * (4 + 2 * mlp_ratio) + 4 * tokens**2 * embed_dim
+    return ends + depth * block
+
+
+def test_flops_are_those_of_the_arithmetic(tiny_config):
+    size = {"img_size": [16, 24], "patch_size": 4, "embed_dim": 32, "depth": 3, "mlp_ratio": 2}
+    config = tiny_config(**size, num_heads=4, n_in_channels=3, n_out_channels=5)
+    by_hand = vit_flops(**size, in_channels=3, out_channels=5)
+    assert ladder.training_flops(config) == 3 * by_hand
+    model, x = build_model(config, "cpu"), torch.randn(1, 3, 16, 24)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(x)
-    assert counter.get_total_flops() == vit_flops(**size, embed_dim=32, depth=3, mlp_ratio=2)
+    assert counter.get_total_flops() == by_hand
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(x.requires_grad_()).sum().backward()
-    assert counter.get_total_flops() == 3 * vit_flops(**size, embed_dim=32, depth=3, mlp_ratio=2)
+    assert counter.get_total_flops() == 3 * by_hand
 
 
 def test_the_ladder_climbs_step_by_step_and_computes_the_same(tiny_options, tmp_path, monkeypatch, capsys):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import benchmark
-from tools.benchmarks import domain
-from tools.benchmarks.domain import LAYOUTS, ONE, build_points
-from tools.benchmarks.domain_ranks import Teams
+from tools.benchmarks import image_sizes
+from tools.benchmarks.image_sizes import LAYOUTS, ONE, build_points, measure
 from tools.instruments.peak import PeakMemory, is_out_of_memory
+from tools.instruments.team import Teams
 from training.model import build_model
 from utils.errors import UsageError, run_main
 
@@ -34,7 +34,11 @@ def test_every_size_in_every_layout_has_a_row(measured):
     _, rows, folder = measured
     names = [ONE, *LAYOUTS]
     assert set(rows) == {
-        (name, side, batch, mode) for name in names for side in (20, 36) for batch in (1, 2) for mode in domain.MODES
+        (name, side, batch, mode)
+        for name in names
+        for side in (20, 36)
+        for batch in (1, 2)
+        for mode in image_sizes.MODES
     }
     for (name, side, batch, mode), row in rows.items():
         assert row["tokens"] == (side // 4) ** 2 and not row["out_of_memory"]
@@ -61,7 +65,7 @@ def test_memory_is_what_tensors_hold(measured):
     """Of one device: the weights in a forward pass; in training gradients, two moments and activations as well."""
     case = build_points(WORDS, [], sizes=(36, 36, 1))[0][0]
     weights = 4 * sum(p.numel() for p in build_model(case.config).parameters())
-    forward, training = (measured[1][ONE, 36, 1, mode] for mode in domain.MODES)
+    forward, training = (measured[1][ONE, 36, 1, mode] for mode in image_sizes.MODES)
     assert weights < forward["peak"] < 2 * weights
     assert 4 * weights < training["peak"] < 5 * weights + 2 * training["activations"]
 
@@ -76,7 +80,7 @@ def test_a_domain_keeps_less_than_one_device(measured):
 
 def test_images_of_three_dimensions_and_mixed_precision(capsys):
     options = {"sizes": (20, 20, 1), "dims": 3, "precisions": ("none", "bf16"), "steps": 1, "rounds": 1}
-    rows = domain.run(WORDS, LAYOUTS[1:2], **options)["rows"]
+    rows = image_sizes.run(WORDS, LAYOUTS[1:2], **options)["rows"]
     for name in {row["layout"] for row in rows}:
         full, half = (r for r in rows if (r["layout"], r["mode"]) == (name, "training"))
         assert full["image"] == [20, 20, 20] and full["tokens"] == 125
@@ -88,7 +92,7 @@ def test_images_of_three_dimensions_and_mixed_precision(capsys):
 def test_where_memory_runs_out_the_sweep_goes_on(capsys):
     """The larger image fits in a forward pass, not in a training step."""
     options = {"sizes": (16, 48, 32), "steps": 1, "rounds": 2, "memory_limit_gib": 1.5e-3}
-    rows = domain.run(WORDS, ["dp2"], **options)["rows"]
+    rows = image_sizes.run(WORDS, ["dp2"], **options)["rows"]
     out = {(row["layout"], row["image"][0], row["mode"]) for row in rows if row["out_of_memory"]}
     assert out == {(ONE, 48, "training"), ("dp2", 48, "training")}
     for row in rows:
@@ -122,17 +126,17 @@ def test_bad_arguments_are_one_line_and_status_2(words, message, capfd):
 
 def test_a_rank_that_the_system_kills_is_out_of_memory_and_another_that_ends_is_not():
     case = build_points(WORDS, ["dp2"], sizes=(16, 16, 1))[0][1]
-    with Teams() as teams:
-        assert len(teams.measure(case, 1, memory=False)) == 2
-        ranks = teams.running["dp2"]
+    with Teams(case.config) as teams:
+        assert len(measure(teams, case, 1, memory=False)) == 2
+        ranks = teams.running[2]
         ranks.processes[1].kill()
-        assert teams.measure(case, 1, memory=False) is None
+        assert measure(teams, case, 1, memory=False) is None
         assert not any(process.is_alive() for process in ranks.processes)
-        assert len(teams.measure(case, 1, memory=False)) == 2  # by new ones
-        ranks = teams.running["dp2"]
+        assert len(measure(teams, case, 1, memory=False)) == 2  # by new ones
+        ranks = teams.running[2]
         ranks.processes[1].terminate()
         with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
-            teams.measure(case, 1, memory=False)
+            measure(teams, case, 1, memory=False)
     assert not any(process.is_alive() for process in ranks.processes)
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import benchmark
-from tools.benchmarks import model_parallel
-from tools.benchmarks.model_parallel import ONE, build_cases
-from tools.benchmarks.mp_ranks import Ranks
-from tools.benchmarks.mp_tables import HELD
+from tools.benchmarks import layouts
+from tools.benchmarks.cases import HELD, hold, train_held
+from tools.benchmarks.layouts import ONE, build_cases
 from tools.instruments.counting import Collective
 from tools.instruments.messages import phase_of
 from tools.instruments.phases import phases_of
+from tools.instruments.team import Teams
 from utils.errors import UsageError, run_main
 
 # 9 x 8 patches: rows that two ranks share unequally, 5 and 4.
@@ -94,7 +94,7 @@ def test_memory_is_that_of_the_formulas(measured, name):
 
 def test_theory_holds_in_two_dimensions():
     names = ["tp2xcp2", "cp2xdp2,data_parallel=fsdp", "tp2xpp2,sequence_parallel"]
-    for row in model_parallel.run([*WORDS, "--embed_dim=32"], names, steps=1, rounds=1)["rows"]:
+    for row in layouts.run([*WORDS, "--embed_dim=32"], names, steps=1, rounds=1)["rows"]:
         for phase, kinds in row["predicted_messages"].items():
             expected = {kind: pytest.approx(both) for kind, both in kinds.items()}
             assert row["messages"][phase] == expected, (row["layout"], phase)
@@ -132,17 +132,19 @@ def test_it_is_not_started_by_torchrun(monkeypatch):
     for name, value in launch.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UsageError, match="starts its ranks itself"):
-        model_parallel.run(WORDS)
+        layouts.run(WORDS)
 
 
 def test_a_rank_that_is_gone_ends_the_others():
-    cases = build_cases([*WORDS, "--embed_dim=32"], ["tp2"])[1:]
+    case = build_cases([*WORDS, "--embed_dim=32"], ["tp2"])[1]
     with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
-        with Ranks(2, cases) as ranks:
-            assert ranks.turn(0, 1) > 0
-            ranks.processes[1].kill()
-            ranks.turn(0, 1)
-    assert not any(process.is_alive() for process in ranks.processes)
+        with Teams(case.config) as teams:
+            teams.call(2, hold, 0, case)
+            assert min(teams.call(2, train_held, 0, 1)) > 0
+            processes = teams.running[2].processes
+            processes[1].kill()
+            teams.call(2, train_held, 0, 1)
+    assert not any(process.is_alive() for process in processes)
 
 
 def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backward():

@@ -9,18 +9,13 @@ import pytest
 from distributed.domain_parallel import split_images
 from distributed.model_parallel import split_model
 from tools.planner.fake import fake_rank
-from tools.planner.formulas import closed_form
-from tools.planner.layouts import SCRIPTS, Trial, candidates, command, script_of, split_refusal
+from tools.planner.formulas import formula_traces
+from tools.planner.layouts import Trial, candidates, command, script_of, split_refusal
 from training.model import build_model
-from utils.config import load_config
+from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
 from utils.layout import Layout, tile_counts
 
-SPLITS = {
-    "train.py": (),
-    "train_mp.py": ("tensor_parallel", "context_parallel", "pipeline_parallel"),
-    "train_shard.py": ("tensor_parallel", "domain_parallel"),
-}
 SMALL = ["--yaml_config=config/mp.yaml", "--config=mp_quick"]  # 4 heads, 4 blocks, 8 x 16 patches
 
 
@@ -78,8 +73,8 @@ def test_the_scripts_take_every_command(gpus):
     for config, layout in found:
         words = shlex.split(command(config, layout, SMALL))
         script = script_of(config)
-        start = next(i for i, word in enumerate(words) if word in (script, SCRIPTS[script][0]))
-        again = load_config(words[start + 1 :], None, gpus, SCRIPTS[script][1], SPLITS[script])
+        start = next(i for i, word in enumerate(words) if word in (script, SCRIPTS[script].submit))
+        again = load_config(words[start + 1 :], None, gpus, *SCRIPTS[script][:2])
         assert again == config
         assert again.layout(gpus, 4) == layout
 
@@ -114,7 +109,7 @@ def test_a_thousand_gpus_are_planned_in_seconds():
     started = time.process_time()
     found, refused = candidates(config_of(words), 1024, 4)
     for config, layout in found:
-        closed_form(config, layout)
+        formula_traces(config, layout)
     assert 1000 < len(found) < 5000
     assert refused
     assert time.process_time() - started < 20

@@ -1,18 +1,17 @@
-"""Tables, JSON and pictures of benchmarks."""
+"""Tables, CSV and JSON of benchmarks."""
 
+import csv
 import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
-from matplotlib.figure import Figure
 
 from utils.files import whole_file
 
-matplotlib.use("Agg")
+MIB = 2**20
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -37,22 +36,30 @@ def format_table(columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> s
     return "\n".join([line(columns), rule, *map(line, cells)])
 
 
+def print_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table under its title."""
+    print(f"{title}\n\n{format_table(columns, rows)}\n")
+
+
+def spread(values: Sequence[float], spec: str) -> str:
+    """The least and the largest of some values, in words."""
+    return f"{min(values):{spec}} to {max(values):{spec}}"
+
+
+def in_mib(size: float | None) -> float | None:
+    """Bytes as MiB; None stays None."""
+    return None if size is None else size / MIB
+
+
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Write a file of CSV, whole or not at all: of each row the values with these names."""
+    with whole_file(Path(path)) as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def write_json(path: str | Path, result: Any) -> None:
     """Write a file of JSON, whole or not at all."""
     with whole_file(Path(path)) as part:
         part.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def write_bars(path: str | Path, title: str, labels: Sequence[str], values: Sequence[float], unit: str) -> None:
-    """A horizontal bar chart, first label on top."""
-    figure = Figure(figsize=(8, 0.8 + 0.4 * len(labels)), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(range(len(labels)), values, color="#4477aa")
-    axes.bar_label(bars, fmt="%.3g", padding=3)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel=unit)
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    with whole_file(Path(path)) as part:
-        figure.savefig(part, format="png", dpi=120)

@@ -9,7 +9,7 @@ import difflib
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -18,11 +18,33 @@ from ruamel.yaml.error import MarkedYAMLError
 from utils.errors import ArgumentParser, UsageError
 from utils.schema import ALIASES, Affects, Config, keys_that_affect
 
-SPLITS = {  # keys that split a model, and the scripts that do it
-    "tensor_parallel": "train_mp.py or train_shard.py",
-    "context_parallel": "train_mp.py",
-    "pipeline_parallel": "train_mp.py",
-    "domain_parallel": "train_shard.py",
+
+class Script(NamedTuple):
+    """A training script: its file of configs, the keys by which it splits a model, what starts it on several nodes."""
+
+    yaml_config: str
+    splits: tuple[str, ...]
+    submit: str
+
+
+SCRIPTS = {
+    "train.py": Script("config/ViT.yaml", (), "submit_dp.sh"),
+    "train_mp.py": Script(
+        "config/mp.yaml", ("tensor_parallel", "context_parallel", "pipeline_parallel"), "submit_mp.sh"
+    ),
+    "train_shard.py": Script("config/shard.yaml", ("tensor_parallel", "domain_parallel"), "submit_shard.sh"),
+}
+# Every key that splits a model, and the scripts that do it, in words.
+SPLITS = {
+    key: " or ".join(name for name, script in SCRIPTS.items() if key in script.splits)
+    for key in ("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
+}
+SHARDED, REPLICATED = ("zero2", "fsdp", "hsdp"), ("ddp", "zero1")
+STRATEGY_KEYS = {  # keys that belong to some values of data_parallel only
+    **dict.fromkeys(("cpu_offload", "gather_dtype", "prefetch", "wrap_policy"), SHARDED),
+    **dict.fromkeys(("bucket_cap_mb", "enable_channels_last"), REPLICATED),
+    **dict.fromkeys(("noddp", "gradient_compression"), ("ddp",)),
+    "dp_shard": ("hsdp",),
 }
 ELSEWHERE = {  # options of the tutorials that users come from, and what takes their place here
     "batch_size": "--global_batch_size (of all devices) or --local_batch_size (of one device)",
@@ -183,17 +205,11 @@ def _check_splits(config: Config, where: str, world_size: int) -> None:
 
 
 def _check_data_parallel(config: Config, where: str) -> None:
-    sharded = config.data_parallel in ("zero2", "fsdp", "hsdp")
-    defaults = Config.model_fields
-    for names, belongs, to in (
-        (("cpu_offload", "gather_dtype", "prefetch", "wrap_policy"), sharded, "zero2, fsdp and hsdp"),
-        (("bucket_cap_mb", "enable_channels_last"), not sharded, "ddp and zero1"),
-        (("noddp", "gradient_compression"), config.data_parallel == "ddp", "ddp"),
-        (("dp_shard",), config.data_parallel == "hsdp", "hsdp"),
-    ):
-        for name in names:
-            if not belongs and getattr(config, name) != defaults[name].default:
-                raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
+    for name, strategies in STRATEGY_KEYS.items():
+        if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
+            *others, last = strategies
+            to = f"{', '.join(others)} and {last}" if others else last
+            raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -209,9 +225,15 @@ def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
-    """One line about the first value that does not fit the schema; `options` came from the command line."""
+    """One line about the first value that does not fit the schema; `options` came from the command line.
+
+    A mapping of names to models inside the schema is followed, and the names become part of `where`.
+    """
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
-    name = str(problem["loc"][0])
+    name, *deeper = map(str, problem["loc"])
+    while len(deeper) > 1 and (inner := _model_of_values(schema, name)):
+        schema, where = inner, f"{where}: {deeper[0]}"
+        name, *deeper = deeper[1:]
     if name in options:
         where = "command line"
     if problem["type"] == "extra_forbidden":
@@ -222,10 +244,30 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
     return f"{where}: {name}: {problem['input']!r} {message}"
 
 
+def _model_of_values(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model M of a field dict[..., M], None for any other field."""
+    kinds = get_args(schema.model_fields[name].annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is near."""
     near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=NEAR)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def option_words(key: str, value: Any) -> list[str]:
+    """The words of a command line that give a key this value: what parse_command_line reads back."""
+    if isinstance(value, bool):
+        return [f"--{key}" if value else f"--no-{key}"]
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={'null' if value is None else value}"]
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """The values that a key may have, where the schema lists them."""
+    return get_args(Config.model_fields[key].annotation)
 
 
 def _scalar(text: str) -> Any:

@@ -1,39 +1,37 @@
-"""The steps of the first rung, one after another: what each gains.
+"""The steps of the first rung, one after another, and what each gains.
 
-Each step of the ladder is a process of its own that trains with its options, all from the same weights over the same
-batches. The processes take turns: one round lets each train a few iterations while the others wait, so that a slow
-minute of the machine slows all of them alike.
+Each step of the ladder is a process that trains with its own options; all start from the same weights and read the same
+batches. The processes take turns: in a round each trains a few iterations while the others wait, so that a slow minute
+of the machine slows all of them alike.
 """
 
 import importlib.util
-import multiprocessing
 import statistics
 import time
-import traceback
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from distributed.data_parallel import DataParallelOptions, data_parallel
-from tools.instruments.flops import training_flops
-from tools.tables import format_table, machine, write_bars, write_json
-from training.model import build_model, initial_weights
-from training.optimizer import build_optimizer
-from training.speed_options import apply_speed_options
-from training.step import AMP_DTYPES, TrainingStep
+from tools.instruments.assembly import build_step
+from tools.instruments.team import Rank, Team
+from tools.pictures import write_bars
+from tools.tables import format_table, machine
+from training.model import build_model
+from training.step import AMP_DTYPES
 from training.tasks import build_task
 from utils.device import peak_memory_bytes, select_device, synchronize
-from utils.errors import UsageError
+from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
-LEAD_IN = 4  # iterations of each turn that are not timed: batches read while the others trained are used up
+LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 
 
 def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str | None]]:
-    """Steps as (name, options that come on top, reason to skip it or None).
+    """Steps as (name, options that it adds, reason to skip it or None).
 
-    DALI is tried in its place but not kept: the steps after it go on with the native loader.
+    DALI is tried in its place but not kept: later steps use the native loader.
     """
     device = select_device(config.device)
     no_gpu = None if device.type == "cuda" else "needs a GPU"
@@ -56,52 +54,51 @@ def run(
     workers: int = 2,
     steps: int = 10,
     rounds: int = 3,
-    json_path: str | None = None,
-    png_path: str | None = None,
 ) -> dict[str, Any]:
-    """Measure the ladder and print its table; returns what json_path gets.
+    """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. Raises UsageError where a step fails.
     """
-    climbers: list[Climber] = []
+    names: list[str] = []
+    teams: list[Team] = []
     options: dict[str, Any] = {}
     skipped = []
-    try:
+    with ExitStack() as stack:
         for name, extra, reason in ladder(config, workers):
             if reason:
                 skipped.append(f"{name}: skipped, {reason}")
                 continue
-            climbers.append(Climber(name, config.model_copy(update={**options, **extra})))
+            names.append(name)
+            own = config.model_copy(update={**options, **extra})
+            teams.append(stack.enter_context(Team(1, own, whole_machine=True)))
+            with reported_as_usage_error(UsageError, name):
+                teams[-1].call(_start, own)
             if name != "DALI":
                 options |= extra
-        turns = [[climber.train(steps) for climber in climbers] for _ in range(rounds)]
-        ends = [climber.end() for climber in climbers]
-    finally:
-        for climber in climbers:
-            climber.process.terminate()
-            climber.process.join()
+        turns = [[team.call(_turn, steps)[0] for team in teams] for _ in range(rounds)]
+        ends = [team.call(_end)[0] for team in teams]
 
     results = []
-    for climber, end, *own in zip(climbers, ends, *turns, strict=True):
-        speed = statistics.median(turn["samples"] / turn["seconds"] for turn in own)
-        flops = speed * training_flops(config)
+    samples, flops_per_sample = steps * config.global_batch_size, training_flops(config)
+    for name, end, *own_turns in zip(names, ends, *turns, strict=True):
+        speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
+        flops = speed * flops_per_sample
         results.append({
-            "step": climber.name,
+            "step": name,
             "samples_per_sec": speed,
-            "data_wait": sum(turn["wait"] for turn in own) / sum(turn["seconds"] for turn in own),
+            "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
             "flops_per_sec": flops,
             "mfu": flops / end["matmul_flops_per_sec"],
             **end,
         })  # fmt: skip
     _print(results, skipped, config)
-    summary = {"config": config.config, "machine": machine(select_device(config.device)), "steps": results}
-    if json_path:
-        write_json(json_path, summary)
-    if png_path:
-        names = [result["step"] for result in results]
-        write_bars(png_path, f"{config.config}: samples/s, step by step", names,
-                   [result["samples_per_sec"] for result in results], "samples/s")  # fmt: skip
-    return summary
+    return {"config": config.config, "machine": machine(select_device(config.device)), "steps": results}
+
+
+def write_picture(path: str, figures: dict[str, Any]) -> None:
+    """Samples/s of each step."""
+    speeds = {step["step"]: step["samples_per_sec"] for step in figures["steps"]}
+    write_bars(path, f"{figures['config']}: samples/s, step by step", list(speeds), list(speeds.values()), "samples/s")
 
 
 def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) -> None:
@@ -125,84 +122,65 @@ def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) ->
         print(line)
 
 
-class Climber:
-    """A process that trains with one config when told to."""
-
-    def __init__(self, name: str, config: Config):
-        self.name = name
-        context = multiprocessing.get_context("spawn")
-        self.pipe, far_end = context.Pipe()
-        self.process = context.Process(target=_climb, args=(far_end, config))
-        self.process.start()
-        far_end.close()
-        self._answer()  # set up
-
-    def train(self, steps: int) -> dict[str, float]:
-        """One turn of so many timed steps: seconds, those of them waited for data, samples."""
-        self.pipe.send(steps)
-        return self._answer()
-
-    def end(self) -> dict[str, Any]:
-        """Let the process end: its peak memory, the measured peak of the device, all losses."""
-        self.pipe.send(None)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        try:
-            answer = self.pipe.recv()
-        except EOFError:
-            raise UsageError(f"{self.name}: the process ended without an answer (out of memory?)") from None
-        if isinstance(answer, UsageError):
-            raise answer
-        return answer
-
-
-def _climb(pipe: Connection, config: Config) -> None:
-    """In the child: train in turns until told to end."""
-    try:
-        _serve(pipe, config)
-    except UsageError as error:
-        pipe.send(error)
-    except Exception as error:
-        traceback.print_exc()
-        pipe.send(UsageError(f"a step of the ladder failed: {error}"))
-
-
-def _serve(pipe: Connection, config: Config) -> None:
-    device = select_device(config.device)
-    loader, valid_loader = build_task(config).build_loaders(device)
+def _start(rank: Rank, config: Config) -> None:
+    """In the process of a step: build loader and training step, and train until compilation is over."""
+    loader, valid_loader = build_task(config).build_loaders(rank.device)
     valid_loader.close()
+    step = build_step(config, rank.device, config.config)
+    rank.kept = {
+        "step": step,
+        "loader": loader,
+        "batches": loader.train(config.seed, 0, 10**9),
+        "losses": [],
+        "peak": 0.0,
+    }
+    _train(rank, LEAD_IN + 1)
+
+
+def _train(rank: Rank, steps: int) -> float:
+    """Make so many steps; returns the seconds waited for batches."""
+    kept, wait = rank.kept, 0.0
+    for _ in range(steps):
+        asked = time.perf_counter()
+        x, y = next(kept["batches"])
+        wait += time.perf_counter() - asked
+        kept["losses"].append(kept["step"](len(kept["losses"]), x, y))
+    synchronize(rank.device)
+    return wait
+
+
+def _turn(rank: Rank, steps: int) -> dict[str, float]:
+    """One turn of so many timed steps: seconds, those of them waited for data."""
+    _train(rank, LEAD_IN)
+    started = time.perf_counter()
+    wait = _train(rank, steps)
+    seconds = time.perf_counter() - started
+    dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
+    rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
+    return {"seconds": seconds, "wait": wait}
+
+
+def _end(rank: Rank) -> dict[str, Any]:
+    """Stop reading; returns the peak memory, the measured peak of the device, all losses."""
+    rank.kept["batches"].close()
+    rank.kept["loader"].close()
+    return {
+        "peak_memory_bytes": peak_memory_bytes(rank.device), "matmul_flops_per_sec": rank.kept["peak"],
+        "losses": torch.stack(rank.kept["losses"]).tolist(),
+    }  # fmt: skip
+
+
+def training_flops(config: Config) -> float:
+    """Floating-point operations of one training step on one sample: three forward passes, of matrix products alone.
+
+    The backward pass has two products for each one. Activation checkpointing computes more, which does not count:
+    utilisation is of the work the model needs (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B).
+    """
     model = build_model(config)
-    apply_speed_options(config, device, model)
-    parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config))
-    step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), build_task(config).loss)
-    batches = loader.train(config.seed, 0, 10**9)
-    losses: list[torch.Tensor] = []
-    wait = 0.0
-
-    def train(steps: int) -> None:
-        nonlocal wait
-        for _ in range(steps):
-            asked = time.perf_counter()
-            x, y = next(batches)
-            wait += time.perf_counter() - asked
-            losses.append(step(len(losses), x, y))
-        synchronize(device)
-
-    dtype, peak = AMP_DTYPES.get(config.amp_mode, torch.float32), 0.0
-    train(LEAD_IN + 1)  # compilation, allocation
-    pipe.send("ready")
-    while (steps := pipe.recv()) is not None:
-        train(LEAD_IN)
-        wait, started = 0.0, time.perf_counter()
-        train(steps)
-        seconds = time.perf_counter() - started
-        peak = max(peak, matmul_flops_per_sec(device, dtype))
-        pipe.send({"seconds": seconds, "wait": wait, "samples": steps * config.global_batch_size})
-    batches.close()
-    loader.close()
-    values = torch.stack(losses).tolist()
-    pipe.send({"peak_memory_bytes": peak_memory_bytes(device), "matmul_flops_per_sec": peak, "losses": values})
+    x = torch.empty(1, config.n_in_channels, *config.img_size, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    return 3 * counter.get_total_flops()
 
 
 def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:

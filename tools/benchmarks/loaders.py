@@ -1,6 +1,6 @@
-"""Data loaders alone: every loader x workers x layout on disk, beside the plain design and plain reading.
+"""Data loaders alone: every loader x workers x layout on disk, compared with the plain design and plain reading.
 
-All take turns in every round, and a ratio is taken within a round, so that the machine's own ups and downs cancel.
+All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
 
 import importlib.util
@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,14 @@ import h5py
 import torch
 
 from tools.benchmarks.plain_loader import plain_loader
-from tools.tables import format_table, machine, write_json
+from tools.tables import format_table, machine
 from training.tasks import build_task
-from utils.data_loader import BatchLoader, DataLoader
+from utils.data_loader import DataLoader
 from utils.device import select_device, synchronize
 from utils.schema import Config
 from weather.dataset import FieldDataset
 
-LEAD_IN = 4  # batches before the clock starts: rings and queues are in their steady state
+LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
 
 def run(
@@ -32,9 +34,8 @@ def run(
     frames: int = 24,
     batches: int = 12,
     rounds: int = 3,
-    json_path: str | None = None,
 ) -> dict[str, Any]:
-    """Measure and print a table; returns what json_path gets.
+    """Measure and print a table; returns the figures, as JSON has them.
 
     workers: numbers of data workers to try. frames: of the training data, copied into each layout. batches: timed in
     a turn.
@@ -47,7 +48,7 @@ def run(
         for _ in range(rounds):
             for name, measure in cases.items():
                 speeds[name].append(measure(batches))
-    sample_bytes = 2 * 4 * max(config.n_in_channels, config.n_out_channels) * config.img_size[0] * config.img_size[1]
+    sample_bytes = _sample_bytes(config)
 
     def ratio(name: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
@@ -68,17 +69,14 @@ def run(
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
     if importlib.util.find_spec("nvidia.dali") is None:
         print("DALI: skipped, not installed (requirements-dali.txt)")
-    result = {"config": config.config, "machine": machine(device), "loaders": results}
-    if json_path:
-        write_json(json_path, result)
-    return result
+    return {"config": config.config, "machine": machine(device), "loaders": results}
 
 
 CAT, PLAIN = "cat file > /dev/null", "plain design, 0 workers"
 
 
 def _write_layouts(config: Config, folder: Path, frames: int) -> dict[str, Path]:
-    """The first frames of the training data, in each layout: {name: folder}. They are then in the page cache."""
+    """The first frames of the training data, in each layout: {name: folder}. They stay in the page cache."""
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
     source = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
     fields = source[:frames, :channels, :height, :width]
@@ -94,23 +92,57 @@ def _cases(
     config: Config, layouts: Mapping[str, Path], workers: Sequence[int], device: torch.device
 ) -> dict[str, Callable[[int], float]]:
     """{name: function(batches) -> samples per second}."""
-    plain = {f"plain design, {n} workers": lambda b, n=n: _plain(config, layouts["contiguous"], n, b) for n in workers}
-    cases = {CAT: lambda b: _cat(config, layouts["contiguous"])} | plain
-    loaders = ["pytorch"] + ["dali"] * bool(importlib.util.find_spec("nvidia.dali"))
-    for kind in loaders:
-        title = {"pytorch": "native", "dali": "DALI"}[kind]
+    contiguous, most = layouts["contiguous"], max(workers)
+
+    def options(folder: Path, kind: str, n: int) -> Config:
+        own = {"train_data_path": str(folder), "data_loader_config": kind, "num_data_workers": n}
+        return config.model_copy(update=own)
+
+    cases: dict[str, Callable[[int], float]] = {CAT: lambda _: _cat(config, contiguous)}
+    for n in workers:
+        cases[f"plain design, {n} workers"] = partial(_plain, options(contiguous, "pytorch", n))
+    dali = {"dali": "DALI"} if importlib.util.find_spec("nvidia.dali") else {}
+    for kind, title in ({"pytorch": "native"} | dali).items():
         for layout, folder in layouts.items():
             for n in workers:
-                options = {"train_data_path": str(folder), "data_loader_config": kind, "num_data_workers": n}
-                own = config.model_copy(update=options)
-                cases[f"{title}, {layout}, {n} workers"] = lambda b, own=own: _ours(own, device, b)
-    best = config.model_copy(update={"train_data_path": str(layouts["contiguous"]), "num_data_workers": max(workers)})
-    cases[f"native, as for a GPU, {max(workers)} workers"] = lambda b: _ours(best, device, b, raw=True)
-    quarter = slice(0, config.img_size[0] // 4)
-    cases[f"native, 1/4 of the rows, {max(workers)} workers"] = lambda b: _band(
-        config, layouts["contiguous"], quarter, device, max(workers), b
-    )
+                cases[f"{title}, {layout}, {n} workers"] = partial(_ours, options(folder, kind, n), device)
+    best = options(contiguous, "pytorch", most)
+    cases[f"native, as for a GPU, {most} workers"] = partial(_ours, best, device, raw=True)
+    cases[f"native, 1/4 of the rows, {most} workers"] = partial(_ours, best, device, rows=config.img_size[0] // 4)
     return cases
+
+
+def _ours(config: Config, device: torch.device, count: int, raw: bool = False, rows: int | None = None) -> float:
+    """Samples per second of our loader. raw: leave the values as they are on disk, as the host does for a GPU.
+
+    rows: read so many rows of each image.
+    """
+    loader, valid = build_task(config).build_loaders(device)
+    valid.close()
+    if rows:
+        channels = max(config.n_in_channels, config.n_out_channels)
+        dataset = FieldDataset(config.train_data_path, channels, config.img_size, config.dt, rows=slice(0, rows))
+        whole, sizes = loader, (loader.n_in, loader.n_out, loader.batch_size)
+        loader = DataLoader(dataset, whole.statistics, *sizes, device, config.num_data_workers)
+        whole.close()
+    if raw:
+        assert isinstance(loader, DataLoader)
+        loader.normalise_on_read = False
+    with closing(loader), closing(loader.train(config.seed, 0, LEAD_IN + count)) as batches:
+        return _timed(batches, count, loader.batch_size, device)
+
+
+def _plain(config: Config, count: int) -> float:
+    """Samples per second of the plain design."""
+    train, valid = build_task(config.model_copy(update={"num_data_workers": 0})).build_loaders(select_device("cpu"))
+    loader = plain_loader(train.dataset, train.statistics, config.global_batch_size, config.num_data_workers)
+
+    def endless() -> Generator[Any, None, None]:
+        while True:
+            yield from loader
+
+    with closing(train), closing(valid), closing(endless()) as batches:
+        return _timed(batches, count, config.global_batch_size, train.device)
 
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
@@ -124,59 +156,14 @@ def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.de
     return count * batch_size / (time.perf_counter() - started)
 
 
-def _ours(config: Config, device: torch.device, count: int, raw: bool = False) -> float:
-    """raw: leave the values as they are on disk, as the host does for a GPU."""
-    loader, valid = build_task(config).build_loaders(device)
-    valid.close()
-    if raw:
-        assert isinstance(loader, DataLoader)
-        loader.normalise_on_read = False
-    return _iterate(loader, config.seed, count, device)
-
-
-def _band(config: Config, folder: Path, rows: slice, device: torch.device, workers: int, count: int) -> float:
-    train, valid = build_task(config).build_loaders(device)
-    channels = max(config.n_in_channels, config.n_out_channels)
-    dataset = FieldDataset(folder, channels, config.img_size, config.dt, rows=rows)
-    loader = DataLoader(dataset, train.statistics, train.n_in, train.n_out, config.global_batch_size, device, workers)
-    train.close()
-    valid.close()
-    return _iterate(loader, config.seed, count, device)
-
-
-def _iterate(loader: BatchLoader, seed: int, count: int, device: torch.device) -> float:
-    batches = loader.train(seed, 0, LEAD_IN + count)
-    try:
-        return _timed(batches, count, loader.batch_size, device)
-    finally:
-        batches.close()
-        loader.close()
-
-
-def _plain(config: Config, folder: Path, workers: int, count: int) -> float:
-    train, valid = build_task(config.model_copy(update={"train_data_path": str(folder)})).build_loaders(
-        select_device("cpu")
-    )
-    loader = plain_loader(train.dataset, train.statistics, config.global_batch_size, workers)
-
-    def endless() -> Generator[Any, None, None]:
-        while True:
-            yield from loader
-
-    batches = endless()
-    try:
-        return _timed(batches, count, config.global_batch_size, train.device)
-    finally:
-        batches.close()
-        train.close()
-        valid.close()
-
-
 def _cat(config: Config, folder: Path) -> float:
     """Samples per second if reading were all: the bytes of a sample are those of two frames."""
     file = folder / "1979.h5"
     started = time.perf_counter()
     subprocess.run(f"cat '{file}' > /dev/null", shell=True, check=True)
-    seconds = time.perf_counter() - started
-    channels = max(config.n_in_channels, config.n_out_channels)
-    return file.stat().st_size / (2 * 4 * channels * config.img_size[0] * config.img_size[1]) / seconds
+    return file.stat().st_size / _sample_bytes(config) / (time.perf_counter() - started)
+
+
+def _sample_bytes(config: Config) -> int:
+    """Of two frames, in float32."""
+    return 2 * 4 * max(config.n_in_channels, config.n_out_channels) * config.img_size[0] * config.img_size[1]

@@ -1,4 +1,4 @@
-"""The plain design of a data loader, as most tutorials write it: the yardstick for ours."""
+"""The plain design of a data loader, as in most tutorials: the yardstick for ours."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from weather.dataset import FieldDataset, Statistics
 
 
 class PlainDataset(Dataset):
-    """Two reads a sample, new arrays, normalised in numpy. Files are opened in the process that reads."""
+    """Reads twice for each sample, into new arrays, and normalises in numpy. The reading process opens the files."""
 
     def __init__(self, paths: Sequence[Path], means: np.ndarray, stds: np.ndarray):
         self.paths, self.means, self.stds = paths, means, stds

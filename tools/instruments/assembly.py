@@ -1,14 +1,16 @@
 """A model and its training step, assembled as the training scripts do, for programs that measure or use them."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.domain_parallel import DomainOptions, split_images
 from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
+from distributed.split import Split
 from training.model import build_model, initial_weights, patch_size
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
@@ -25,18 +27,22 @@ def build_parallel(
 ) -> ParallelModel:
     """The model of a config on the ranks of the mesh. weights: (name, full tensor); the initial ones unless given."""
     model = build_model(config)
-    if comm.get_size("domain") > 1:
-        split = split_images(model, config.options(DomainOptions))
-    else:
-        split = split_model(model, config.options(ModelParallelOptions))
+    split = split_as_configured(model, config)
     apply_speed_options(config, device, model)
     weights = initial_weights(config) if weights is None else weights
     return data_parallel(model, config.options(DataParallelOptions), device, weights, split)
 
 
+def split_as_configured(model: nn.Module, config: Config) -> Split:
+    """Split a model, or its images, over the ranks of the mesh. Raises LayoutError as split_model and split_images."""
+    if comm.get_size("domain") > 1:
+        return split_images(model, config.options(DomainOptions))
+    return split_model(model, config.options(ModelParallelOptions))
+
+
 def build_step(config: Config, device: torch.device, where: str = "") -> TrainingStep:
     """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
-    with reported_as_usage_error(ValueError, where or config.config):
+    with reported_as_usage_error(ValueError, where) if where else nullcontext():
         parallel = build_parallel(config, device)
     return TrainingStep(
         config, device, parallel, build_optimizer(config, parallel.model, device), build_task(config).loss

@@ -5,7 +5,7 @@
     counted.calls     # Counter({"all_reduce": 2})
     counted.bytes     # Counter({"all_reduce": 66355200})
 
-Seen are functional collectives, eager or compiled, torch.distributed's own, and those of DDP and fully_shard.
+It sees functional collectives, eager or compiled, those of torch.distributed, and those of DDP and fully_shard.
 """
 
 import math
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-# What an operator's name begins with, its underscores taken out, and the kind that it is.
+from tools.instruments.watching import Watch
+
+# {beginning of an operator's name without underscores: kind of collective}
 KINDS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -35,10 +36,10 @@ KINDS = {
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "input_list")
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter(Watch):
     """Counts by kind: `calls`, and `bytes` that this rank sends under the best algorithm for large messages.
 
-    An all-reduce is worth a reduce-scatter and an all-gather of the same tensor. Uneven shards count with the padding
+    An all-reduce counts as a reduce-scatter and an all-gather of the same tensor. Uneven shards count with the padding
     that is sent. A broadcast, reduce, gather or scatter counts its tensor once on every rank.
     """
 
@@ -47,22 +48,15 @@ class CollectiveCounter(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: torch.compile does not run under other modes; what compiled code sends comes by here as well."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Count a collective."""
         if found := collective(func, args, kwargs):
             self.calls[found.kind] += 1
             self.bytes[found.kind] += found.sent
-        with torch._C.DisableTorchFunctionSubclass():  # what a ShardTensor is made of arrives here
-            return func(*args, **kwargs)
 
 
 class Collective(NamedTuple):
-    """A call of a collective: its kind, bytes that this rank sends at least, the process group, the tensors sent."""
+    """A call of a collective: its kind, the bytes that this rank must send, the process group, the tensors sent."""
 
     kind: str
     sent: int
@@ -71,7 +65,7 @@ class Collective(NamedTuple):
 
 
 def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | None:
-    """The Collective that an operator (torch._ops.OpOverload) with these arguments is, or None."""
+    """The Collective of an operator (torch._ops.OpOverload) with these arguments; None for any other operator."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._opname.replace("_", "")

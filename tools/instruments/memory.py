@@ -1,4 +1,4 @@
-"""What a rank holds in one training step, in bytes of distinct storages, beside the formulas of ZeRO."""
+"""What a rank holds in one training step, in bytes of distinct storages."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,96 +10,62 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.data_parallel import DTYPES, SHARDED
 from tools.instruments.phases import around
+from tools.instruments.watching import Watch
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
-from utils.layout import Layout
-from utils.schema import Config
 
 Listener = Callable[[Tensor], None]
-
-
-def predicted_memory(config: Config, numbers: float, layout: Layout) -> dict[str, float]:
-    """Bytes per rank of parameters, gradients and optimizer state (Adam's two moments), all in float32.
-
-    numbers: parameters of the whole model. Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, but for zero2: there
-    a rank keeps the parameters whole, here it keeps its part and holds the whole ones beside it during a step.
-    """
-    whole, strategy = 4 * numbers, config.data_parallel
-    part = whole / ((layout.shard or layout.dp) if strategy in SHARDED else 1)
-    gathered = numbers * (DTYPES[config.gather_dtype] or torch.float32).itemsize if strategy == "zero2" else 0
-    return {
-        "parameters": part + gathered * (part < whole),
-        "gradients": part,
-        "optimizer": 2 * (whole / layout.dp if strategy == "zero1" else part),
-    }
 
 
 def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, listener: Listener | None = None) -> dict[str, int]:
     """Run step(0, x, y), an optimizer step of a TrainingStep that has made one before; returns {what: bytes}.
 
     parameters: between forward and backward pass, whole ones that lie beside a rank's part included.
-    parameters at most: in the forward pass, while the unit that computes is gathered. Not seen is the buffer that
-    holds what a collective under way brings.
+    parameters at most: in the forward pass, while the unit that computes is gathered. The buffer that receives the
+    result of a running collective is not seen. Not of a pipeline.
     gradients: before the update. optimizer: its state. activations: what the backward pass needs of the forward pass,
-    the input included. They are counted on whatever device they lie.
+    the input included, on whatever device; of a pipeline the most after the forward pass of a micro-batch.
+    listener: called with each tensor that is kept for the backward pass.
     """
-    module, scaler = step.parallel.module, step.scaler
-    own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    held: Counter[str] = Counter()
-    saved = SavedTensors(module, listener)
-
-    def parameters() -> int:
-        size = nbytes([*own, *module.parameters()])
-        held["parameters at most"] = max(held["parameters at most"], size)
-        return size
-
-    def before_backward() -> None:
-        held["parameters"] = max(held["parameters"], parameters())
-        held["activations"] = max(held["activations"], saved.nbytes())
-
-    def before_update() -> None:
-        held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
-
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    # Hooks that return nothing; first in line, so before the unit is resharded.
-    hooks = [unit.register_forward_hook(lambda *_: parameters() and None, prepend=True) for unit in units]
-    with _before(scaler, "scale", before_backward), _before(scaler, "step", before_update), saved:
-        step(0, x, y)
-    for hook in hooks:
-        hook.remove()
-    held["optimizer"] = nbytes(optimizer_states(step.optimizer))
-    return dict(held)
-
-
-def memory_of_a_pipeline_step(
-    step: TrainingStep, x: Tensor, y: Tensor, listener: Listener | None = None
-) -> dict[str, int]:
-    """As memory_of_a_step. Activations are the most that is held after the forward pass of a micro-batch."""
-    assert step.parallel.pipeline
-    model, stages = step.parallel.model, step.parallel.pipeline.stages
+    model, stages = step.parallel.model, step.parallel.pipeline.stages if step.parallel.pipeline else []
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
     held: Counter[str] = Counter()
     saved = SavedTensors(model, listener)
 
-    def after_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
+    def note_parameters(name: str) -> None:
+        held[name] = max(held[name], nbytes([*own, *model.parameters()]))
+
+    def after_forward() -> None:
+        note_parameters("parameters")
         held["activations"] = max(held["activations"], saved.nbytes())
-        held["parameters"] = max(held["parameters"], nbytes([*own, *model.parameters()]))
-        return output
 
     def before_update() -> None:
         held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
 
+    def chunk(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        after_forward()
+        return output
+
+    units = [] if stages else [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    # First in line, so before the unit is resharded.
+    hooks = [
+        unit.register_forward_hook(lambda *_: note_parameters("parameters at most"), prepend=True) for unit in units
+    ]
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(around(stage, "forward_one_chunk", after_forward))
+            stack.enter_context(around(stage, "forward_one_chunk", chunk))
+        if not stages:
+            stack.enter_context(_before(step.scaler, "scale", after_forward))
         stack.enter_context(_before(step.scaler, "step", before_update))
         stack.enter_context(saved)
         step(0, x, y)
+    for hook in hooks:
+        hook.remove()
+    if not stages:
+        held["parameters at most"] = max(held["parameters"], held["parameters at most"])
     held["optimizer"] = nbytes(optimizer_states(step.optimizer))
     return dict(held)
 
@@ -112,7 +78,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _before(owner: object, name: str, function: Callable[[], None]) -> AbstractContextManager:
-    """Context: function() is called in front of each call of a method of `owner`."""
+    """Context: function() is called before each call of a method of `owner`."""
 
     def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function()
@@ -127,16 +93,16 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """{identity: bytes} of the storages that nbytes counts."""
+    """{identity: bytes} of the distinct storages under some tensors."""
     with torch.no_grad():
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
 
 
 class SavedTensors:
-    """Tensors that a forward pass keeps for the backward pass, parameters left out.
+    """Context: notes the tensors that a forward pass keeps for the backward pass, except for parameters.
 
-    Those that autograd saves, and those that selective activation checkpointing keeps in a place of its own.
+    Autograd saves some of them, and selective activation checkpointing keeps others by itself.
     listener: called with each of them.
     """
 
@@ -158,7 +124,7 @@ class SavedTensors:
         return tensor
 
     def nbytes(self) -> int:
-        """Of those that are still there."""
+        """Bytes of the noted storages that still exist."""
         return sum(size for storage, size in self.sizes.items() if not storage.expired())
 
     def __enter__(self) -> None:
@@ -170,23 +136,16 @@ class SavedTensors:
             context.__exit__(*error)
 
 
-class _Kept(TorchDispatchMode):
-    """Passes on the results of the operations that selective activation checkpointing does not repeat."""
+class _Kept(Watch):
+    """Notes the results of the operations that selective activation checkpointing does not repeat."""
 
     def __init__(self, note: Callable[[Tensor], Tensor]):
         super().__init__()
         self.note = note
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: torch.compile does not run under other modes."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
-            result = func(*args, **(kwargs or {}))
-        if func in EXPENSIVE and torch.is_grad_enabled():  # in the backward pass it is not
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Note the result of such an operation."""
+        if func in EXPENSIVE and torch.is_grad_enabled():  # which it is not in the backward pass
             for tensor in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(tensor, torch.Tensor):
                     self.note(tensor)
-        return result

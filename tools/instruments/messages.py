@@ -1,15 +1,14 @@
-"""What a rank sends in one training step, by phase and kind of collective."""
+"""The communication of a rank in one training step, by phase and kind of collective."""
 
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tools.instruments.counting import Collective, collective
 from tools.instruments.phases import PHASES, phases_of
+from tools.instruments.watching import Watch
 from training.step import TrainingStep
 
 
@@ -26,28 +25,22 @@ def messages_of_a_step(step: TrainingStep, x: Tensor, y: Tensor) -> dict[str, di
     return {name: {kind: figures for (phase, kind), figures in sent.items() if phase == name} for name in PHASES}
 
 
-class MessagesByPhase(TorchDispatchMode):
-    """Context: calls listener(phase, Collective) for all that is sent; phases_of keeps its phase."""
+class MessagesByPhase(Watch):
+    """Context: calls listener(phase, Collective) for each message; phases_of keeps `phase` up to date."""
 
     def __init__(self, listener: Callable[[str, Collective], None]):
         super().__init__()
         self.listener, self.phase = listener, "forward"
         self.sent_forward: set[int] = set()
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: torch.compile does not run under other modes; what compiled code sends comes by here as well."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if (found := collective(func, args, kwargs or {})) and found.kind != "recv":
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Tell the listener of a collective."""
+        if (found := collective(func, args, kwargs)) and found.kind != "recv":
             self.listener(phase_of(self, found), found)
-        with torch._C.DisableTorchFunctionSubclass():  # what a ShardTensor is made of arrives here
-            return func(*args, **(kwargs or {}))
 
 
 def phase_of(listener: MessagesByPhase, found: Collective) -> str:
-    """Of a Collective: what is handed on to the next stage counts as forward, whenever it is sent."""
+    """The phase of a Collective: a message to the next stage of a pipeline counts as forward, whenever it is sent."""
     if found.kind != "send":
         return listener.phase
     (tensor,) = found.tensors[0]

@@ -1,4 +1,4 @@
-"""The most memory that tensors hold at once, on devices whose allocator does not tell."""
+"""Peak memory of tensors, on devices whose allocator does not report it."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from tools.instruments.watching import Watch
 
 OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
 
 
-class PeakMemory(TorchDispatchMode):
-    """Context: `peak` is the most bytes of distinct storages alive after any operation inside.
+class PeakMemory(Watch):
+    """Context: `peak` is the largest number of bytes in distinct storages after any operation inside.
 
-    tensors: those that are there before. limit: bytes above which a MemoryError is raised. What an operation holds
-    while it runs is not seen.
+    tensors: those that exist before. limit: bytes above which a MemoryError is raised. Memory that an operation holds
+    only while it runs is not seen.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = (), limit: float | None = None):
@@ -26,13 +28,8 @@ class PeakMemory(TorchDispatchMode):
         self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self.note(tensors)
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: torch.compile does not run under other modes."""
-        return True
-
     def note(self, tensors: Iterable[Any]) -> None:
-        """Count the storages of those values that are tensors. Raises MemoryError above the limit."""
+        """Count the storages of the tensors among some values. Raises MemoryError above the limit."""
         new = False
         for tensor in plain_tensors(tensors):
             storage = tensor.untyped_storage()
@@ -48,15 +45,13 @@ class PeakMemory(TorchDispatchMode):
     def _forget(self, key: int, _: object) -> None:
         self.storages.pop(key, None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
-            result = func(*args, **(kwargs or {}))
-            self.note(tree_leaves((args, kwargs, result)))
-        return result
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Count the tensors of an operation."""
+        self.note(tree_leaves((args, kwargs, result)))
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among some values; of a DTensor, and whatever else wraps tensors, those inside."""
+    """The tensors among some values; for a DTensor, or another wrapper of tensors, the tensors inside."""
     for value in values:
         if is_traceable_wrapper_subclass(value):
             yield from plain_tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
@@ -65,7 +60,7 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory has run out, on whatever device."""
+    """Whether an exception says that memory has run out, on any device."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
     )

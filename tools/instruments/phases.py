@@ -1,4 +1,4 @@
-"""Which part of a training step is under way: forward, backward or update."""
+"""The phase of a training step: forward, backward or update."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,10 +14,10 @@ PHASES = ("forward", "backward", "update")
 
 @contextmanager
 def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
-    """Inside, listener.phase tells what a TrainingStep is doing.
+    """Inside, listener.phase is the phase of a TrainingStep.
 
-    forward: the forward pass and the loss. update: inside the optimizer. backward: all else, the reduction of gradients
-    included. listener.sent_forward: storages of what a pipeline hands on to its next stage, whenever it is sent.
+    forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
+    reduction of gradients. listener.sent_forward: storages of the tensors that a pipeline sends to its next stage.
     """
     pipeline = step.parallel.pipeline
     listener.phase, listener.sent_forward = "backward", set()
@@ -42,7 +42,7 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
         listener.sent_forward |= {one.tensor.untyped_storage()._cdata for one in made}
         return made
 
-    def sends_back(function, *args):  # a gradient may lie where something lay that was handed on
+    def sends_back(function, *args):  # a gradient may reuse the storage of an activation that was sent
         made = function(*args)
         listener.sent_forward -= {one.tensor.untyped_storage()._cdata for one in made}
         return made

@@ -12,15 +12,15 @@ PASSES = {"all_reduce": 2}  # round the ring; others: 1
 
 @cache
 def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> set[tuple[int, int]]:
-    """{(nodes, the fewest ranks of a node)} of all groups of a world that are laid out like this one.
+    """{(nodes, fewest ranks on a node)} of every group of a world that is laid out like this one.
 
-    All of them are this group moved along: ranks are numbered in row-major order of the mesh.
+    Every group is this one, shifted: ranks are numbered in row-major order of the mesh.
     """
     offsets, seen, shapes = np.array(ranks) - min(ranks), np.zeros(world_size, dtype=bool), {}
     while not seen.all():
         first = int(seen.argmin())
         seen[first + offsets] = True
-        if first % gpus_per_node not in shapes:  # groups that begin alike in a node lie alike
+        if first % gpus_per_node not in shapes:  # groups that start at the same place of a node are placed alike
             _, count = np.unique((first + offsets) // gpus_per_node, return_counts=True)
             shapes[first % gpus_per_node] = len(count), int(count.min())
     return set(shapes.values())
@@ -31,9 +31,9 @@ def collective_time(
 ) -> float:
     """Seconds of `count` collectives in which a rank sends `sent` bytes altogether.
 
-    size: ranks of the group, on so many nodes, at least `fewest` on each. ring: each message passes all ranks (rings
-    through all NICs of the group; Jeaugey 2019, "Massively Scale Your Deep Learning Training with NCCL 2.4"), else it
-    goes to one other rank.
+    size: ranks of the group. nodes: that the group spans. fewest: ranks of the group on a node, at least.
+    ring: each message passes all ranks (rings through all NICs of the group; Jeaugey 2019, "Massively Scale Your Deep
+    Learning Training with NCCL 2.4"); else it goes to one other rank.
     """
     link, nic = gpu.link * gpu.network_efficiency, gpu.nic * gpu.network_efficiency
     if nodes == 1:
@@ -48,7 +48,7 @@ def collective_time(
         hops = gpu.hop_across if nodes > 1 else gpu.hop_inside
     else:
         hops = (size - nodes) * gpu.hop_inside + (nodes - 1) * gpu.hop_across
-        if kind == "all_reduce":  # or a tree of nodes, with small messages
+        if kind == "all_reduce":  # small messages take a tree of nodes
             tree = (size / nodes - 1) * gpu.hop_inside + math.log2(nodes) * gpu.hop_across
             hops = min(hops, tree)
     return count * PASSES.get(kind, 1) * hops + seconds

@@ -1,7 +1,7 @@
-"""Mixed precision as a GPU does it, for tensors that are not on one.
+"""The mixed precision of a GPU, for tensors on a CPU.
 
-The autocast of a CPU is another one (it leaves LayerNorm in low precision), and that of a GPU looks at tensors of a GPU
-only. Lists: "CUDA Ops that can autocast" in the documentation of torch.amp.
+The autocast of a CPU differs (it leaves LayerNorm in low precision), and the autocast of a GPU acts on tensors of a GPU
+only. The lists of operations: "CUDA Ops that can autocast" in the documentation of torch.amp.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +25,12 @@ FULL_PRECISION = {
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Context: operations run in `dtype`, in float32, or as they come, as under torch.autocast("cuda", dtype).
+    """Context: each operation runs in `dtype`, in float32 or as it is, as under torch.autocast("cuda").
 
-    dtype: None for all as they come. Dropout keeps a mask of one byte a number, as on a GPU.
+    dtype: None leaves every dtype as it is. Dropout keeps a mask of one byte for each number, as on a GPU.
 
-    The low-precision copy of a parameter is made once and kept until the context ends. Also a decorator, for what is
-    computed a second time in the backward pass, outside of the context: there it is entered anew.
+    The low-precision copy of a parameter is made once and kept until the context ends. The object is a decorator too:
+    activation checkpointing calls a block again in the backward pass, outside of the context, which is then re-entered.
     """
 
     def __init__(self, dtype: torch.dtype | None):
@@ -40,7 +40,7 @@ class CudaAutocast(TorchFunctionMode):
 
     @contextmanager
     def ahead_of_collectives(self) -> Iterator[None]:
-        """Inside, tensor parallelism, which asks for the autocast of a device, casts to `dtype` as well."""
+        """Inside, tensor parallelism casts to `dtype` as well; it would ask for the autocast of its device."""
         with ExitStack() as stack:
             for module in ("layers", "tensor_parallel"):
                 stack.enter_context(patch(f"distributed.{module}.to_compute_dtype", self._lowered))

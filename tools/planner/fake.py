@@ -1,11 +1,11 @@
-"""One rank of a run that is not there: its tensors have shapes but no data, its messages go nowhere.
+"""One rank of an imagined run: its tensors have shapes but no data, and its messages go nowhere.
 
-The model, its parallel form and the training step are those of a real run; what a FakeTensor cannot do is put in place
-here. What the planner imports of PyTorch's private modules, and what it replaces or reads of private attributes of
-DistributedDataParallel, pipelines and process groups, is in this file alone; checked with torch 2.13.
+The model, its parallel form and the training step are those of a real run; this file replaces what a FakeTensor cannot
+do. Only this file of the planner imports PyTorch's private modules, and only it replaces or reads private attributes of
+DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -21,16 +21,17 @@ from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed import attention
+from distributed.data_parallel import DataParallelOptions
+from distributed.split import Split
 from utils import comm
 from utils.layout import Layout
-from utils.schema import Config
 
 
 @contextmanager
 def fake_rank(layout: Layout, rank: int = 0, device_type: str = "cuda") -> Iterator[FakeTensorMode]:
     """Inside, this process is a rank of a Layout, as far as utils.comm and torch.distributed can tell.
 
-    Yields a context in which tensors made are fake ones. A model on the meta device is built outside of it.
+    Yields a context that makes every new tensor a fake one. Build a model on the meta device outside of that context.
     Raises RuntimeError where the process is already part of a run.
     """
     if dist.is_initialized():
@@ -46,14 +47,14 @@ def fake_rank(layout: Layout, rank: int = 0, device_type: str = "cuda") -> Itera
         stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
         stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
-        stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # of the number of steps made
+        stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
         if device_type != "cpu":
             stack.enter_context(patch.object(attention, "kernel", partial(_gpu_kernel, attention.kernel)))
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _gpu_kernel(choose, q, mask):
-    """Of ring attention, what it would take on a GPU: the fused kernels are all alike in what they hold."""
+    """The kernel that ring attention chooses on a GPU: all fused kernels keep the same tensors."""
     fused = choose(q, mask, "cuda")
     return attention.CpuFlash if fused is not attention.Plain else fused
 
@@ -62,7 +63,7 @@ _classes: dict[type, type] = {}
 
 
 def _as_subclass(self, cls):
-    """A FakeTensor is an object of Python's already: to be a ShardTensor too, it becomes one of a class of both."""
+    """A FakeTensor has a Python class already: to be a ShardTensor too, it gets a class that inherits from both."""
     if cls not in _classes:
         _classes[cls] = type(f"Fake{cls.__name__}", (cls, FakeTensor), {})
     alias = self.view_as(self)
@@ -71,7 +72,7 @@ def _as_subclass(self, cls):
 
 
 def _shapes_are_known(schedule, stages, has_backward, p2p_done):
-    """In place of the stages' telling each other what they will send."""
+    """Replaces the messages in which stages tell each other the shapes that they will send."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
@@ -97,7 +98,7 @@ def pipeline_shapes(image: Sequence[int], tokens: Sequence[int]) -> Iterator[Non
 
 
 def receive_buffers(stages: Iterable[PipelineStage]) -> list[Tensor]:
-    """The tensors into which stages of a pipeline receive: one for each micro-batch, all the time."""
+    """The buffers into which stages of a pipeline receive: one for each micro-batch, for the whole run."""
     infos = [
         info
         for stage in stages
@@ -108,20 +109,20 @@ def receive_buffers(stages: Iterable[PipelineStage]) -> list[Tensor]:
 
 
 class Replica(nn.Module):
-    """DistributedDataParallel as far as memory and messages go: its own reducer, in C++, needs data.
+    """A stand-in for DistributedDataParallel with the same memory and messages: the reducer in C++ needs data.
 
-    Gradients are views into buckets, which are there all the time. A bucket is reduced when its last gradient has come;
-    after the first step the buckets hold the parameters in the order in which their gradients came.
+    Gradients are views into buckets, which stay allocated. A bucket is reduced when its last gradient is ready. After
+    the first step the buckets hold the parameters in the order in which their gradients became ready.
     """
 
-    def __init__(self, module: nn.Module, config: Config, device: torch.device, apart: Collection[str]):
+    def __init__(self, module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split):
         super().__init__()
         self.module, self.wanted = module, True
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
-        self.group, self.compressed = comm.get_group("dp_image"), config.gradient_compression == "bf16"
-        self.fixed = config.pipeline_parallel > 1  # unused parameters are looked for: the order stays the first one
-        self.limit = int(config.bucket_cap_mb * 2**20)
-        self.parameters_in_buckets = [p for name, p in module.named_parameters() if name not in apart]
+        self.group, self.compressed = comm.get_group("dp_image"), options.gradient_compression == "bf16"
+        self.fixed = bool(split.stages)  # DDP looks for unused parameters: the first order stays
+        self.limit = int(options.bucket_cap_mb * 2**20)
+        self.parameters_in_buckets = [p for name, p in module.named_parameters() if name not in split.specs]
         self.came = 0
         self.order: list[nn.Parameter] = []
         self._fill(self.parameters_in_buckets)
@@ -140,7 +141,7 @@ class Replica(nn.Module):
             self.buckets.append(bucket)
 
     def forward(self, *args: Any) -> Any:
-        """What the module gives."""
+        """The output of the module."""
         return self.module(*args)
 
     @contextmanager
@@ -191,6 +192,6 @@ class Replica(nn.Module):
 
 
 def nothing_to_read(func: Callable[..., Any], args: Sequence[Any]) -> float | None:
-    """What `.item()` of a fake tensor gives, a zero, if the operator is that; else None."""
+    """0.0 where the operator is `.item()` of a fake tensor, which has no value to read; else None."""
     fake = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
     return 0.0 if fake else None

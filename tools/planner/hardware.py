@@ -1,4 +1,4 @@
-"""What a GPU and its node can do, from config/hardware.yaml: data sheets, and the shares of them that are reached."""
+"""What a GPU and its node can do, from config/hardware.yaml: data sheets, and which share of each peak is reached."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from utils.errors import UsageError
 from utils.schema import Text, key
 
 HARDWARE = Path(__file__).parents[2] / "config" / "hardware.yaml"
-DEFAULTS = "defaults"  # what the entries of the file share
+DEFAULTS = "defaults"  # keys that the entries of the file share
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -61,7 +61,7 @@ class Gpu(BaseModel):
 def load_gpu(name: str, path: Path = HARDWARE) -> Gpu:
     """The Gpu of this name in a YAML file.
 
-    Raises UsageError, naming the nearest one, for a name or a key that is not known, and for values that do not fit.
+    Raises UsageError for an unknown name or key, with the nearest known one, and for values that do not fit.
     """
     gpus = read_gpus(path)
     if name not in gpus:

@@ -1,48 +1,50 @@
-"""All layouts of a model on so many GPUs that one of the training scripts runs, and how it is told to.
+"""Every layout of a model on a number of GPUs that a training script can run, and the command that runs it.
 
-Whether a script takes a layout is asked of the code that the scripts run: Layout, check_config, split_model and
-split_images. A split is tried with one block, then the pipeline alone with all blocks, as neither minds the other.
+The code of the scripts itself decides: Layout, check_config, split_model and split_images accept or refuse a layout. A
+split is tried with one block, and a pipeline by itself with all blocks, since neither depends on the other.
 """
 
 import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from distributed.collectives import Group
-from distributed.domain_parallel import split_images
-from distributed.model_parallel import split_model
+from tools.instruments.assembly import split_as_configured
 from training.model import build_model
 from utils import comm
-from utils.config import ALIASES, SPLITS, check_config, parse_command_line, read_named_config
+from utils.config import (
+    ALIASES,
+    SCRIPTS,
+    SPLITS,
+    STRATEGY_KEYS,
+    check_config,
+    choices,
+    option_words,
+    parse_command_line,
+    read_named_config,
+)
 from utils.errors import UsageError
 from utils.layout import Layout, tile_counts
 from utils.schema import Config
 
-METHODS = "gather", "ring", "all_to_all"
-STRATEGIES = "ddp", "zero1", "zero2", "fsdp", "hsdp"
 CHECKPOINTING = "none", "full"
-SCHEDULES = "1f1b", "interleaved"
-MICRO_BATCHES = 4, 2, 1  # of a pipeline for each stage: the most that the batch allows, for a small bubble
-SCRIPTS = {  # of the training: what starts each on several nodes, and its file of configs
-    "train.py": ("submit_dp.sh", "config/ViT.yaml"),
-    "train_mp.py": ("submit_mp.sh", "config/mp.yaml"),
-    "train_shard.py": ("submit_shard.sh", "config/shard.yaml"),
-}
-WIDEST_TP = 8  # where no layout with all tensor-parallel ranks in a node works: so many times as wide
+SCHEDULES = "1f1b", "interleaved"  # gpipe holds more and is no faster
+MICRO_BATCHES = 4, 2, 1  # for each stage of a pipeline: the most that the batch allows, for a small bubble
+WIDEST_TP = 8  # nodes that tensor parallelism may span, where no layout inside a node works
 
 
 def candidates(
     config: Config, gpus: int, ranks_per_node: int, fixed: Iterable[str] = ()
 ) -> tuple[list[tuple[Config, Layout]], dict[str, int]]:
-    """([(config, layout)], {reason: how many others}) for so many GPUs.
+    """([(config, layout)], {reason: number of refused layouts}) for a number of GPUs.
 
-    fixed: names of keys that stay as config has them. Tensor-parallel ranks stay inside a node, unless there is nothing
-    else. A choice without effect is not made: no method of attention over one rank, no strategy for one.
+    fixed: names of keys that keep their value in config. Tensor-parallel ranks stay inside a node, unless no such
+    layout works. A choice without effect is left out: methods of attention over one rank, strategies for one.
     """
     fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
     found: list[tuple[Config, Layout]] = []
@@ -86,7 +88,7 @@ def _with_tp(config, gpus, ranks_per_node, fixed, tp, found, refused):
 
 
 def _splits(config, gpus, tp, fixed):
-    """The sizes by which the scripts can split a model beside tp, as settings."""
+    """Sizes of cp, pp and domain that go with a tp, as settings."""
     rest = gpus // tp if gpus % tp == 0 else 0
     rows, columns = (n // config.patch_size for n in config.img_size[:2])
 
@@ -110,7 +112,7 @@ def _splits(config, gpus, tp, fixed):
 
 
 def _ways(config, gpus, sizes, fixed):
-    """How a split is carried out, as settings."""
+    """Methods and schedules of a split, as settings."""
     tp, cp, pp, domain = (sizes[name] for name in SPLITS)
 
     def values(name, wanted, of_use):
@@ -121,11 +123,11 @@ def _ways(config, gpus, sizes, fixed):
         dp = max(1, gpus // (tp * cp * pp))
         share = config.global_batch_size // dp
         micro_batches = next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)
-    slices = [False, True] if cp == pp == 1 else [True]  # with them a rank holds less, for the same bytes sent
+    slices = [False, True] if cp == pp == 1 else [True]  # a rank holds less and sends the same bytes
     for sequence, cp_method, domain_method, schedule in itertools.product(
         values("sequence_parallel", slices, tp > 1 and domain == 1),
-        values("cp_method", METHODS, cp > 1),
-        values("domain_method", METHODS, domain != 1),
+        values("cp_method", choices("cp_method"), cp > 1),
+        values("domain_method", choices("domain_method"), domain != 1),
         values("pp_schedule", SCHEDULES, pp > 1),
     ):
         yield {
@@ -135,11 +137,11 @@ def _ways(config, gpus, sizes, fixed):
 
 
 def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
-    """What the data-parallel ranks of a split share, and what they compute twice, as settings."""
+    """Data-parallel strategies and activation checkpointing of a split, as settings."""
     tp, cp, pp, domain = (sizes[name] for name in SPLITS)
     replicas = max(1, gpus // (tp * pp))
     dp = replicas // (cp * math.prod(tile_counts(domain)))
-    strategies = STRATEGIES if replicas > 1 else ("ddp",)
+    strategies = choices("data_parallel") if replicas > 1 else ("ddp",)
     if "data_parallel" in fixed or config.cpu_offload or config.noddp:
         strategies = (config.data_parallel,)
     checkpointing = CHECKPOINTING
@@ -150,27 +152,24 @@ def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
         if strategy == "hsdp" and "data_parallel" not in fixed and (gpus <= ranks_per_node or inside == dp or dp == 1):
             continue  # the same as fsdp
         for again in checkpointing:
-            yield {"data_parallel": strategy, "activation_checkpointing": again, **_plain(config, strategy, fixed)}
+            yield {"data_parallel": strategy, "activation_checkpointing": again, **_plain(strategy, fixed)}
 
 
-def _plain(config, strategy, fixed):
-    """Keys that belong to another strategy, at their defaults."""
-    sharded = strategy in ("zero2", "fsdp", "hsdp")
-    of_others = ("bucket_cap_mb", "enable_channels_last") if sharded else ("gather_dtype", "prefetch", "wrap_policy")
-    of_others += () if strategy == "ddp" else ("gradient_compression",)
-    of_others += () if strategy == "hsdp" else ("dp_shard",)
+def _plain(strategy, fixed):
+    """Keys that belong to other strategies, at their defaults."""
+    of_others = [name for name, strategies in STRATEGY_KEYS.items() if strategy not in strategies]
     return {name: Config.model_fields[name].default for name in of_others if name not in fixed}
 
 
 class Trial:
-    """Asks split_model and split_images whether they would split the model of a config, without a process group."""
+    """Asks split_model and split_images, without a process group, whether they would split the model of a config."""
 
     def __init__(self, config: Config):
         self.config = config
         self.known: dict[tuple, str | None] = {}
 
     def refusal(self, settings: dict[str, Any]) -> str | None:
-        """Why a split is refused, in words; None where it is not. settings: keys and values that differ from config."""
+        """Why a split is refused, None where it is not. settings: {key: value} in place of the config's."""
         sizes = [settings[name] for name in SPLITS]
         tp, cp, pp, domain = sizes
         alike = tp, cp, domain, settings["sequence_parallel"], settings["cp_method"], settings["domain_method"]
@@ -186,24 +185,23 @@ class Trial:
 
 
 def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) -> str | None:
-    """Why the model of a config cannot be split over so many ranks; None where it can. domain: 4, "2x2", ..."""
+    """Why the model of a config cannot be split over these ranks; None where it can. domain: 4, "2x2", ..."""
     rows, columns = tile_counts(domain)
     sizes = {"tp": tp, "cp": cp, "pp": pp, "domain_lat": rows, "domain_lon": columns}
     if rows * columns > 1 and (cp > 1 or pp > 1):
         return "domain parallelism goes without context and pipeline parallelism: no script splits a model so"
     if rows * columns > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
-    split: Callable[..., Any] = split_images if rows * columns > 1 else split_model
     with _stand_in(sizes):
         try:
-            split(build_model(config), config)
+            split_as_configured(build_model(config), config)
         except (ValueError, UsageError) as error:
-            return str(error)
+            return str(error).removeprefix(f"{config.config}: ")
     return None
 
 
 class _Ranks:
-    """What utils.comm and the splitting of a model ask of a DeviceMesh; this rank is the first one."""
+    """A stand-in for a DeviceMesh, with what utils.comm and the splits ask of one; this rank is the first."""
 
     def __init__(self, *sizes):
         self.sizes, self.ndim = sizes, len(sizes)
@@ -235,7 +233,7 @@ class _Meshes(dict):
 
 @contextmanager
 def _stand_in(sizes):
-    """Inside, utils.comm answers as in a run on ranks split so."""
+    """Inside, utils.comm answers as in a run whose mesh has these sizes."""
     meshes = {name: (_Line if name == "pp" else _Ranks)(size) for name, size in sizes.items()}
     domain = sizes["domain_lat"] * sizes["domain_lon"]
     meshes |= {"domain": _Ranks(domain), "image": _Ranks(domain * sizes["cp"])}
@@ -259,12 +257,12 @@ def script_of(config: Config) -> str:
 def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
     """The command line that runs a layout: plain python, torchrun on one node, sbatch on several.
 
-    words: options that the config came from; those of them that the layout changes are left out. Raises UsageError for
-    words that are no options.
+    words: the options that gave the config; the command leaves out those that the layout replaces. Raises UsageError
+    for words that are no options.
     """
     script = script_of(config)
-    submit, own_file = SCRIPTS[script]
-    options = parse_command_line(list(words), None, "config/ViT.yaml")
+    own_file, _, submit = SCRIPTS[script]
+    options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
     path, name = options.pop("yaml_config"), options.pop("config")
     written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
     changed = {
@@ -273,11 +271,11 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
         if key != "config" and (value := getattr(config, key)) != options.get(key, written[key])
     }
     kept = {key: value for key, value in options.items() if key not in changed} | changed
-    if "local_batch_size" in options:  # of another number of ranks, maybe
+    if "local_batch_size" in options:  # it may belong to another number of ranks
         kept.pop("local_batch_size", None)
         kept["global_batch_size"] = config.global_batch_size
     own = [] if path == own_file else [f"--yaml_config={path}"]
-    own += [f"--config={name}", *(_word(key, value) for key, value in kept.items())]
+    own += [f"--config={name}", *(word for key, value in kept.items() for word in option_words(key, value))]
     nodes = -(-layout.world_size // ranks_per_node)
     if layout.world_size == 1:
         start = ["python", script]
@@ -286,12 +284,4 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
     else:
         per_node = [] if ranks_per_node == 4 else [f"--gpus-per-node={ranks_per_node}"]
         start = ["sbatch", "-N", str(nodes), *per_node, submit]
-    return " ".join([*start, *own])
-
-
-def _word(key: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{key}" if value else f"--no-{key}"
-    if isinstance(value, list):
-        return f"--{key} {' '.join(map(str, value))}"
-    return shlex.quote(f"--{key}={'null' if value is None else value}")
+    return shlex.join([*start, *own])

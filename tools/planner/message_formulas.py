@@ -1,49 +1,49 @@
-"""What a rank sends in a training step, by arithmetic alone: the table of messages in closed_form.py."""
+"""Communication of a rank in a training step, by formula: the table of messages in tools/planner/formulas.py."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 
 from tools.planner.memory_formulas import FULL, zero1_shares
-from tools.planner.rank_share import Part, Shape, Stage
+from tools.planner.rank_share import RankShare, Shape, Stage
 from tools.planner.tracker import Message
 
 
-def messages_of(part: Part) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:
-    """(Counter of Messages, {name of a group: its ranks}) of a Part."""
-    found = _Messages(part)
-    return found.counted, {found.part.group(name)[0]: part.ranks(name) for name in found.used}
+def messages_of(share: RankShare) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:
+    """(Counter of Messages, {name of a group: its ranks}) of a RankShare."""
+    found = _Messages(share)
+    return found.counted, {found.share.group(name)[0]: share.ranks(name) for name in found.used}
 
 
 class _Messages:
-    def __init__(self, part: Part):
-        self.part = part
+    def __init__(self, share: RankShare):
+        self.share = share
         self.counted: Counter[Message] = Counter()
         self.used: dict[str, None] = {}  # dimensions, in the order in which they came
-        for stage in part.stages:
+        for stage in share.stages:
             self.tensor_parallel(stage)
             self.attention(stage)
             self.pipeline(stage)
             if stage.last:
                 self.loss()
         self.partial_gradients()
-        if part.sharded:
+        if share.sharded:
             self.fully_sharded()
-        elif part.replicated:
-            for one in part.stages if part.p > 1 else [None]:
+        elif share.replicated:
+            for one in share.stages if share.p > 1 else [None]:
                 self.buckets(one)
-        if part.positions and part.layout.dp > 1:
-            self.add("backward", "all_reduce", "dp", FULL * part.positions)
-        splits = part.t > 1 or part.p > 1 or (part.own_positions and part.domain)
-        if part.config.amp_mode == "fp16" and splits:  # whether a step has overflowed
+        if share.positions and share.layout.dp > 1:
+            self.add("backward", "all_reduce", "dp", FULL * share.positions)
+        splits = share.t > 1 or share.p > 1 or (share.own_positions and share.domain)
+        if share.config.amp_mode == "fp16" and splits:  # whether a step has overflowed
             self.add("backward", "all_reduce", "world", FULL)
-        if part.config.data_parallel == "zero1" and part.replicas > 1:
-            for share in filter(None, zero1_shares(part)):
-                self.add("update", "broadcast", "dp_image", FULL * share)
+        if share.config.data_parallel == "zero1" and share.replicas > 1:
+            for updated in filter(None, zero1_shares(share)):
+                self.add("update", "broadcast", "dp_image", FULL * updated)
 
     def add(self, phase: str, kind: str, dimension: str, size: float, calls: int = 1) -> None:
-        """size: bytes of the tensor that a collective is given."""
-        name, ranks = self.part.group(dimension)
+        """Count collectives. size: bytes of the tensor that the collective is given."""
+        name, ranks = self.share.group(dimension)
         if ranks == 1 or not calls:
             return
         sent = {
@@ -55,53 +55,53 @@ class _Messages:
         self.used[dimension] = None
 
     def tensor_parallel(self, stage: Stage) -> None:
-        part, m = self.part, self.part.micro_batches
-        if part.t == 1:
+        share, m = self.share, self.share.micro_batches
+        if share.t == 1:
             return
-        w, d, b = part.width, part.d, part.samples
-        # What is computed again ends in front of the last product, if no dropout follows.
-        again = 2 if part.config.dropout else 1
-        if part.sequence:
-            piece = b * part.slice * d
+        w, d, b = share.width, share.d, share.samples
+        # The repeated forward pass stops before the last product, unless dropout follows it.
+        again = 2 if share.config.dropout else 1
+        if share.sequence:
+            piece = b * share.slice * d
             for phase in ("forward", "backward"):
                 self.add(phase, "all_gather", "tp", w * piece, 2 * stage.blocks * m)
-                self.add(phase, "reduce_scatter", "tp", w * piece * part.t, 2 * stage.blocks * m)
+                self.add(phase, "reduce_scatter", "tp", w * piece * share.t, 2 * stage.blocks * m)
             self.add("backward", "all_gather", "tp", w * piece, 2 * stage.repeated * m)
-            self.add("backward", "reduce_scatter", "tp", w * piece * part.t, again * stage.repeated * m)
+            self.add("backward", "reduce_scatter", "tp", w * piece * share.t, again * stage.repeated * m)
             if stage.last:
-                self.add("forward", "all_gather", "tp", (FULL if part.classifies else w) * piece, m)
+                self.add("forward", "all_gather", "tp", (FULL if share.classifies else w) * piece, m)
             if stage.first:
                 self.add("backward", "all_gather", "tp", FULL * piece, m)
             return
         for phase in ("forward", "backward"):
-            self.add(phase, "all_reduce", "tp", w * part.whole, 2 * stage.blocks * m)
-        self.add("backward", "all_reduce", "tp", w * part.whole, again * stage.repeated * m)
+            self.add(phase, "all_reduce", "tp", w * share.whole, 2 * stage.blocks * m)
+        self.add("backward", "all_reduce", "tp", w * share.whole, again * stage.repeated * m)
 
     def attention(self, stage: Stage) -> None:
-        """Of ranks that share images."""
-        part, m = self.part, self.part.micro_batches
-        if part.image == 1:
+        """Messages of attention between the ranks of an image."""
+        share, m = self.share, self.share.micro_batches
+        if share.image == 1:
             return
-        ranks, shares = part.image, part.shares
-        row = part.samples * part.d / part.t  # numbers of a token
+        ranks, shares = share.image, share.shares
+        row = share.samples * share.d / share.t  # numbers of a token
         forward: Counter[tuple[str, float]] = Counter()
-        if part.method == "gather":
-            size = part.width * 2 * row * max(shares)
+        if share.method == "gather":
+            size = share.width * 2 * row * max(shares)
             forward["all_gather", size] = 1
             backward = Counter({("reduce_scatter", size * ranks): 1})
-        elif part.method == "ring":  # a rank sends its own block first, then that of the one before
-            blocks = [shares[-step % ranks] for step in range(ranks)]
+        elif share.method == "ring":  # a rank sends its own block first, then the block it has received
+            blocks = [shares[(share.band - step) % ranks] for step in range(ranks)]
             for tokens in blocks[:-1]:
-                forward["all_to_all", part.width * 2 * row * tokens] += 1
+                forward["all_to_all", share.width * 2 * row * tokens] += 1
             backward = Counter(forward)
-            for tokens in blocks[1:]:  # gradients follow, but that of the own block
+            for tokens in blocks[1:]:  # and the gradients of all blocks but its own
                 backward["all_to_all", FULL * 2 * row * tokens] += 1
         else:
-            own, others = row * part.tokens * (ranks - 1) / ranks, row * (part.all_tokens - part.tokens) / ranks
-            forward = Counter({("all_to_all", part.width * 3 * own): 1})
-            forward["all_to_all", part.width * others] += 1
-            backward = Counter({("all_to_all", part.width * own): 1})
-            backward["all_to_all", part.width * 3 * others] += 1
+            own, others = row * share.tokens * (ranks - 1) / ranks, row * (share.all_tokens - share.tokens) / ranks
+            forward = Counter({("all_to_all", share.width * 3 * own): 1})
+            forward["all_to_all", share.width * others] += 1
+            backward = Counter({("all_to_all", share.width * own): 1})
+            backward["all_to_all", share.width * 3 * others] += 1
         for phase, calls, table in (
             ("forward", stage.blocks, forward),
             ("backward", stage.blocks, backward),
@@ -111,55 +111,55 @@ class _Messages:
                 self.add(phase, kind, "image", size, count * calls * m)
 
     def loss(self) -> None:
-        """Two norms of each sample, or its classes."""
-        part = self.part
-        size = part.width * part.classes if part.classifies else FULL * 2
-        self.add("forward", "all_reduce", "image", size * part.samples, part.micro_batches)
+        """Sums over the ranks of an image: two norms of each sample, or its classes."""
+        share = self.share
+        size = share.width * share.classes if share.classifies else FULL * 2
+        self.add("forward", "all_reduce", "image", size * share.samples, share.micro_batches)
 
     def pipeline(self, stage: Stage) -> None:
-        part = self.part
-        size = FULL * part.stream
+        share = self.share
+        size = FULL * share.stream
         if not stage.last:
-            self.add("forward", "send", "pp", size, part.micro_batches)
+            self.add("forward", "send", "pp", size, share.micro_batches)
         if not stage.first:
-            self.add("backward", "send", "pp", size, part.micro_batches)
+            self.add("backward", "send", "pp", size, share.micro_batches)
 
     def partial_gradients(self) -> None:
-        """Norms and shared biases, under sequence parallelism."""
-        part = self.part
-        if part.sequence:
-            self.add("backward", "all_reduce", "tp", FULL * (6 * part.blocks + 2 * part.last) * part.d)
+        """Gradients of norms and shared biases, under sequence parallelism."""
+        share = self.share
+        if share.sequence:
+            self.add("backward", "all_reduce", "tp", FULL * (6 * share.blocks + 2 * share.last) * share.d)
 
     def fully_sharded(self) -> None:
-        part, config = self.part, self.part.config
-        blocks, rest = part.shapes
-        units = [(rest, 1), (part.block_shapes, len(blocks))]
+        share, config = self.share, self.share.config
+        blocks, rest = share.shapes
+        units = [(rest, 1), (share.block_shapes, len(blocks))]
         if config.wrap_policy == "none":
             units = [([*rest, *(shape for unit in blocks for shape in unit)], 1)]
         group = "dp_shard_image" if config.data_parallel == "hsdp" else "dp_image"
-        forward, backward = gathers(part)
+        forward, backward = gathers(share)
         for unit, count in units:
-            own = sum(-(-shape[0] // part.shards) * math.prod(shape[1:]) for shape in unit)
+            own = sum(-(-shape[0] // share.shards) * math.prod(shape[1:]) for shape in unit)
             if not own:
                 continue
-            self.add("forward", "all_gather", group, part.gathered_width * own, forward * count)
-            self.add("backward", "all_gather", group, part.gathered_width * own, backward * count)
-            self.add("backward", "reduce_scatter", group, FULL * own * part.shards, count)
+            self.add("forward", "all_gather", group, share.gathered_width * own, forward * count)
+            self.add("backward", "all_gather", group, share.gathered_width * own, backward * count)
+            self.add("backward", "reduce_scatter", group, FULL * own * share.shards, count)
             if config.data_parallel == "hsdp":
                 self.add("backward", "all_reduce", "dp_replicate", FULL * own, count)
 
     def buckets(self, stage: Stage | None) -> None:
-        """Of DistributedDataParallel, in the order in which gradients come; of a stage, in that of its parameters."""
-        part = self.part
-        blocks = [part.block_shapes] * (part.blocks if stage is None else stage.blocks)
-        first, last = part.first_shapes if part.first else [], part.last_shapes if part.last else []
+        """Buckets of DistributedDataParallel, in the order of the gradients; of a stage, of its parameters."""
+        share = self.share
+        blocks = [share.block_shapes] * (share.blocks if stage is None else stage.blocks)
+        first, last = share.first_shapes if share.first else [], share.last_shapes if share.last else []
         if stage is None:
             shapes = _as_gradients_come(first, blocks, last)
         else:
             first, last = first if stage.first else [], last if stage.last else []
             shapes = [*first, *(shape for block in blocks for shape in block), *last]
-        width = 2 if part.config.gradient_compression == "bf16" else FULL
-        limit, size = int(part.config.bucket_cap_mb * 2**20), 0
+        width = 2 if share.config.gradient_compression == "bf16" else FULL
+        limit, size = int(share.config.bucket_cap_mb * 2**20), 0
         for number, shape in enumerate(shapes, 1):
             size += FULL * math.prod(shape)
             if size >= limit or number == len(shapes):
@@ -176,17 +176,17 @@ def _as_gradients_come(first: Sequence[Shape], blocks: Sequence[Sequence[Shape]]
     return [head_b, head, norm_w, norm_b, *(block * len(blocks)), *reversed(first)]
 
 
-def gathers(part: Part) -> tuple[int, int]:
-    """How often a unit is gathered (in forward passes, in backward passes) of a step.
+def gathers(share: RankShare) -> tuple[int, int]:
+    """How often a step gathers a unit (in forward passes, in backward passes).
 
-    A pipeline keeps what it has gathered for a backward pass until the next forward pass is over.
+    A pipeline keeps the parameters that it gathered for a backward pass until the next forward pass is over.
     """
-    m, again = part.micro_batches, part.config.data_parallel != "zero2"
-    if part.p == 1:
+    m, again = share.micro_batches, share.config.data_parallel != "zero2"
+    if share.p == 1:
         return m, m if again else 0
     forward = backward = 0
-    there = [False] * len(part.stages)
-    for is_backward, i in part.schedule():
+    there = [False] * len(share.stages)
+    for is_backward, i in share.schedule():
         if i:  # all stages of a rank take turns alike
             continue
         if not there[i]:

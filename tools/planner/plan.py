@@ -1,4 +1,4 @@
-"""The plan of a layout: what it holds, sends and takes on a GPU, and whether it fits."""
+"""The plan of a layout: memory, communication and time on a GPU, and whether it fits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from tools.planner.trace import HOST, Trace, trace_step
 from utils.layout import Layout
 from utils.schema import Config
 
-FRAGMENTATION = 0.15  # of what is allocated: torch's allocator holds up to so much more (5 to 15 % in published runs)
-DALI_BYTES = 5 * 2**30  # the pipelines of NVIDIA DALI, decoding and prefetching on the GPU, outside of the allocator
-FITS, MARGINAL = 0.85, 0.95  # of the memory that the device reports, needed at most
+FRAGMENTATION = 0.15  # of allocated memory, lost by torch's allocator (5 to 15 % in published runs)
+DALI_BYTES = 5 * 2**30  # the pipelines of NVIDIA DALI, which decode and prefetch on the GPU, outside the allocator
+FITS, MARGINAL = 0.85, 0.95  # largest share of the reported memory that a layout may need
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "buffers")
 
 
@@ -21,10 +21,11 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporarie
 class Plan:
     """A layout on a GPU, of the rank that holds most; sizes in bytes.
 
-    memory: {category: bytes at most, each at its own moment}; "activations" with the batch and the one that is fetched
-    ahead. peak: allocated at most at once in a training step, as torch.cuda.max_memory_allocated tells; inference: in a
-    forward pass beside all that training keeps.
-    flops: of a step, on all devices, what checkpointing computes again included.
+    memory: {category: its own largest size}; "activations" includes the batch and the batch that is fetched ahead.
+    peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells. inference: the same of a
+    forward pass, while everything that training keeps stays allocated.
+    flops: of a step on all devices, including what checkpointing computes again.
+    formula_peak: the peak by formula, where both were computed.
     """
 
     config: Config
@@ -35,22 +36,22 @@ class Plan:
     inference: float
     flops: float
     time: StepTime
-    closed_peak: float | None = None  # by closed form, where both were asked
+    formula_peak: float | None = None
 
     @property
     def overhead(self) -> float:
-        """Outside of the allocator (context, NCCL, DALI), and what the allocator loses between its blocks."""
+        """Memory outside the allocator (context, NCCL, DALI), and what the allocator loses between its blocks."""
         dali = DALI_BYTES if self.config.data_loader_config == "dali" else 0
         return self.gpu.overhead + FRAGMENTATION * self.peak + dali
 
     @property
     def needed(self) -> float:
-        """Of the device's memory."""
+        """Memory of the device that the layout needs."""
         return self.peak + self.overhead
 
     @property
     def host(self) -> float:
-        """In host memory, with cpu_offload."""
+        """Bytes in host memory, with cpu_offload."""
         return sum(self.memory[name] for name in HOST) if self.config.cpu_offload else 0
 
     @cached_property
@@ -66,16 +67,16 @@ class Plan:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the GPUs fill."""
+        """Number of nodes."""
         return -(-self.layout.world_size // self.gpu.gpus_per_node)
 
     @property
     def node_hours(self) -> float:
-        """Of all iterations that the config asks for."""
+        """Node-hours of the whole run."""
         return self.config.num_iters * self.time.seconds / 3600 * self.nodes
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of what JSON can hold."""
+        """The plan as JSON can hold it."""
         c, layout = self.config, self.layout
         rows, columns = layout.domain
         return {

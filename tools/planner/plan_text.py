@@ -4,19 +4,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
+from tools.pictures import finish, mark, panels, save, stack
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, Plan
 from tools.planner.request import Request
 from tools.planner.search import Point
 from tools.planner.trace import HOST
 from tools.tables import format_table
-from utils.files import whole_file
 from utils.schema import Config
-
-matplotlib.use("Agg")
 
 GIB = 2**30
 COLORS = {
@@ -27,7 +24,7 @@ VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory",
 
 
 def plan_text(plans: Sequence[Plan], request: Request) -> str:
-    """All there is to say of one layout."""
+    """Everything about one layout."""
     (plan,) = plans
     return "\n\n".join((head(plan), memory_text(plan), messages_text(plan), time_text(plan), run_text(plan, request)))
 
@@ -58,13 +55,13 @@ def layout_words(plan: Plan) -> str:
 
 
 def rate(plan: Plan) -> str:
-    """Samples/s in three digits or more."""
+    """Samples/s with three digits or more."""
     speed = plan.samples_per_sec
     return f"{speed:.{1 if speed >= 10 else 3}f}"
 
 
 def precision(config: Config) -> str:
-    """What matrix products are computed in: bf16, fp16, tf32 or fp32."""
+    """The precision of matrix products: bf16, fp16, tf32 or fp32."""
     return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
 
 
@@ -80,7 +77,7 @@ def memory_text(plan: Plan) -> str:
         (f"{plan.gpu.name} has", plan.gpu.memory / GIB),
     ]
     table = format_table({"memory of the rank that holds most": "", "GiB": ".2f"}, rows)
-    other = f" By closed form the peak is {differs(plan)} GiB." if differs(plan) else ""
+    other = f" By formula the peak is {differs(plan)} GiB." if differs(plan) else ""
     return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
 
 
@@ -114,12 +111,12 @@ def time_text(plan: Plan) -> str:
 
 
 def run_text(plan: Plan, request: Request, words: str = "Run it:") -> str:
-    """The command that runs a plan, behind these words."""
+    """The command that runs a plan, after some words."""
     return f"{words}\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
 
 
 def search_text(plans: Sequence[Plan], request: Request) -> str:
-    """The best layouts, why others fail, and how to run the winner; of those that fit nowhere, how much they lack."""
+    """The best layouts, why others were refused, and how to run the first; where none fits, those that need least."""
     if not plans:
         return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
     rows = [
@@ -129,7 +126,7 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
     ]  # fmt: skip
     columns = {
         "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
-        "bound by": "", "closed form": "",
+        "bound by": "", "formula": "",
     }  # fmt: skip
     error, best = plans[0].time.error, plans[0]
     found = f"the best of {request.compared} layouts"
@@ -139,28 +136,28 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
     return (
         f"{head(best).partition(':')[0]}, {found}:\n\n"
         f"{format_table(columns, rows)}\n\n"
-        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. closed form: "
+        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. formula: "
         "its memory, where it is 3 % off the trace.\n\n"
         f"{refused_text(request.refused)}\n\n{run or run_text(best, request, 'Run the first one:')}"
     )
 
 
 def refused_text(refused: dict[str, int]) -> str:
-    """The most frequent reasons, {reason: number of layouts}, as lines."""
+    """The most frequent reasons as lines. refused: {reason: number of layouts}."""
     lines = [f"    {count:5}  {reason}" for reason, count in sorted(refused.items(), key=lambda item: -item[1])[:12]]
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
 def differs(plan: Plan) -> str:
-    """The peak by closed form beside the traced one, in GiB, where they are more than 3 % apart; else ""."""
-    closed = plan.closed_peak
-    return (
-        "" if closed is None or abs(closed / plan.peak - 1) <= 0.03 else f"{closed / GIB:.2f} of {plan.peak / GIB:.2f}"
-    )
+    """The peaks by formula and by trace, in GiB, where they are more than 3 % apart; else ""."""
+    peak = plan.formula_peak
+    if peak is None or abs(peak / plan.peak - 1) <= 0.03:
+        return ""
+    return f"{peak / GIB:.2f} of {plan.peak / GIB:.2f}"
 
 
 def scaling_text(points: Sequence[Point], request: Request) -> str:
-    """points: of tools.planner.search.scaling."""
+    """The curve as a table. points: from tools.planner.search.scaling."""
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
          rate(point.plan), point.efficiency, point.plan.needed / GIB,
@@ -189,31 +186,18 @@ def search_picture(plans: Sequence[Plan], path: Path | str) -> None:
 
 def _bars(plans, path, time):
     """Memory of each layout by category beside that of the GPU, and its time by part."""
-    figure = Figure(figsize=(13 if time else 9, 1.6 + 0.42 * len(plans)), layout="constrained")
-    panels = figure.subplots(1, 2 if time else 1, sharey=True, squeeze=False)[0]
-    names, places = [layout_words(plan) for plan in plans], range(len(plans))
-    left = [0.0] * len(plans)
-    for name, color in COLORS.items():
-        sizes = [(plan.overhead if name == "overhead" else plan.memory[name]) / GIB for plan in plans]
-        panels[0].barh(places, sizes, left=left, color=color, label=name)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    panels[0].plot([plan.needed / GIB for plan in plans], places, "k|", markersize=12, label="needed at once")
-    panels[0].axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
-    panels[0].set(title="memory of a rank, each category at its most", xlabel="GiB")
-    panels[0].set_yticks(places, names)
-    panels[0].invert_yaxis()
-    if time:
-        left = [0.0] * len(plans)
-        for name in dict.fromkeys(name for plan in plans for name in plan.time.parts):
-            seconds = [plan.time.parts.get(name, 0) * 1e3 for plan in plans]
-            if any(seconds):
-                panels[1].barh(places, seconds, left=left, label=name)
-                left = [a + b for a, b in zip(left, seconds, strict=True)]
-        panels[1].set(title="time of a step", xlabel="ms")
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=4)
-    _save(figure, path)
+    figure, (memory, *others) = panels([layout_words(plan) for plan in plans], 2 if time else 1, 13 if time else 9)
+    sizes = {name: [plan.memory.get(name, plan.overhead) / GIB for plan in plans] for name in COLORS}
+    stack(memory, sizes, list(COLORS.values()))
+    mark(memory, [plan.needed / GIB for plan in plans], "needed at once")
+    memory.axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
+    finish(memory, title="memory of a rank, each category at its most", xlabel="GiB")
+    for axes in others:
+        names = dict.fromkeys(name for plan in plans for name, seconds in plan.time.parts.items() if seconds)
+        parts = {name: [plan.time.parts.get(name, 0) * 1e3 for plan in plans] for name in names}
+        stack(axes, parts, [None] * len(parts))
+        finish(axes, title="time of a step", xlabel="ms")
+    save(figure, path)
 
 
 def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
@@ -224,14 +208,7 @@ def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
         own = [point.plan for point in points if point.scaling == kind]
         counts = [plan.layout.world_size for plan in own]
         axes.plot(counts, [plan.samples_per_sec for plan in own], marker="o", label=kind)
-    axes.set(xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
+    finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
     axes.set_xticks(counts, map(str, counts))
     axes.set_xticks([], minor=True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def _save(figure, path):
-    with whole_file(Path(path)) as part:
-        figure.savefig(part, format="png", dpi=120)
+    save(figure, path)

@@ -1,4 +1,4 @@
-"""What a rank has of the model and of the batch, as numbers: what the closed forms of the planner are made of."""
+"""A rank's share of the model and of the batch, in numbers: the input of the planner's formulas."""
 
 import math
 from functools import cached_property, lru_cache
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DTYPES, SHARDED
-from tools.benchmarks.mp_theory import grid
+from networks.vit import patch_grid
 from tools.planner.trace import GROUPS
 from training.step import AMP_DTYPES
 from utils.comm import COMBINED
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]  # of a parameter
 
 
 class Stage(NamedTuple):
-    """Consecutive blocks of a rank; repeated: of them, computed a second time in the backward pass."""
+    """Consecutive blocks of a rank. repeated: how many of them are computed again in the backward pass."""
 
     blocks: int
     repeated: int
@@ -25,15 +25,15 @@ class Stage(NamedTuple):
     last: bool
 
 
-class Part:
-    """What a rank has: the one at this place along pp that is first along every other dimension of the mesh.
+class RankShare:
+    """The share of one rank: the one at place `stage` along pp and at `band` along cp, first along all others.
 
-    Short names are those of tools/planner/formulas.py. What is called bytes is in bytes, all else in numbers. Of a
-    micro-batch, unless it says otherwise.
+    Short names are those of tools/planner/formulas.py. Sizes count numbers, not bytes, unless the name
+    says so, and sizes of activations are those of a micro-batch.
     """
 
-    def __init__(self, config: Config, layout: Layout, stage: int):
-        self.config, self.layout, self.stage = config, layout, stage
+    def __init__(self, config: Config, layout: Layout, stage: int, band: int = 0):
+        self.config, self.layout, self.stage, self.band = config, layout, stage, band
         self.dims = layout.mesh_dims
         self.t, self.p, self.d, self.heads = layout.tp, layout.pp, config.embed_dim, config.num_heads
         self.hidden, self.micro_batches = int(config.embed_dim * config.mlp_ratio), config.gradient_accumulation
@@ -47,13 +47,13 @@ class Part:
         self.repeated = self.blocks // every if config.activation_checkpointing != "none" else 0  # computed twice
 
         # The batch: samples, tokens, points.
-        self.patches = grid(config)
+        self.patches = patch_grid(config.img_size, config.patch_size)[0]
         self.domain, self.image = math.prod(layout.domain) > 1, layout.cp * math.prod(layout.domain)
         self.method = config.domain_method if self.domain else config.cp_method
         rows, columns = (shard_sizes(n, k) for n, k in zip(self.patches, self._cuts(), strict=False))
         deep = math.prod(self.patches[2:])
         self.shares = [r * c * deep for r in rows for c in columns]  # tokens of the ranks that share an image
-        self.tokens, self.all_tokens = self.shares[0], sum(self.shares)
+        self.tokens, self.all_tokens = self.shares[self.band], sum(self.shares)
         self.sequence = config.sequence_parallel and self.t > 1
         self.slice = -(-self.tokens // self.t) if self.sequence else self.tokens  # tokens between tensor-parallel pairs
         self.samples = config.global_batch_size // layout.dp // self.micro_batches
@@ -80,12 +80,12 @@ class Part:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """Of this rank; without a pipeline the model is one."""
+        """The stages of this rank; without a pipeline the model is one stage."""
         each = [(i == 0 and self.first, i == self.chunks - 1 and self.last) for i in range(self.chunks)]
         return [Stage(self.blocks // self.chunks, self.repeated // self.chunks, *ends) for ends in each]
 
     def schedule(self) -> list[tuple[bool, int]]:
-        """[(backward, which stage)] of a rank of the pipeline in the order in which it computes micro-batches."""
+        """[(backward, stage)] of this rank of a pipeline, in the order in which it computes micro-batches."""
         m, p, chunks = self.micro_batches, self.p, self.chunks
         if chunks == 1:
             ahead = m if self.config.pp_schedule == "gpipe" else min(m, p - self.stage)
@@ -106,7 +106,7 @@ class Part:
 
     @cached_property
     def block_shapes(self) -> list[Shape]:
-        """Of the parameters of a block, in the order in which it holds them."""
+        """Shapes of the parameters of a block, in the order of its parameters."""
         d, t, hidden = self.d, self.t, self.hidden
         return [
             (d,), (d,), (3 * d // t, d), (3 * d // t,), (d, d // t), (d,),
@@ -115,43 +115,43 @@ class Part:
 
     @cached_property
     def first_shapes(self) -> list[Shape]:
-        """Of the embeddings, without that of the position if it is split by tokens."""
+        """Shapes of the embeddings; without the position embedding where it is split by tokens."""
         patch = (self.config.patch_size,) * len(self.patches)
         shapes = [(self.d, self.config.n_in_channels, *patch), (self.d,), *[(self.d,)] * (2 * self.classifies)]
         return shapes if self.own_positions else [*shapes, (self.all_tokens, self.d)]
 
     @cached_property
     def last_shapes(self) -> list[Shape]:
-        """Of the last norm and the head."""
+        """Shapes of the last norm and the head."""
         points = self.config.patch_size ** len(self.patches)
         rows = self.classes if self.classifies else self.config.n_out_channels * points
         return [(self.d,), (self.d,), (rows, self.d), (rows,)]
 
     @cached_property
     def shapes(self) -> tuple[list[list[Shape]], list[Shape]]:
-        """(of the blocks, of what is not in a block), as data parallelism gets to see them."""
+        """(shapes of each block, shapes outside the blocks), as data parallelism sees them."""
         rest = (self.first_shapes if self.first else []) + (self.last_shapes if self.last else [])
         return [self.block_shapes] * self.blocks, rest
 
     @property
     def positions(self) -> int:
-        """Numbers of the position embedding that data parallelism leaves alone."""
+        """Size of the part of the position embedding that data parallelism leaves alone."""
         return self.tokens * self.d if self.own_positions and self.first else 0
 
     def group(self, name: str) -> tuple[str, int]:
-        """(the name under which the planner knows a group of ranks, how many they are)."""
+        """(name of a group of ranks in the planner, its size)."""
         return _group(self.layout, name)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks of the group along a dimension, or combined ones, of which this rank is one."""
+        """The ranks in this rank's group along a dimension, or along a combined one."""
         if name == "world":
             return tuple(range(self.layout.world_size))
-        found, stride = [0], 1
+        found, stride, places = [0], 1, {"pp": self.stage, "cp": self.band}
         for dim, size in reversed(self.dims.items()):
             if dim in _parts(name):
                 found = [rank + i * stride for i in range(size) for rank in found]
-            elif dim == "pp":
-                found = [rank + self.stage * stride for rank in found]
+            else:
+                found = [rank + places.get(dim, 0) * stride for rank in found]
             stride *= size
         return tuple(sorted(found))
 

@@ -1,4 +1,4 @@
-"""What was asked of the planner: a config, options, a GPU, maybe a run to calibrate times with."""
+"""The planner's input: a config with options, a GPU, and maybe a run that calibrates the times."""
 
 import json
 import re
@@ -7,26 +7,21 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from tools.planner.formulas import closed_form
+from tools.planner.formulas import MODELS, formula_traces
 from tools.planner.hardware import Gpu
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.step_time import calibrate
 from tools.planner.trace import trace_step
-from utils.config import check_config, load_config, parse_command_line, read_named_config
-from utils.errors import UsageError, reported_as_usage_error
+from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
+from utils.errors import UsageError
 from utils.schema import Config
 
 MOST_GPUS = 2**17
-DEFAULT_YAML = "config/ViT.yaml"
-# Options that say how a model is laid out; with one of them a single layout is meant.
+# Options that fix the layout: with one of them a single layout is planned.
 LAYOUT_OPTIONS = (
     "tensor_parallel", "row_parallel_size", "context_parallel", "pipeline_parallel", "domain_parallel", "data_parallel",
     "dp_shard",
 )  # fmt: skip
-SPLIT_KEYS = {  # by which each script can split a model
-    "train_mp.py": ("tensor_parallel", "context_parallel", "pipeline_parallel"),
-    "train_shard.py": ("tensor_parallel", "domain_parallel"),
-}
 
 
 def gpu_counts(text: str) -> list[int]:
@@ -42,7 +37,7 @@ def gpu_counts(text: str) -> list[int]:
 
 
 class Request:
-    """words: options of the config, as the training scripts take them. summary: path of the summary.json of a run."""
+    """A config on a GPU. words: options, as the training scripts take them. summary: path of a run's summary.json."""
 
     compared: int  # layouts, by search.best_layouts
     refused: dict[str, int]  # {reason: how many others}
@@ -53,7 +48,7 @@ class Request:
 
     @property
     def names_a_layout(self) -> bool:
-        """Whether a single layout is meant."""
+        """Whether the options fix a single layout."""
         return not self.named.isdisjoint(LAYOUT_OPTIONS)
 
     @property
@@ -63,12 +58,12 @@ class Request:
         return "train_shard.py" if shares_images else "train_mp.py"
 
     def config(self, gpus: int) -> Config:
-        """The config on so many GPUs. Raises UsageError where it does not fit."""
-        return load_config(self.words, world_size=gpus, splits=SPLIT_KEYS[self.script])
+        """The config on this number of GPUs. Raises UsageError where it does not fit."""
+        return load_config(self.words, world_size=gpus, splits=SCRIPTS[self.script].splits)
 
     def any_layout(self) -> Config:
         """The config, whatever the layout. Raises UsageError for local_batch_size, which depends on it."""
-        options = parse_command_line(self.words, None, DEFAULT_YAML)
+        options = parse_command_line(self.words, None, SCRIPTS["train.py"].yaml_config)
         path, name = options.pop("yaml_config"), options.pop("config")
         if "local_batch_size" in options:
             raise UsageError("local_batch_size: layouts are compared at the same --global_batch_size; give that")
@@ -77,7 +72,7 @@ class Request:
 
     @cached_property
     def calibration(self) -> float | None:
-        """The factor on computation, from the run whose summary was given; None without."""
+        """The factor on times of computation, from the run whose summary was given; None without one."""
         if self.summary is None:
             return None
         path = Path(self.summary)
@@ -92,10 +87,11 @@ class Request:
         return calibrate(trace_step(config, layout), config, layout, self.gpu, summary)
 
     def plan(self, gpus: int) -> Plan:
-        """The Plan of the layout that the options name, on so many GPUs. Raises UsageError where it cannot be."""
+        """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
         config = self.config(gpus)
         layout = config.layout(gpus, self.gpu.gpus_per_node)
-        with reported_as_usage_error(ValueError, config.config):
-            plan = plan_layout(config, layout, self.gpu, self.calibration)
-        closed = plan_layout(config, layout, self.gpu, traces=closed_form(config, layout))
-        return replace(plan, closed_peak=closed.peak)
+        plan = plan_layout(config, layout, self.gpu, self.calibration)
+        if config.model not in MODELS:
+            return plan
+        by_formula = plan_layout(config, layout, self.gpu, traces=formula_traces(config, layout))
+        return replace(plan, formula_peak=by_formula.peak)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tools.planner.formulas import closed_form
+from tools.planner.formulas import formula_traces
 from tools.planner.layouts import candidates
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.request import Request
@@ -13,12 +13,12 @@ VERDICTS = ("fits", "marginal", "no")
 
 
 def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
-    """Plans of the best layouts, by tracing; those that fit first, by samples/s, then by memory.
+    """Traced plans of the best layouts: those that fit first, the fastest first.
 
-    All candidates are compared by closed form; of those that split the model alike only the best one is kept.
-    Sets request.compared and request.refused, what is not among them and why.
+    All candidates are compared by formula; of candidates that split the model alike only the best is kept.
+    Sets request.compared, and request.refused: {reason: number of layouts that no script runs}.
     """
-    found, request.refused = closed_plans(request, gpus)
+    found, request.refused = formula_plans(request, gpus)
     request.compared = len(found)
     kept: dict[tuple, Plan] = {}
     for plan in sorted(found, key=_order):
@@ -26,21 +26,21 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
         kept.setdefault((layout.tp, layout.cp, layout.pp, layout.domain), plan)
     best = [plan for plan in kept.values() if plan.fits != "no"][:top] or list(kept.values())[:top]
     traced = [
-        replace(plan_layout(plan.config, plan.layout, request.gpu, request.calibration), closed_peak=plan.peak)
+        replace(plan_layout(plan.config, plan.layout, request.gpu, request.calibration), formula_peak=plan.peak)
         for plan in best
     ]
     return sorted(traced, key=_order)
 
 
-def closed_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
-    """Plans by closed form of all layouts that the scripts can run, and {reason: number of others}.
+def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
+    """Plans by formula of all layouts that the scripts can run, and {reason: number of refused layouts}.
 
-    times: of the batch that was asked for.
+    times: factor on the batch that was asked for.
     """
     config, gpu = request.any_layout(), request.gpu
     config = config.model_copy(update={"global_batch_size": times * config.global_batch_size})
     valid, refused = candidates(config, gpus, gpu.gpus_per_node, request.named)
-    return [plan_layout(c, layout, gpu, request.calibration, closed_form(c, layout)) for c, layout in valid], refused
+    return [plan_layout(c, layout, gpu, request.calibration, formula_traces(c, layout)) for c, layout in valid], refused
 
 
 def _order(plan: Plan) -> tuple[int, float]:
@@ -50,24 +50,24 @@ def _order(plan: Plan) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Point:
-    """Of a scaling curve. scaling: strong or weak. efficiency: samples/s of a GPU to those of the fewest GPUs."""
+    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first."""
 
     plan: Plan
     scaling: str
     efficiency: float
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of what JSON can hold."""
+        """The point as JSON can hold it."""
         return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
 
 
 def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
-    """Points of the best layouts by closed form: strong, the same batch on all; weak, the batch grows with the GPUs."""
+    """Points of the best layouts by formula. Strong: the same batch on all. Weak: it grows with the GPUs."""
     points = []
     for kind in ("strong", "weak"):
         first = None
         for gpus in counts:
-            plans, _ = closed_plans(request, gpus, gpus // counts[0] if kind == "weak" else 1)
+            plans, _ = formula_plans(request, gpus, gpus // counts[0] if kind == "weak" else 1)
             if not plans:  # the batch is too small for so many
                 continue
             plan = min(plans, key=_order)

@@ -1,4 +1,4 @@
-"""How long a training step takes, from what it computes and sends (tools.planner.trace) and from a GPU's data sheet.
+"""The time of a training step, from its operations and messages (tools.planner.trace) and a GPU's data sheet.
 
 Computation: the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785), operation by operation. Communication:
 tools.planner.collective_time. The pipeline's bubble: Narayanan et al. 2021 (arXiv:2104.04473).
@@ -25,34 +25,34 @@ from utils.schema import Config
 # Half-widths of the band, see StepTime.
 UNCALIBRATED, CALIBRATED = 0.35, 0.20
 
-# torch.compile fuses chains of elementwise operations: about every second tensor is not written and read again.
+# torch.compile fuses chains of elementwise operations: about every second tensor stays in registers.
 COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.5, 0.5
-GRAPH_LAUNCHES = 0.1  # a CUDA graph is launched once; between its kernels about 1 us is left
-HEAD_SIZES = 32, 64, 96, 128, 192, 256  # that FlashAttention-2 is built for; others are padded
+GRAPH_LAUNCHES = 0.1  # a CUDA graph is launched once; about 1 us remains between its kernels
+HEAD_SIZES = 32, 64, 96, 128, 192, 256  # of the kernels of FlashAttention-2; other sizes are padded
 
-KINDS = {"matmul": "matmul", ATTENTION: ATTENTION}  # of operations that are counted by themselves; others: memory
+KINDS = {"matmul": "matmul", ATTENTION: ATTENTION}  # operations with a part of their own; others: memory
 BOUNDS = {
     "matmul": "compute", ATTENTION: "compute", "memory": "memory bandwidth", "launch": "launches",
     "bubble": "bubble of the pipeline",
 }  # fmt: skip
-GROUP_KINDS = "domain", "dp", "cp", "pp", "tp"  # of groups, by how their names begin
-SAME_WEIGHTS = "dp", "cp", "domain", "image"  # kinds of groups whose ranks reduce gradients of the same weights
+GROUP_KINDS = "domain", "dp", "cp", "pp", "tp"  # the beginnings of groups' names
+SAME_WEIGHTS = "dp", "cp", "domain", "image"  # groups whose ranks reduce gradients of the same weights
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of the slowest traced rank; reading and preparing the data is not in it.
+    """A step of the slowest traced rank, without reading and preparing data.
 
     seconds: of the step, the sum of `parts`: matmul, attention, memory (all other kernels), launch (the GPU waits for
     the host), communication that computation does not hide, one part for each kind of group ("communication tp"), and
-    bubble (of the pipeline). bound: what most of it is, in words. collectives: {phase, kind, group, ranks, count,
-    bytes, inside, seconds} of each kind that a rank takes part in: bytes sent and seconds of all `count` calls, hidden
-    or not; inside: every group of this kind lies in a node.
+    bubble (of the pipeline). bound: the largest part, in words. collectives: {phase, kind, group, ranks, count, bytes,
+    inside, seconds} of each kind of collective: bytes sent and seconds of all `count` calls, hidden or not; inside:
+    whether every such group lies inside a node.
 
-    error: relative half-width of the band around `seconds`. It rests on runs of one model family on 1 to 16 A100s,
-    published in 2024 and 2025 (the forecasting ViT of the NERSC deep learning at scale tutorials): all that
-    tests/test_plan_time.py lists lie inside it. Other GPUs were not held against measurements. A run on 64 GPUs lies
-    outside, at 1.7 times the prediction: stragglers and the reading of data are not modelled.
+    error: relative half-width of the band around `seconds`. It comes from runs of one model family on 1 to 16 A100s,
+    published in 2024 and 2025 (the forecasting ViT of the NERSC deep learning at scale tutorials): every run that
+    tests/test_plan_time.py lists lies inside the band. Other GPUs were not compared with measurements. A run on 64 GPUs
+    lies outside, at 1.7 times the prediction: stragglers and the reading of data are not modelled.
     """
 
     seconds: float
@@ -69,11 +69,12 @@ def step_time(
     """StepTime of a training step.
 
     traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node. calibration: factor on the times of
-    computation, launches included, from `calibrate`; None: they rest on data sheets.
+    computation, including launches, from `calibrate`; None: times come from data sheets.
 
-    Gradient reductions, and the gathers of sharded parameters, overlap with the computation of their phase, all but one
-    bucket; the exchanges of ring attention with attention; all else is waited for. Where all ranks share one image,
-    sharded parameters travel along the same group as its tokens: all gathers are then waited for, an upper bound.
+    Gradient reductions and gathers of sharded parameters overlap with the computation of their phase, except for one
+    bucket. The exchanges of ring attention overlap with attention. The step waits for every other message. Where all
+    ranks share one image, parameters and tokens travel along the same group: all gathers then count as waited for, an
+    upper bound.
     """
     steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
     slowest = max(steps, key=lambda step: sum(step.parts.values()))
@@ -94,13 +95,13 @@ def step_time(
 
 
 def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, summary: Mapping[str, Any]) -> float:
-    """The factor on the times of computation with which step_time gives the speed of a run that was made.
+    """The factor on times of computation with which step_time gives the speed of a real run.
 
-    summary: a mapping, as in summary.json of a run's folder; read are samples_per_sec and, where they are there,
-    data_wait_fraction (time in which the step waited for its batch, taken out) and world_size. The other arguments
-    describe that run.
+    summary: a mapping, as in summary.json of a run's folder. Its samples_per_sec is read and, where given, its
+    data_wait_fraction (the share of time spent waiting for batches, which is taken out) and world_size. The other
+    arguments describe that run.
 
-    Raises UsageError where the speed is missing, is that of other ranks, or is higher than communication allows.
+    Raises UsageError where the speed is missing, belongs to another number of ranks, or is faster than communication.
     """
     speed, ranks = summary.get("samples_per_sec"), summary.get("world_size", layout.world_size)
     if not speed:
@@ -150,7 +151,7 @@ class _Step:
         return max(traffic, operation.flops / self._rate(operation.kind, operation.dtype))
 
     def _rate(self, kind: str, dtype: torch.dtype) -> float:
-        """FLOP/s that are reached."""
+        """FLOP/s that an operation reaches."""
         gpu = self.gpu
         low = {torch.float16: gpu.fp16, torch.bfloat16: gpu.bf16}
         if kind == ATTENTION:
@@ -185,7 +186,7 @@ class _Step:
         return found
 
     def _is_ring(self, kind, group):
-        """The exchanges of ring attention: each is an all-to-all that sends to the next rank alone."""
+        """Whether a collective is an exchange of ring attention: an all-to-all that sends to the next rank alone."""
         method = {"cp": self.config.cp_method, "domain": self.config.domain_method}.get(_kind_of(group))
         return kind == "all_to_all" and method == "ring"
 
@@ -201,9 +202,9 @@ class _Step:
         return None
 
     def _bucket(self, collective):
-        """Seconds of one reduction or gather of many, the first or the last, which nothing hides."""
+        """Seconds of the one reduction or gather, the first or the last, that nothing hides."""
         calls = collective["count"]
-        if self.config.data_parallel not in SHARDED:  # an extrapolated trace knows the bytes, not how they are cut
+        if self.config.data_parallel not in SHARDED:  # an extrapolated trace has the bytes, but not their buckets
             size = len(collective["ranks"])
             sent = 2 * (size - 1) / size * self.config.bucket_cap_mb * 2**20  # of a full bucket
             calls = max(calls, collective["bytes"] / sent)
@@ -211,7 +212,7 @@ class _Step:
 
     @cached_property
     def exposed(self):
-        """{name of a part: seconds that computation does not hide}, of what may overlap with gradients and the rest."""
+        """{"gradients" | "rest": {name of a part: seconds that computation does not hide}}."""
         hidden, exposed = defaultdict(list), {"gradients": Counter(), "rest": Counter()}
         for collective in self.collectives:
             if overlap := self._overlaps(collective):
@@ -245,14 +246,14 @@ class _Step:
         return dict(parts)
 
     def _host(self):
-        """Time in which the host starts all operations, which is that of the step if the GPU is faster."""
+        """Seconds in which the host launches all operations: a lower bound of the step."""
         count = sum(self.trace.operations.values()) + sum(c["count"] for c in self.collectives)
         config = self.config
         factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
         return count * factor * self.gpu.launch * self.calibration
 
     def _bubble(self):
-        """Idle time relative to the time in which a stage works."""
+        """Idle time of a stage relative to its working time."""
         stages, parts = self.layout.pp, self.config.gradient_accumulation
         return (stages - 1) / parts / (2 if self.config.pp_schedule == "interleaved" else 1)
 

@@ -1,7 +1,7 @@
 """One training step of the real code on fake tensors: what a rank holds, computes and sends.
 
-The cost does not depend on the number of ranks. Deep models are traced with few blocks and extrapolated: all is linear
-in the number of blocks of a stage.
+The cost does not depend on the number of ranks. Deep models are traced with few blocks and extrapolated: every count is
+linear in the number of blocks of a stage.
 """
 
 import math
@@ -19,9 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
-from distributed.domain_parallel import split_images, transform_forward
-from distributed.model_parallel import split_model
-from tools.instruments.memory import memory_of_a_pipeline_step, memory_of_a_step, optimizer_states
+from distributed.domain_parallel import transform_forward
+from networks.vit import Attention
+from tools.instruments.assembly import random_batch, split_as_configured
+from tools.instruments.memory import memory_of_a_step, optimizer_states
 from tools.instruments.phases import around, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes, receive_buffers
@@ -30,15 +31,16 @@ from training.model import build_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import AMP_DTYPES, TrainingStep
+from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
 from utils.tiles import own_window
 
-SHORT = 2, 3  # blocks of a stage that are traced instead of many
-MOST, MOST_OF_DDP = 4, 16  # blocks of a stage that are traced as they are; how DDP cuts buckets is not linear
+SHORT = 2, 3  # blocks of a stage to extrapolate from
+MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
 
-# Dimensions of the mesh and combined ones; of several with the same ranks the first names the group.
+# Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
 GROUPS = (
     "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "dp_image",
     "dp_shard_image", "tp_pp",
@@ -51,8 +53,8 @@ HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host 
 class Trace:
     """A step of one rank.
 
-    memory: {label: bytes at most} of tools.planner.tracker, and "peak". held: as benchmarks.memory.memory_of_a_step
-    measures them. inference: bytes at most in a forward pass beside all that training keeps, gradients included.
+    memory: {label: bytes at most} of tools.planner.tracker, and "peak". held: as tools.instruments.memory measures it.
+    inference: most bytes in a forward pass, while everything that training keeps stays allocated.
     operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
     in this rank's group}.
     """
@@ -66,9 +68,9 @@ class Trace:
 
 
 def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
-    """Traces of the ranks that may hold or do most: of a pipeline its first and last one, else rank 0.
+    """Traces of the ranks that may hold or do most: the first and the last of a pipeline, else rank 0.
 
-    config: as for this layout. device_type: whose kernels and whose mixed precision are meant.
+    config: of this layout. device_type: whose kernels and mixed precision are traced.
     Raises ValueError where the model cannot be split so.
     """
     if config.data_parallel == "zero1":
@@ -112,15 +114,16 @@ def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
 
 
 def _trace(config, layout, rank, device_type):
-    # The mathematics is the same without; what is compiled is not traced, nor is DTensor's tensor parallelism.
+    # Compiled code and DTensor are not traced: the mathematics is the same without them.
     config = config.model_copy(update={"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native"})
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, autocast.ahead_of_collectives() if autocast else nullcontext():
         model = build_model(config)
-        split = (split_images if layout.domain != (1, 1) else split_model)(model, config)
-        for block in model.blocks if autocast else ():
-            block.attn.dropout = 0.0  # inside the fused kernels of a GPU it leaves nothing behind
+        split = split_as_configured(model, config)
+        for block in getattr(model, "blocks", [model]) if autocast else ():
+            if isinstance(getattr(block, "attn", None), Attention):
+                block.attn.dropout = 0.0  # in the fused kernels of a GPU it keeps nothing
             transform_forward(block, autocast)
         apply_speed_options(config, device, model)
         with fake, torch.random.fork_rng(), _shapes(config, layout):
@@ -129,8 +132,8 @@ def _trace(config, layout, rank, device_type):
             for group in optimizer.param_groups if device_type != "cpu" else ():
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step_class = TrainingStep if autocast is None else partial(GpuStep, autocast)
-            step = step_class(config, device, parallel, optimizer)
-            x, y = _batch(config, layout)
+            step = step_class(config, device, parallel, optimizer, build_task(config).loss)
+            x, y = random_batch(config, device)
             with Tracker():
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
@@ -151,16 +154,6 @@ def _own_size(config):
     return [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]
 
 
-def _batch(config, layout):
-    """The part of a batch that this rank works on."""
-    samples = config.global_batch_size // layout.dp
-    size = _own_size(config)
-    x = torch.empty(samples, config.n_in_channels, *size)
-    if config.model == "classifier":
-        return x, torch.empty(samples, dtype=torch.int64)
-    return x, torch.empty(samples, config.n_out_channels, *size)
-
-
 class GpuStep(TrainingStep):
     """A training step with the mixed precision of a GPU."""
 
@@ -174,7 +167,7 @@ class GpuStep(TrainingStep):
 
 
 def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
-    """The Trace of step(1, x, y), of a TrainingStep that has made a step before; of a real one too, less inference."""
+    """The Trace of one more step of a TrainingStep that has made one; of a real step too, but without inference."""
     parallel, states = step.parallel, optimizer_states(step.optimizer)
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
     stages = parallel.pipeline.stages if parallel.pipeline else []
@@ -198,9 +191,8 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         unit.register_forward_hook(lambda unit, *_: tracker.label("buffers", unit.parameters()), prepend=True)
         for unit in sharded
     ]  # gathered parameters
-    measure = memory_of_a_pipeline_step if parallel.pipeline else memory_of_a_step
     with phases_of(step, tracker), around(step.scaler, "step", before_update), tracker:
-        held = measure(step, x, y, lambda tensor: tracker.label("activations", [tensor]))
+        held = memory_of_a_step(step, x, y, lambda tensor: tracker.label("activations", [tensor]))
     for hook in hooks:
         hook.remove()
     memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
@@ -227,7 +219,7 @@ def _dimensions():
 
 
 def _inference(step, module, x, there):
-    """Bytes at most in a forward pass of a micro-batch, without gradients, beside tensors that are there."""
+    """Most bytes in a forward pass of a micro-batch without gradients. there: tensors that stay allocated."""
     x = x.chunk(step.config.gradient_accumulation)[0].clone()
     if step.parallel.pipeline and not step.parallel.pipeline.first:
         x = torch.empty(step.parallel.pipeline.stages[0].tokens)

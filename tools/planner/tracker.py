@@ -1,25 +1,25 @@
-"""What a training step does, operation by operation: memory that is held, arithmetic, messages."""
+"""What a training step does, operation by operation: memory, arithmetic, messages."""
 
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from tools.instruments.counting import collective
 from tools.instruments.messages import phase_of
 from tools.instruments.peak import plain_tensors
+from tools.instruments.watching import Watch
 from tools.planner.fake import nothing_to_read
 
 aten = torch.ops.aten
-# What memory is for; of a storage that is several things the first one counts.
+# Uses of memory. A storage with several uses counts as the first of them.
 LABELS = ("parameters", "gradients", "optimizer", "activations", "batch", "buffers", "temporaries")
 ATTENTION = "attention"
 
@@ -57,7 +57,7 @@ FLOPS = {
 }
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
     phase, sent_forward: kept up to date by tools.instruments.phases. groups: {name of a process group: ranks in it}.
@@ -70,7 +70,7 @@ class Tracker(TorchDispatchMode):
         self.operations: Counter[Operation] = Counter()
         self.messages: Counter[Message] = Counter()
         self.groups: dict[str, tuple[int, ...]] = {}
-        # A storage has a number, in the order in which they came. By address: its number, and a reference to it.
+        # Storages are numbered in the order of their creation. By address: the number, and a weak reference.
         self.storages: dict[int, tuple[int, weakref.ref]] = {}
         self.sizes: dict[int, int] = {}
         self.labels: dict[int, str] = {}
@@ -78,32 +78,26 @@ class Tracker(TorchDispatchMode):
         self.born = 0
         self._note(tensors)
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Below torch's own modes: they take part in what is counted."""
-        return True
-
     def label(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Say what the memory under these tensors is for, also that which is long gone by then."""
+        """Say what the memory of these tensors is used for."""
         for tensor in plain_tensors(tensors):
             number = self._number(tensor.untyped_storage())
             before = self.labels.get(number, "temporaries")
             self.labels[number] = min(before, name, key=LABELS.index)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if (value := nothing_to_read(func, args)) is not None:
-            return value
-        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
-            result = func(*args, **kwargs)
-            given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
-            self._note(given + made)
-            if sent := collective(func, args, kwargs):
-                self._message(sent)
-                self.label("buffers", made)
-            elif not func.is_view and func.namespace == "aten":
-                self._operation(func, args, kwargs, result, given, made)
-        return result
+        value = nothing_to_read(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs) if value is None else value
+
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Note the memory of an operation, and count it."""
+        given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
+        self._note(given + made)
+        if sent := collective(func, args, kwargs):
+            self._message(sent)
+            self.label("buffers", made)
+        elif not func.is_view and func.namespace == "aten":
+            self._operation(func, args, kwargs, result, given, made)
 
     def _message(self, sent):
         name = sent.group.group_name
@@ -142,7 +136,7 @@ class Tracker(TorchDispatchMode):
             self._sized(tensor.untyped_storage())
 
     def _sized(self, storage):
-        """Memory that has come, or that fully_shard has taken from a storage or given back to it."""
+        """Note the size of a storage, which fully_shard may change."""
         number, size = self._number(storage), storage.nbytes()
         if change := size - self.sizes.get(number, 0):
             self.sizes[number] = size
@@ -165,7 +159,7 @@ class Tracker(TorchDispatchMode):
         return super().__exit__(*error)
 
     def memory(self, apart: Collection[str] = ()) -> dict[str, float]:
-        """{label: bytes at most}, each at its own moment; under "peak" the most of all labels that are not apart."""
+        """{label: most bytes, each at its own moment}; "peak": most bytes at once, without the labels `apart`."""
         now: Counter[str] = Counter()
         most: Counter[str] = Counter()
         for number, change in self.events:
@@ -178,7 +172,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _place(tensor):
-    """What of its storage a tensor is."""
+    """Identifies the part of a storage that a tensor covers."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 

@@ -1,64 +1,47 @@
-"""The planner against the real thing: small layouts run on this machine, over gloo, and are planned as well."""
+"""The planner compared with real runs: small layouts run on this machine, over gloo, and are planned as well."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from tools.benchmarks.team import Team
 from tools.instruments.assembly import build_step, random_batch
-from tools.planner.request import SPLIT_KEYS
+from tools.instruments.team import Case, Rank, Team
 from tools.planner.trace import Trace, measured, trace_step
 from tools.tables import format_table
-from utils import comm
-from utils.config import load_config
-from utils.layout import Layout
-from utils.schema import Config
+from utils.config import SCRIPTS, load_config
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
-TOLERANCE = 0.02  # of what is saved for the backward pass
+TOLERANCE = 0.02  # of the tensors saved for the backward pass
 RANKS = 2
-CASES = {  # config file and config: layouts of two ranks, each a list of options
-    ("config/ViT.yaml", "quick"): (
+CASES = {  # script and config: layouts of two ranks, each a list of options
+    ("train.py", "quick"): (
         "data_parallel=ddp bucket_cap_mb=0.5", "data_parallel=zero1", "data_parallel=zero2", "data_parallel=fsdp",
         "activation_checkpointing=full", "activation_checkpointing=selective", "amp_mode=bf16",
         "data_parallel=fsdp amp_mode=fp16",
     ),
-    ("config/mp.yaml", "mp_quick"): (
+    ("train_mp.py", "mp_quick"): (
         "tensor_parallel=2", "tensor_parallel=2 sequence_parallel=true", "context_parallel=2",
         "context_parallel=2 cp_method=ring", "context_parallel=2 cp_method=all_to_all",
         "pipeline_parallel=2 gradient_accumulation=2", "pipeline_parallel=2 gradient_accumulation=4 pp_schedule=gpipe",
         "pipeline_parallel=2 gradient_accumulation=2 pp_schedule=interleaved",
     ),
-    ("config/shard.yaml", "shard_quick"): (
+    ("train_shard.py", "shard_quick"): (
         "domain_parallel=2", "domain_parallel=2 domain_method=ring", "domain_parallel=1x2 data_parallel=fsdp",
         "domain_parallel=2 domain_method=all_to_all",
     ),
-    ("config/shard.yaml", "classify_quick"): ("domain_parallel=2 domain_method=ring",),
+    ("train_shard.py", "classify_quick"): ("domain_parallel=2 domain_method=ring",),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout of two ranks: its name in the table, config, layout."""
-
-    name: str
-    config: Config
-    layout: Layout
 
 
 def build_cases() -> list[Case]:
     """The cases of CASES, with a small model."""
     cases = []
-    for (path, name), layouts in CASES.items():
+    for (script, name), layouts in CASES.items():
         for text in layouts:
             options = [f"--{option}" for option in text.replace("=true", "").split()]
-            splits = SPLIT_KEYS["train_shard.py" if path == "config/shard.yaml" else "train_mp.py"]
             words = [f"--config={name}", "--depth=4", "--device=cpu", "--local_batch_size=4", *options]
-            config = load_config(words, None, RANKS, path, splits)
+            config = load_config(words, None, RANKS, *SCRIPTS[script][:2])
             cases.append(Case(f"{name} {text}", config, config.layout(RANKS)))
     return cases
 
@@ -66,12 +49,12 @@ def build_cases() -> list[Case]:
 def verify(cases: Sequence[Case] | None = None) -> int:
     """Run every case for real and plan it; print both and return the number of cases in which they differ.
 
-    They agree where all messages of a step are equal, in number and in bytes, parameters, gradients and optimizer
-    state as well, arithmetic too, and saved activations are within 2 %.
+    A case agrees where the messages of a step (number and bytes), the bytes of parameters, gradients and optimizer
+    state, and the FLOP are equal, and saved activations are within 2 %.
     """
     cases, wrong = cases or build_cases(), 0
-    with Team(RANKS, cases, _serve) as team:
-        real = team.figures
+    with Team(RANKS, cases[0].config) as team:
+        real = [team.call(_real_trace, case) for case in cases]
     rows = []
     for case, figures in zip(cases, real, strict=True):
         traces = trace_step(case.config, case.layout, "cpu")
@@ -93,7 +76,7 @@ def verify(cases: Sequence[Case] | None = None) -> int:
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """What of a Trace must be the same in a real run and a planned one."""
+    """The part of a Trace that must be the same in a real run and in a plan."""
     messages: Counter[tuple[str, str, int]] = Counter()
     for message, calls in trace.messages.items():
         messages[message.phase, message.kind, message.sent] += calls
@@ -115,17 +98,11 @@ def differ(real: dict[str, Any], plan: dict[str, Any]) -> Iterator[str]:
         yield f"{real['flops']} FLOP planned as {plan['flops']}"
 
 
-def _serve(pipe, cases):
-    device = comm.init("cpu", cases[0].config.comm_timeout)
-    torch.set_num_threads(1)
-    figures = []
-    for case in cases:
-        comm.build_mesh(device, case.layout)
-        x, y = random_batch(case.config, device)
-        step = build_step(case.config, device, case.name)
-        for i in range(WARMUP_STEPS):
-            step(i, x, y)
-        figures.append(summary(measured(step, x, y)))
-    pipe.send(figures)
-    pipe.recv()
-    comm.shutdown()
+def _real_trace(rank: Rank, case: Case) -> dict[str, Any]:
+    """On a rank: the summary of a real step."""
+    rank.use_mesh(case.layout)
+    x, y = random_batch(case.config, rank.device)
+    step = build_step(case.config, rank.device, case.name)
+    for i in range(WARMUP_STEPS):
+        step(i, x, y)
+    return summary(measured(step, x, y))

@@ -1,7 +1,7 @@
 """A scaling study: real training runs over layouts and sizes, and one report of speed, error and cost.
 
-Nothing is trained in here. The runs of a study are runs of the training scripts; what they leave in their run folders
-(summary, TensorBoard events) is read. A run that is finished is not repeated, one that was stopped is continued.
+The runs of a study are runs of the training scripts, and the report reads their run folders (summary, TensorBoard
+events). A finished run is not repeated, and a stopped run is continued.
 """
 
 import os
@@ -16,6 +16,13 @@ from tools.benchmarks.scaling.study_report import text_table, write_report
 from utils.errors import FAILED_STATUS, STOPPED_STATUS, UsageError
 from utils.launch import read_launch
 
+ACTIONS = {  # besides `run`: what else may be done with a study
+    "list": "print the runs",
+    "report_only": "make no run",
+    "sbatch": "print the jobs for Slurm",
+    "submit": "submit them",
+}
+
 
 def run(
     words: list[str],
@@ -26,12 +33,12 @@ def run(
     action: str = "run",
     target: str | None = None,
 ) -> int:
-    """Do with a study what is asked for; returns the exit status: 1 where runs are not finished, 75 where one stopped.
+    """Run an action on a study; returns the exit status: 1 where runs are not finished, 75 where one was stopped.
 
     words: options of the config, for all runs. out: folder of the report, by default logs/scaling/<name>. only: number
-    of the one run to make. action: `run` makes what is missing and then the report, `report_only` the report alone,
-    `list` and `sbatch` print runs and jobs, `submit` submits these. target: like z500=300, in place of the study's.
-    Raises UsageError for what cannot be run, before anything is started.
+    of the one run to make. action: `run` makes missing runs and then the report, `report_only` the report alone, `list`
+    prints the runs, `sbatch` prints the jobs, `submit` submits the jobs. target: like z500=300, in place of the
+    study's. Raises UsageError for what cannot be run, before anything is started.
     """
     study = read_study(study_file, name)
     runs = build_runs(study_file, study, words)
@@ -83,7 +90,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _startable(runs: list[Run], folder: Path, quietly: bool = True) -> list[Run]:
-    """The runs that are neither finished nor in a folder that is taken; of the latter a line says why."""
+    """Runs that may start: unfinished ones, unless their folder holds other settings, which a line then says."""
     chosen = []
     for each in runs:
         now = state(each, folder)

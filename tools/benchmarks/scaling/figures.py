@@ -1,4 +1,4 @@
-"""What the runs of a study come to: speedup, efficiency, time and cost, one row a run."""
+"""Figures of the runs of a study: speedup, efficiency, time and cost, one row for each run."""
 
 import math
 import statistics
@@ -17,12 +17,12 @@ USUAL_FIELD = "z500"
 
 @dataclass
 class Row:
-    """The figures of a run; None where it is not finished, or they do not apply. Sizes are of all ranks together.
+    """The figures of a run; None where the run is not finished or a figure does not apply.
 
-    samples_per_sec: median over the epochs, slowest and fastest of which are beside it. relative_to: the run that
-    speedup and efficiency are measured against. at_first: the target was reached at the first validation, or before.
-    rmse, persistence_rmse: of every field, in its units, at the end. oversubscribed: more threads than cores on a node,
-    or more ranks than accelerators.
+    samples_per_sec: of all ranks together, the median over the epochs. relative_to: the run that speedup and efficiency
+    are measured against. at_first: whether the first validation had reached the target. rmse, persistence_rmse: of
+    every field, in its units, at the end. oversubscribed: more threads than cores on a node, or more ranks than
+    accelerators.
     """
 
     number: int
@@ -62,6 +62,28 @@ class Row:
         """The most memory that a rank held, GiB."""
         return self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None
 
+    @property
+    def spread(self) -> str | None:
+        """Samples/s of the slowest and the fastest epoch, in words."""
+        return None if self.slowest_epoch is None else f"{self.slowest_epoch:.1f} to {self.fastest_epoch:.1f}"
+
+    @property
+    def reached(self) -> str:
+        """Seconds to the target, in words."""
+        if self.seconds_to_target is None:
+            return "not reached"
+        return f"{'≤ ' if self.at_first else ''}{self.seconds_to_target:.1f}"
+
+    @property
+    def crowd(self) -> str:
+        """Why the speed of an oversubscribed run says little."""
+        place = self.place or {}
+        there = f"{place['devices']} device(s)" if place["devices"] else f"{place['cores']} core(s)"
+        return (
+            f"oversubscribed: {self.ranks} ranks with {place['threads']} thread(s) each take turns on "
+            f"{place['nodes']} x {there}; the speed says nothing about scaling"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """All figures by name."""
         return asdict(self)
@@ -69,7 +91,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Figures:
-    """A row for each run, the histories of those that are finished by number, and what they were to reach."""
+    """A row for each run, {number: history} of the finished runs, and the target."""
 
     rows: list[Row]
     histories: dict[int, History]
@@ -102,7 +124,7 @@ def collect(runs: list[Run], out: Path, target: Target | None) -> Figures:
 
 
 def device_hours(ranks: int, seconds: float) -> float:
-    """What `ranks` devices cost in so many seconds, whether they compute or wait."""
+    """Device-hours of `ranks` devices, whether they compute or wait."""
     return ranks * seconds / 3600
 
 
@@ -123,7 +145,7 @@ def _fill(row: Row, history: History, result: dict[str, Any]) -> None:
 
 
 def _compare(family: list[tuple[Row, float]]) -> None:
-    """Speedup and efficiency of rows, each with its samples/s, beside the smallest; of several, the fastest."""
+    """Fill in speedup and efficiency, relative to the fastest of the smallest runs. family: (row, samples/s)."""
     if not family:
         return
     base, base_speed = min(family, key=lambda pair: (pair[0].ranks, -pair[1]))

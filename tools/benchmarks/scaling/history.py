@@ -1,7 +1,7 @@
-"""How a run went, from the TensorBoard events in its folder: speed of every few steps, error at every validation.
+"""The history of a run, from the TensorBoard events in its folder: speed of every few steps, error of every validation.
 
-A run that was stopped and continued has several event files. TensorBoard's own reader puts them together, without what
-was computed twice.
+A run that was stopped and continued has several event files. TensorBoard's reader joins them and drops steps that were
+computed twice.
 """
 
 from bisect import bisect_left
@@ -32,7 +32,7 @@ class History:
     def steps(self) -> list[tuple[int, int, float]]:
         """(first iteration - 1, last iteration, seconds) from reading to reading.
 
-        The reading of steps that a killed process did not write is taken to be the next one's.
+        Steps whose reading was lost with a killed process count with the speed of the next reading.
         """
         ends = [(0, 0.0), *self.speeds]
         return [(before, done, (done - before) * self.batch / speed) for (before, _), (done, speed) in pairwise(ends)]
@@ -42,7 +42,7 @@ class History:
         return sum(seconds for _, done, seconds in self.steps() if done <= iteration)
 
     def epoch_speeds(self) -> list[float]:
-        """Samples/s in each epoch, without the first WARMUP_ITERATIONS steps; of a shorter run, of all of it."""
+        """Samples/s in each epoch, without the first WARMUP_ITERATIONS steps, unless the run has no others."""
         steps = self.steps()
         steady = [step for step in steps if step[0] >= WARMUP_ITERATIONS] or steps
         samples, seconds = [0] * (len(self.epochs) + 1), [0.0] * (len(self.epochs) + 1)
@@ -57,10 +57,10 @@ class History:
         return [(self.seconds_at(iteration), error) for iteration, error in self.errors[field]]
 
     def seconds_to(self, field: str, target: float) -> float | None:
-        """Seconds in training steps until the RMSE of a field is `target`, for the first time; None where it never is.
+        """Seconds in training steps until the RMSE of a field first falls to `target`; None where it never does.
 
-        Between the validations before and after, RMSE is taken to fall in a straight line; a run whose first validation
-        is below has reached it by then.
+        The RMSE is interpolated linearly between two validations. A run whose first validation is below the target has
+        reached it then.
         """
         earlier: tuple[float, float] | None = None
         for seconds, error in self.error_over_time(field):

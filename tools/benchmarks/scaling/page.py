@@ -1,4 +1,4 @@
-"""The page of a scaling study: one HTML file that needs nothing else."""
+"""The page of a scaling study: one self-contained HTML file."""
 
 from collections.abc import Iterable
 from html import escape
@@ -45,17 +45,42 @@ taken to fall in a straight line. ≤: at the first validation it was there alre
 </ul>"""
 
 
+FIRST = ["run", "ranks", "batch", "samples/s"]
+COLUMNS: dict[str, tuple[str, str]] = {  # of tables, on the page and in the terminal: (figure of a Row, format)
+    "run": ("run", ""),
+    "ranks": ("ranks", ""),
+    "batch": ("batch", ""),
+    "samples/s": ("samples_per_sec", ".1f"),
+    "slowest to fastest epoch": ("spread", ""),
+    "relative to": ("relative_to", ""),
+    "speedup": ("speedup", ".2f"),
+    "efficiency": ("efficiency", ".0%"),
+    "GiB a rank": ("peak_gib", ".2f"),
+    "iterations": ("iterations", ""),
+    "seconds": ("training_seconds", ".1f"),
+    "seconds to target": ("reached", ""),
+    "device-hours to target": ("device_hours_to_target", ".3g"),
+    "device-hours for 1,000 samples": ("device_hours_per_1000_samples", ".3g"),
+    "device-hours of the run": ("device_hours", ".3g"),
+    "epochs": ("spread", ""),
+    "s to target": ("seconds_to_target", ".1f"),
+    "device-hours": ("device_hours_to_target", ".2g"),
+}
+SPEED = list(COLUMNS)[:9]
+COST = ["run", *list(COLUMNS)[9:15]]
+IN_TERMINAL = [*FIRST, "epochs", "speedup", "efficiency", "s to target", "device-hours", "GiB a rank"]
+
+
 def page(figures: Figures, study: Study, software: dict[str, Any]) -> str:
-    """The whole page. software: what the report, not the runs, was made with."""
+    """The whole page. software: of the report, not of the runs."""
     rows = figures.rows
     done, missing = ([row for row in rows if (row.state == FINISHED) == wanted] for wanted in (True, False))
     parts = [f"<h1>Scaling study: {escape(study.name)}</h1>", f"<p>{escape(study.about)}</p>"]
     if missing:
-        cells = [(row.run, row.state, row.why) for row in missing]
-        parts.append(
-            _table(f"{len(missing)} of {len(rows)} runs are not in the figures", ["run", "state", "why"], cells, "text")
-        )
-    parts += [f'<p class="warn">{escape(row.run)}: {escape(crowd(row))}</p>' for row in done if row.oversubscribed]
+        why = [(row.run, row.state, row.why) for row in missing]
+        title = f"{len(missing)} of {len(rows)} runs are not in the figures"
+        parts.append(_table(title, ["run", "state", "why"], why, "text"))
+    parts += [f'<p class="warn">{escape(row.run)}: {escape(row.crowd)}</p>' for row in done if row.oversubscribed]
     if figures.target:
         parts.append(f"<p>Target: RMSE of {escape(str(figures.target))}</p>")
     for scaling, held in HELD.items():
@@ -67,82 +92,51 @@ def page(figures: Figures, study: Study, software: dict[str, Any]) -> str:
     parts += ["<h2>How the figures are made</h2>", NOTES, "<h2>Runs</h2>"]
     parts.append(_table("Commands", ["run", "command"], [(row.run, row.command) for row in rows], "text"))
     names = ["device", "name", "nodes", "cores", "devices", "threads", "torch"]
-    where = [(row.run, *((row.place or {}).get(name) for name in names)) for row in done]
-    parts.append(_table("Run on", ["run", *names], where))
+    parts.append(_table("Run on", ["run", *names], [(r.run, *map((r.place or {}).get, names)) for r in done]))
     parts.append(f"<p>Report made with {escape(', '.join(f'{name} {value}' for name, value in software.items()))}</p>")
     head = f'<meta charset="utf-8"><title>Scaling study: {escape(study.name)}</title><style>{STYLE}</style>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def spread(row: Row) -> str:
-    """Samples/s of the slowest and the fastest epoch."""
-    return "-" if row.slowest_epoch is None else f"{row.slowest_epoch:.1f} to {row.fastest_epoch:.1f}"
-
-
-def crowd(row: Row) -> str:
-    """Why the speed of an oversubscribed run says little."""
-    place = row.place or {}
-    there = f"{place['devices']} device(s)" if place["devices"] else f"{place['cores']} core(s)"
-    return (
-        f"oversubscribed: {row.ranks} ranks with {place['threads']} thread(s) each take turns on {place['nodes']} x "
-        f"{there}; the speed says nothing about scaling"
-    )
-
-
 def _family(rows: list[Row]) -> Iterable[str]:
     """Tables of the finished runs of a family."""
-    speed = [
-        (r.run, r.ranks, r.batch, _show(r.samples_per_sec, ".1f"), spread(r), r.relative_to, _show(r.speedup, ".2f"),
-         _show(r.efficiency, ".0%"), _show(r.peak_gib, ".2f"))
-        for r in rows
-    ]  # fmt: skip
-    titles = ["run", "ranks", "batch", "samples/s", "slowest to fastest epoch", "relative to", "speedup", "efficiency"]
-    yield _table("Speed", [*titles, "GiB a rank"], speed)
-    yield from _arithmetic(rows)
-    cost = [
-        (r.run, r.iterations, _show(r.training_seconds, ".1f"), _reached(r), _show(r.device_hours_to_target, ".3g"),
-         _show(r.device_hours_per_1000_samples, ".3g"), _show(r.device_hours, ".3g"))
-        for r in rows
-    ]  # fmt: skip
-    hours = [f"device-hours {what}" for what in ("to target", "for 1,000 samples", "of the run")]
-    yield _table("Time and cost", ["run", "iterations", "seconds", "seconds to target", *hours], cost)
-    if scored := [row for row in rows if row.rmse]:
-        yield _errors(scored)
-
-
-def _arithmetic(rows: list[Row]) -> Iterable[str]:
-    """Speedup and efficiency of the largest run, with the numbers put in."""
+    yield _table("Speed", SPEED, [cells(row, SPEED) for row in rows])
     last = max(rows, key=lambda row: row.ranks)
     base = next((row for row in rows if row.run == last.relative_to), None)
-    if base and base is not last:
+    if base and base is not last:  # the arithmetic of the largest run, with the numbers put in
         yield (
             f"<p>{escape(last.run)}: {last.samples_per_sec:.1f} / {base.samples_per_sec:.1f} samples/s = a speedup of "
             f"{last.speedup:.2f}; {last.speedup:.2f} / ({last.ranks} / {base.ranks} ranks) = {last.efficiency:.0%}.</p>"
         )
+    yield _table("Time and cost", COST, [cells(row, COST) for row in rows])
+    if scored := [row for row in rows if row.rmse]:
+        yield _errors(scored)
 
 
 def _errors(rows: list[Row]) -> str:
     """RMSE of the headline fields at the end, beside persistence."""
-    rmse, units, persistence = rows[0].rmse or {}, rows[0].units or {}, rows[0].persistence_rmse
-    fields = [name for name in HEADLINE if name in rmse] or list(rmse)[:4]
-    cells = [(row.run, *(_show((row.rmse or {}).get(name), ".3f") for name in fields)) for row in rows]
+    units, persistence = rows[0].units or {}, rows[0].persistence_rmse
+    errors = {row.run: row.rmse or {} for row in rows}
+    fields = [name for name in HEADLINE if name in errors[rows[0].run]] or list(errors[rows[0].run])[:4]
     if persistence:
-        cells.append(("persistence: nothing changes", *(_show(persistence.get(name), ".3f") for name in fields)))
-    return _table("RMSE at the end", ["run", *(f"{name} ({units.get(name)})" for name in fields)], cells)
+        errors["persistence: nothing changes"] = persistence
+    lines = [(run, *(_show(rmse.get(name), ".3f") for name in fields)) for run, rmse in errors.items()]
+    return _table("RMSE at the end", ["run", *(f"{name} ({units.get(name)})" for name in fields)], lines)
 
 
-def _reached(row: Row) -> str:
-    return ("≤ " if row.at_first else "") + _show(row.seconds_to_target, ".1f", "not reached")
+def cells(row: Row, titles: Iterable[str]) -> list[str]:
+    """The figures of a run under these titles of COLUMNS, as text."""
+    return [_show(getattr(row, COLUMNS[title][0]), COLUMNS[title][1]) for title in titles]
 
 
-def _show(value: float | None, spec: str, otherwise: str = "-") -> str:
-    return otherwise if value is None else format(value, spec)
+def _show(value: Any, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
 
 
-def _table(caption: str, titles: list[str], rows: Iterable[tuple[Any, ...]], kind: str = "figures") -> str:
+def _table(caption: str, titles: list[str], rows: Iterable[Iterable[Any]], kind: str = "figures") -> str:
     """Titles and cells are escaped; None shows as '-'."""
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    lines = [[escape("-" if cell is None else str(cell)) for cell in row] for row in rows]
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
+    lines = ["".join(f"<td>{escape(_show(cell, ''))}</td>" for cell in row) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<table class="{kind}"><caption>{escape(caption)}</caption>\n<tr>{head}</tr>\n{body}</table>'

@@ -7,12 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tools.benchmarks.scaling.figures import Figures, Row
-
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
+from tools.pictures import COLORS, panels
 
 
 def pictures(figures: Figures) -> dict[str, str]:
-    """{name: SVG} of what there are figures for: speed, efficiency, error, cost."""
+    """{name: SVG} of speed, efficiency, error and cost, where there are figures."""
     timed = [row for row in figures.rows if row.samples_per_sec]
     reached = [row for row in timed if row.device_hours_to_target]
     drawn = {}
@@ -37,7 +36,7 @@ def _color(rows: list[Row], layout: str) -> str:
 
 
 def _speed(rows: list[Row]) -> str:
-    """Samples/s over ranks, one panel a family: a line for each layout from the smallest run on, and the ideal one."""
+    """Samples/s over ranks, one panel for each family: a line for each layout, and the ideal line."""
     families = _families(rows)
     figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
     for axes, (name, family) in zip(figure.subplots(1, len(families), squeeze=False)[0], families.items(), strict=True):
@@ -60,12 +59,9 @@ def _speed(rows: list[Row]) -> str:
 
 def _bars(rows: list[Row], values: list[float], unit: str) -> str:
     """A bar for each run, first one on top."""
-    figure = Figure(figsize=(8, 0.9 + 0.26 * len(rows)), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels([row.run for row in rows], row=0.26)
     bars = axes.barh(range(len(rows)), values, color=[_color(rows, row.layout) for row in rows])
     axes.bar_label(bars, fmt="%.3g", padding=3, fontsize="small")
-    axes.set_yticks(range(len(rows)), [row.run for row in rows], fontsize="small")
-    axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel(unit)
     axes.spines[["top", "right"]].set_visible(False)

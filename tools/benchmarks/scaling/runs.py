@@ -1,7 +1,7 @@
-"""The runs of a study on this machine or in a job: how far each one is, and starting it.
+"""The runs of a study on this machine or in a job: the state of each, and how it is started.
 
-What a run says goes to `<out>/run-<number>.out`, and what it runs on to `<out>/run-<number>.json`, wherever the report
-is made later. Everything else is in the run folder.
+The output of a run goes to `<out>/run-<number>.out`, and a description of its machine to `<out>/run-<number>.json`.
+Everything else is in the run folder.
 """
 
 import json
@@ -21,9 +21,8 @@ from tools.tables import machine, write_json
 from utils.config import check_config, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError
 from utils.launch import Launch
-from utils.schema import Config
+from utils.schema import keys_that_affect
 
-UNIMPORTANT = {"expdir", "resume", "comm_timeout", "watchdog_timeout"}  # may differ between a study and its run
 FINISHED, FAILED, MISSING = "finished", "failed", "missing"
 UNFINISHED, OTHER_SETTINGS = "unfinished", "of other settings"
 START_OF_A_JOB = "launch: job "  # sites/launch.sh begins with it; a job that is requeued appends to its file
@@ -32,14 +31,14 @@ ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+: )?(?:error: |(?!.*SignalExceptio
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is: one of the words above; why it is no further, in a line."""
+    """State of a run: one of the words above, and the reason in a line."""
 
     kind: str
     why: str = ""
 
 
 def state(run: Run, out: Path) -> State:
-    """Read from the run folder, and from what the run said at its last start."""
+    """The State of a run, from its folder and from the output of its last start."""
     error = _last_error(run, out)
     if not (run.folder / "config.yaml").exists():
         return State(FAILED, error) if error else State(MISSING, "never started")
@@ -56,16 +55,16 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def place(run: Run, out: Path) -> dict[str, Any]:
-    """What a run was started on: device, cores and nodes; empty where this program did not start it."""
+    """The machine of a run: device, cores and nodes; empty where this program did not start the run."""
     path = _place_file(run, out)
     there = json.loads(path.read_text()) if path.exists() else {}
-    return there if there.get("run") == run.name else {}  # or the study's runs were counted otherwise then
+    return there if there.get("run") == run.name else {}  # else the runs of the study had other numbers
 
 
 def start(run: Run, out: Path) -> int:
     """Train on this machine to the end; returns the exit status, STOPPED_STATUS where a signal asked to stop.
 
-    SIGTERM and Ctrl-C are handed on: the run saves first, and the same study continues it.
+    SIGTERM and Ctrl-C are passed on: the run saves first, and the same study continues it.
     """
     _write_place(run, out, Launch(world_size=run.ranks), int(os.environ.get("OMP_NUM_THREADS", 1)))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"]
@@ -121,7 +120,7 @@ def _place_file(run: Run, out: Path) -> Path:
 
 def _write_place(run: Run, out: Path, launch: Launch, threads: int) -> None:
     cpu = run.config.device == "cpu" or not torch.accelerator.is_available()
-    found = None if cpu else torch.accelerator.current_accelerator()  # named alone: the run is to have its memory
+    found = None if cpu else torch.accelerator.current_accelerator()  # only its name is read
     here = machine(found or torch.device("cpu")) | {
         "run": run.name,
         "nodes": launch.nodes,
@@ -133,7 +132,7 @@ def _write_place(run: Run, out: Path, launch: Launch, threads: int) -> None:
 
 
 def _last_error(run: Run, out: Path) -> str | None:
-    """The first error that a run named since its last start; None where there is none."""
+    """The first error in the output of a run's last start; None where there is none."""
     path = output_file(run, out)
     if not path.exists() or (_place_file(run, out).exists() and not place(run, out)):
         return None
@@ -143,10 +142,10 @@ def _last_error(run: Run, out: Path) -> str | None:
 
 
 def _other_settings(run: Run) -> str:
-    """Where the run folder holds another run than the study asks for: which keys differ. Layouts count."""
+    """The keys in which the run in the folder differs from the one of the study, layout included; "" for none."""
     path, name = run.folder / "config.yaml", run.config.config
     there = check_config(read_named_config(path, name), name, f"{path}: {name}")
-    keys = [key for key in Config.model_fields if key not in UNIMPORTANT]
+    keys = keys_that_affect("model", "result", "training", "layout", "speed")
     pairs = [(key, getattr(there, key), getattr(run.config, key)) for key in keys]
     differing = [f"{key} {theirs}, not {ours}" for key, theirs, ours in pairs if theirs != ours]
     if (run.folder / "summary.json").exists() and (ranks := summary(run)["world_size"]) != run.ranks:

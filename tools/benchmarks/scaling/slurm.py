@@ -1,4 +1,4 @@
-"""A study as jobs of Slurm. All tasks of an array get the same nodes and GPUs: each size of run has its own array."""
+"""A study as Slurm jobs. All tasks of an array get the same nodes and GPUs, so each size of run has its own array."""
 
 import shlex
 import shutil
@@ -14,8 +14,8 @@ SUBMIT = "submit_scaling.sh"
 def job_lines(runs: list[Run], gpus_per_node: int, words: list[str], out: Path) -> list[str]:
     """Lines of bash: an array of runs for each number of nodes and GPUs, and a last job that writes the report.
 
-    words: of this program, for every job. A task of an array is the run of its number, with <out>/run-<number>.out as
-    its output. Raises UsageError where a run does not fill its nodes.
+    words: options of benchmark.py scaling, for every job. Each task of an array makes the run with its number and
+    writes to <out>/run-<number>.out. Raises UsageError where a run does not fill its nodes.
     """
     arrays: dict[tuple[int, int], list[int]] = {}
     for run in runs:
@@ -35,7 +35,7 @@ def job_lines(runs: list[Run], gpus_per_node: int, words: list[str], out: Path) 
 
 
 def submit(lines: list[str]) -> str:
-    """Give Slurm the jobs of these lines; returns the number of the last one. Raises UsageError with a refusal."""
+    """Submit these jobs; returns the number of the last one. Raises UsageError where Slurm refuses."""
     if not shutil.which("sbatch"):
         raise UsageError("--submit: there is no sbatch here: call this on a login node of a Slurm cluster")
     script = "\n".join(["set -e", *lines])

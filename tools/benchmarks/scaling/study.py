@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
-from utils.config import SPLITS, load_config, nearest, read_named_config
+from utils.config import SCRIPTS, SPLITS, explain, load_config, nearest, option_words, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config, Text, key
 
-SCRIPTS = {"train.py": "config/ViT.yaml", "train_mp.py": "config/mp.yaml", "train_shard.py": "config/shard.yaml"}
-OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # no options: the study says them
+OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # set by the study, not by options
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")]
 OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
 
@@ -23,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class Layout(_Strict):
-    """A way to split a run, on one or several numbers of ranks."""
+    """A layout of a run, on one or several numbers of ranks."""
 
     ranks: Annotated[list[PositiveInt], OneOrMore, Field(min_length=1)] = key("ranks of the run; a list: of each run")
     script: Literal["train.py", "train_mp.py", "train_shard.py"] | None = key("null: by how the model is split", None)
@@ -31,18 +30,18 @@ class Layout(_Strict):
 
 
 class Family(_Strict):
-    """Runs that solve the same problem, and are compared with the smallest among them."""
+    """Runs of the same problem, which are compared with the smallest among them."""
 
     scaling: Literal["strong", "weak"] = key("strong: the same batch on any number of ranks; weak: it grows with them")
     batch: PositiveInt = key("samples of an optimizer step: of all ranks (strong), for each rank (weak)")
-    yaml_config: Text = key("file of the config", SCRIPTS["train.py"])
+    yaml_config: Text = key("file of the config", SCRIPTS["train.py"].yaml_config)
     config: Text = key("named config in that file")
     options: dict[str, Any] = key("keys of the config, for all runs of the family", {})
     layouts: dict[Name, Layout] = key("named layouts")
 
 
 class Study(_Strict):
-    """Families of runs, and what they are to reach."""
+    """Families of runs, and their target."""
 
     name: Name = key("name of the study in the YAML file")
     about: Text = key("what it is about, in a line")
@@ -54,7 +53,7 @@ class Study(_Strict):
 
 @dataclass(frozen=True)
 class Target:
-    """RMSE of a field, in its units, that counts as reached; reason: where the number comes from."""
+    """The RMSE of a field, in its units, that a run should reach. reason: where the number comes from."""
 
     field: str
     rmse: float
@@ -85,7 +84,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What one types to start it on this machine."""
+        """The command that starts it on this machine."""
         start = "python" if self.ranks == 1 else f"torchrun --nproc_per_node {self.ranks}"
         return f"{start} {self.script} {shlex.join(self.words)}"
 
@@ -93,21 +92,19 @@ class Run:
 def read_study(path: str, name: str) -> Study:
     """The Study of this name in a YAML file.
 
-    Raises UsageError, in one line with the nearest name, for a study or a key that is not known, and for values that
-    do not fit.
+    Raises UsageError, with the nearest known name, for an unknown study or key, and for values that do not fit.
     """
     settings = read_named_config(path, name)
     try:
         return Study.model_validate({**settings, "name": name})
     except ValidationError as error:
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
-        raise UsageError(_explain(dict(problems[0]), f"{path}: {name}")) from None
+        raise UsageError(explain(error, Study, f"{path}: {name}")) from None
 
 
 def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
     """The runs of a study in the order of its file, numbered from 0.
 
-    words: options of the config for all of them, in place of the study's. Raises UsageError naming the run where the
+    words: options of the config for all runs; they win over the study's. Raises UsageError naming the run where the
     training script would refuse it.
     """
     runs: list[Run] = []
@@ -119,13 +116,14 @@ def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
                 options = {**study.options, **family.options, **layout.options}
                 _check_options(options, where)
                 script = layout.script or _script(options, where)
-                own = [f"--yaml_config={family.yaml_config}"] if family.yaml_config != SCRIPTS[script] else []
+                own = (
+                    [f"--yaml_config={family.yaml_config}"] if family.yaml_config != SCRIPTS[script].yaml_config else []
+                )
                 own += [f"--config={family.config}", f"--run_num={study.name}-{name}"]
                 own += [f"--global_batch_size={family.batch * (ranks if family.scaling == 'weak' else 1)}"]
-                own += [word for option, value in options.items() for word in _words(option, value)] + words
-                splits = [option for option, scripts in SPLITS.items() if script in scripts]
+                own += [word for option, value in options.items() for word in option_words(option, value)] + words
                 try:
-                    config = load_config(own, None, ranks, SCRIPTS[script], splits)
+                    config = load_config(own, None, ranks, *SCRIPTS[script][:2])
                 except UsageError as error:
                     raise UsageError(f"{where}: {error}") from None
                 runs.append(Run(len(runs), name, family_name, layout_name, family.scaling, ranks, script, own, config))
@@ -156,30 +154,8 @@ def _check_options(options: dict[str, Any], where: str) -> None:
 
 def _script(options: dict[str, Any], where: str) -> str:
     """The first script that can split a model in all of these ways."""
-    used = [name for name in SPLITS if options.get(name, 1) not in (1, "1x1")]
-    for script in SCRIPTS:
-        if all(script in SPLITS[name] for name in used):
-            return script
+    used = [key for key in SPLITS if options.get(key, 1) not in (1, "1x1")]
+    for name, script in SCRIPTS.items():
+        if set(used) <= set(script.splits):
+            return name
     raise UsageError(f"{where}: no script has {' and '.join(used)} together")
-
-
-def _words(option: str, value: Any) -> list[str]:
-    """An option of a study as words of a command line."""
-    if isinstance(value, bool):
-        return [f"--{'' if value else 'no-'}{option}"]
-    if isinstance(value, list):
-        return [f"--{option}", *map(str, value)]
-    return [f"--{option}={'null' if value is None else value}"]
-
-
-def _explain(problem: dict[str, Any], where: str) -> str:
-    """One line from one pydantic error."""
-    *place, name = (str(word) for word in problem["loc"] if isinstance(word, str))
-    models: list[type[BaseModel]] = [Study, Family, Layout]
-    known = models[len(place) // 2].model_fields
-    where = ": ".join([where, *place[1::2]])  # families, <name>, layouts, <name>
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{name}'{nearest(name, known)}"
-    if problem["type"] == "missing":
-        return f"{where}: key '{name}' is missing ({known[name].description})"
-    return f"{where}: {name}: {problem['input']!r} {problem['msg'].removeprefix('Input ')}"

@@ -1,6 +1,5 @@
-"""The report of a scaling study: a page, its figures as JSON and CSV, and the main ones for a terminal."""
+"""The report of a scaling study: a page, the figures as JSON and CSV, the main figures for a terminal."""
 
-import csv
 import os
 import platform
 import sys
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 
 from tools.benchmarks.scaling.figures import Figures
-from tools.benchmarks.scaling.page import crowd, page, spread
+from tools.benchmarks.scaling.page import IN_TERMINAL, cells, page
 from tools.benchmarks.scaling.runs import FINISHED
 from tools.benchmarks.scaling.study import Study
-from tools.tables import format_table, write_json
+from tools.tables import format_table, write_csv, write_json
 from utils.files import whole_file
 
 NOT_IN_CSV = ("rmse", "persistence_rmse", "units", "place")  # one value for each field, or several words
@@ -25,33 +24,22 @@ def write_report(figures: Figures, study: Study, out: Path) -> None:
     target = vars(figures.target) if figures.target else None
     about = {"study": study.name, "about": study.about, "target": target, "written_on": _software()}
     write_json(out / "report.json", about | {"rows": rows})
-    with whole_file(out / "report.csv") as part, part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [name for name in rows[0] if name not in NOT_IN_CSV], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(out / "report.csv", rows, [name for name in rows[0] if name not in NOT_IN_CSV])
     with whole_file(out / "report.html") as part:
         part.write_text(page(figures, study, _software()), encoding="utf-8")
 
 
 def text_table(figures: Figures) -> str:
-    """The main figures as a Markdown table, and what is missing or in doubt."""
-    columns = {
-        "run": "", "ranks": "d", "batch": "d", "samples/s": ".1f", "epochs": "", "speedup": ".2f", "efficiency": ".0%",
-        "s to target": ".1f", "device-hours": ".2g", "GiB a rank": ".2f",
-    }  # fmt: skip
-    rows = [
-        (row.run, row.ranks, row.batch, row.samples_per_sec, spread(row), row.speedup, row.efficiency,
-         row.seconds_to_target, row.device_hours_to_target, row.peak_gib)
-        for row in figures.rows if row.state == FINISHED
-    ]  # fmt: skip
-    lines = [format_table(columns, rows)] if rows else ["no run is finished"]
+    """The main figures as a Markdown table, then the runs that are missing or oversubscribed."""
+    rows = [cells(row, IN_TERMINAL) for row in figures.rows if row.state == FINISHED]
+    lines = [format_table(dict.fromkeys(IN_TERMINAL, ""), rows)] if rows else ["no run is finished"]
     if figures.target:
         lines.append(f"\ntarget: {figures.target}")
     for row in figures.rows:
         if row.state != FINISHED:
             lines.append(f"{row.run}: {row.state}: {row.why}")
         elif row.oversubscribed:
-            lines.append(f"{row.run}: {crowd(row)}")
+            lines.append(f"{row.run}: {row.crowd}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The closed form of a step, held against the trace of the real code. Layouts as users run them, on as many GPUs."""
+"""The formulas of a step, held against the trace of the real code. Layouts as users run them, on as many GPUs."""
 
 import time
 from collections import Counter
@@ -6,15 +6,11 @@ from functools import cache
 
 import pytest
 
-from tools.planner.formulas import closed_form
+from tools.planner.formulas import formula_traces
 from tools.planner.trace import trace_step
-from utils.config import load_config
+from utils.config import SCRIPTS, load_config
 
-SPLITS = {
-    "config/ViT.yaml": (),
-    "config/mp.yaml": ("tensor_parallel", "context_parallel", "pipeline_parallel"),
-    "config/shard.yaml": ("tensor_parallel", "domain_parallel"),
-}
+SPLITS = {script.yaml_config: script.splits for script in SCRIPTS.values()}
 MP, SHARD, CLASSES = "mp.yaml --config=mp", "shard.yaml --config=shard", "shard.yaml --config=classify_1024"
 PIPELINE = "--gradient_accumulation=4 --data_parallel"
 # With ddp few blocks, as a trace of many knows the bytes of its buckets, but not how many there are.
@@ -52,12 +48,12 @@ CASES = [
 
 @cache
 def both(ranks, words):
-    """(traces, closed forms) of a layout."""
+    """(traces, formulas) of a layout."""
     name, *words = words.split()
     path = f"config/{name}"
     config = load_config(["--yaml_config", path, *words], world_size=ranks, splits=SPLITS[path])
     layout = config.layout(ranks, 4)
-    return trace_step(config, layout), closed_form(config, layout)
+    return trace_step(config, layout), formula_traces(config, layout)
 
 
 def pairs(ranks, words):
@@ -66,46 +62,46 @@ def pairs(ranks, words):
 
 @pytest.mark.parametrize(("ranks", "words"), CASES)
 def test_memory_is_that_of_the_trace(ranks, words):
-    for trace, closed in pairs(ranks, words):
-        assert closed.memory["peak"] == pytest.approx(trace.memory["peak"], rel=0.01)
-        assert closed.held["activations"] == pytest.approx(trace.held["activations"], rel=0.002)
-        assert closed.held["parameters"] == pytest.approx(trace.held["parameters"], rel=0.002)
-        assert closed.held["gradients"] == pytest.approx(trace.held["gradients"], rel=0.002)
+    for trace, formula in pairs(ranks, words):
+        assert formula.memory["peak"] == pytest.approx(trace.memory["peak"], rel=0.01)
+        assert formula.held["activations"] == pytest.approx(trace.held["activations"], rel=0.002)
+        assert formula.held["parameters"] == pytest.approx(trace.held["parameters"], rel=0.002)
+        assert formula.held["gradients"] == pytest.approx(trace.held["gradients"], rel=0.002)
         least = 1 if "zero1" not in words else 0.999  # there the rank that has most of the state is meant
-        assert closed.held["optimizer"] >= least * trace.held["optimizer"] - 1024
+        assert formula.held["optimizer"] >= least * trace.held["optimizer"] - 1024
         if "zero1" not in words:
-            assert closed.held["optimizer"] == pytest.approx(trace.held["optimizer"], rel=0.002)
-        assert closed.inference == pytest.approx(trace.inference, rel=0.25)
+            assert formula.held["optimizer"] == pytest.approx(trace.held["optimizer"], rel=0.002)
+        assert formula.inference == pytest.approx(trace.inference, rel=0.25)
 
 
 @pytest.mark.parametrize(("ranks", "words"), CASES)
 def test_messages_are_those_of_the_trace(ranks, words):
-    for trace, closed in pairs(ranks, words):
+    for trace, formula in pairs(ranks, words):
         calls, sent = _by_kind(trace.messages)
-        assert _by_kind(closed.messages)[0] == calls
-        assert _by_kind(closed.messages)[1] == pytest.approx(sent, rel=0.002)
-        assert closed.groups == trace.groups
+        assert _by_kind(formula.messages)[0] == calls
+        assert _by_kind(formula.messages)[1] == pytest.approx(sent, rel=0.002)
+        assert formula.groups == trace.groups
 
 
 @pytest.mark.parametrize(("ranks", "words"), CASES)
 def test_operations_are_those_of_the_trace(ranks, words):
-    for trace, closed in pairs(ranks, words):
+    for trace, formula in pairs(ranks, words):
         for kind in ("matmul", "attention"):
             for phase in ("forward", "backward"):
                 flops = _total(trace, phase, kind, "flops")
-                assert _total(closed, phase, kind, "flops") == pytest.approx(flops, rel=0.002)
+                assert _total(formula, phase, kind, "flops") == pytest.approx(flops, rel=0.002)
         for phase in ("forward", "backward"):
             moved = sum(_total(trace, phase, kind, "moved") for kind in ("pointwise", "copy"))
-            own = sum(_total(closed, phase, kind, "moved") for kind in ("pointwise", "copy"))
+            own = sum(_total(formula, phase, kind, "moved") for kind in ("pointwise", "copy"))
             if "fsdp" in words or "shard" in words:  # what fully_shard copies, a trace does not see
                 assert own > 0.75 * moved
             else:
                 assert own == pytest.approx(moved, rel=0.25)
         low = {operation.dtype for operation in trace.operations if operation.kind == "matmul"}
-        assert {operation.dtype for operation in closed.operations if operation.kind == "matmul"} == low
+        assert {operation.dtype for operation in formula.operations if operation.kind == "matmul"} == low
 
 
-def test_a_closed_form_takes_a_millisecond():
+def test_a_formula_takes_a_millisecond():
     traces = both(*CASES[-4])[0]
     assert traces
     name, *words = CASES[-4][1].split()
@@ -113,7 +109,7 @@ def test_a_closed_form_takes_a_millisecond():
     layout = config.layout(16, 4)
     started = time.process_time()
     for _ in range(50):
-        closed_form(config, layout)
+        formula_traces(config, layout)
     assert (time.process_time() - started) / 50 < 0.005
 
 

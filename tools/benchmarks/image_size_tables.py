@@ -1,16 +1,14 @@
 """Tables, CSV and picture of `benchmark.py domain`, from its rows."""
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from tools.tables import format_table
-from utils.files import whole_file
+from tools import tables
+from tools.pictures import COLORS, save
+from tools.tables import MIB, print_table
 
-MIB = 2**20
 TABLES = {  # title: (figure of a row, factor, format)
     "Latency: ms of a forward pass, or of a training step": ("seconds", 1e3, ".1f"),
     "Speed-up: images/s to those of one device, in the same round": ("speedup", 1, ".2f"),
@@ -19,7 +17,6 @@ TABLES = {  # title: (figure of a row, factor, format)
     "Memory: of one device / of a rank": ("memory_reduction", 1, ".2f"),
     "Activations: MiB kept for the backward pass": ("activations", 1 / MIB, ".1f"),
 }
-COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 
 def print_tables(results: list[dict[str, Any]]) -> None:
@@ -35,7 +32,7 @@ def print_tables(results: list[dict[str, Any]]) -> None:
             for point, of_layout in points.items()
             if name != "activations" or point[0] == "training"
         ]
-        _print_table(title, ("", "precision", "batch", "image", *layouts), rows)
+        print_table(title, dict.fromkeys(("", "precision", "batch", "image", *layouts), ""), rows)
     batches = list(dict.fromkeys(r["batch"] for r in results))
     if len(batches) > 1:
         rows = [
@@ -45,13 +42,8 @@ def print_tables(results: list[dict[str, Any]]) -> None:
             for layout, r in of_layout.items()
         ]  # fmt: skip
         columns = ("", "precision", "image", "layout", "devices of an image", "all", *(f"batch {n}" for n in batches))
-        _print_table(
-            "Throughput: images/s of all devices; batch: what those of one image take at a time", columns, rows
-        )
-
-
-def _print_table(title: str, columns: Sequence[str], rows: list[tuple[Any, ...]]) -> None:
-    print(f"{title}\n\n{format_table(dict.fromkeys(columns, ''), rows)}\n")
+        title = "Throughput: images/s of all devices; batch: what those of one image take at a time"
+        print_table(title, dict.fromkeys(columns, ""), rows)
 
 
 def in_points(image: Sequence[int]) -> str:
@@ -65,17 +57,16 @@ def _cell(row: dict[str, Any], name: str, factor: float, spec: str) -> str:
     return "-" if row[name] is None else format(row[name] * factor, spec)
 
 
-def write_csv(path: str, results: list[dict[str, Any]]) -> None:
-    """One line for every row; what has several values is left to the JSON."""
+def write_csv(path: str, figures: dict[str, Any]) -> None:
+    """One line for each row, without figures that have several values."""
+    results = figures["rows"]
     single = [name for name in results[0] if not name.endswith("_of_rounds")]
-    with whole_file(Path(path)) as part, open(part, "w", newline="") as file:
-        table = csv.DictWriter(file, single, extrasaction="ignore")
-        table.writeheader()
-        table.writerows(r | {"image": in_points(r["image"])} for r in results)
+    tables.write_csv(path, [r | {"image": in_points(r["image"])} for r in results], single)
 
 
-def write_picture(path: str, results: list[dict[str, Any]]) -> None:
-    """Time and memory over the size of an image: above of a forward pass, below of a training step."""
+def write_picture(path: str, figures: dict[str, Any]) -> None:
+    """Time and memory over the size of an image: a forward pass above, a training step below."""
+    results = figures["rows"]
     figure = Figure(figsize=(11, 8), layout="constrained")
     grid = figure.subplots(2, 2, sharex=True)
     lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -107,5 +98,4 @@ def write_picture(path: str, results: list[dict[str, Any]]) -> None:
         axes.set_xlabel("points of an image; where a line ends, memory has run out")
     handles, names = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    with whole_file(Path(path)) as part:
-        figure.savefig(part, format="png", dpi=120)
+    save(figure, path)

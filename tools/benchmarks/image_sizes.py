@@ -1,0 +1,256 @@
+"""Image sizes x ways to use several devices, for the classifier of rung 4: time, memory and throughput.
+
+The same image on one device, whole images on every device (DDP), or one image over several devices (domain), whose
+weights are sharded too (fsdp). A forward pass and a training step are measured apart, because one may fit where the
+other does not. Where memory runs out, the table says so, and the sweep goes on.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from networks.vit import patch_grid
+from tools.benchmarks.cases import (
+    RankCase,
+    build_case,
+    check_machine,
+    conditions,
+    most,
+    parse_layout,
+    ranks_of,
+    take_turns,
+)
+from tools.benchmarks.image_size_tables import print_tables
+from tools.instruments.memory import memory_of_a_step, optimizer_states
+from tools.instruments.peak import PeakMemory
+from tools.instruments.team import Case, OutOfMemory, Rank, Teams
+from tools.tables import machine
+from training.model import build_model
+from utils import comm
+from utils.config import SCRIPTS
+from utils.device import synchronize
+from utils.errors import UsageError, reported_as_usage_error
+
+LAYOUTS = ("dp2", "domain2", "domain2,data_parallel=ddp")
+ONE = "one device"
+SIZES = (32, 64, 32)
+MODES = ("forward", "training")
+SCRIPT, NAME = SCRIPTS["train_shard.py"], "classify_quick"
+MEASURED = ("seconds", "seconds_of_rounds", "images_per_sec", "cpu_seconds", "peak", "activations", "loss")
+COMPARED = ("speedup", "speedup_of_rounds", "memory_reduction")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageCase(Case):
+    """A layout at one point of the sweep.
+
+    config: of this image, precision and batch. batch: images that a device, or those that share an image, take at a
+    time. memory_limit: bytes of a rank, or None.
+    """
+
+    batch: int
+    mode: str
+    memory_limit: float | None
+
+    @property
+    def tokens(self) -> int:
+        """Patches of an image."""
+        return math.prod(patch_grid(self.config.img_size, self.config.patch_size)[0])
+
+
+def run(
+    words: list[str],
+    layouts: Sequence[str] = LAYOUTS,
+    sizes: Sequence[int] = SIZES,
+    dims: int = 2,
+    precisions: Sequence[str] = ("none",),
+    batches: Sequence[int] = (1,),
+    memory_limit_gib: float | None = None,
+    steps: int = 3,
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Measure and print the tables.
+
+    words: options of the config. layouts: sizes joined by x, as domain2xdp2, with options of their own after commas:
+    'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
+    precisions: values of amp_mode. batches: images that a device, or those that share an image, takes at a time.
+    Returns the figures, as JSON has them.
+    Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
+    """
+    if min(steps, rounds, *batches) < 1 or (memory_limit_gib is not None and memory_limit_gib <= 0):
+        raise UsageError("--batches, --steps and --rounds are 1 or more, --memory_limit_gib more than 0")
+    points = build_points(words, layouts, sizes, dims, precisions, batches, memory_limit_gib)
+    device, config = check_machine("domain", points[0], "--layouts"), points[0][0].config
+    results = []
+    with Teams(config) as teams:
+        for point in points:
+            turns = take_turns(point, rounds, lambda case, number: measure(teams, case, steps, memory=number == 0))
+            one = summarize(point[0], turns[point[0]], None)
+            results += [one] + [summarize(case, turns[case], one) for case in point[1:]]
+    print_tables(results)
+    model = f"{config.depth} blocks of {config.embed_dim}, patches of {config.patch_size}"
+    print(f"{model}, {conditions(device, rounds, steps)}")
+    return {
+        "config": config.config, "machine": machine(device), "embed_dim": config.embed_dim, "depth": config.depth,
+        "patch_size": config.patch_size, "memory_limit_gib": memory_limit_gib, "rows": results,
+    }  # fmt: skip
+
+
+def build_points(
+    words: list[str],
+    layouts: Sequence[str],
+    sizes: Sequence[int] = SIZES,
+    dims: int = 2,
+    precisions: Sequence[str] = ("none",),
+    batches: Sequence[int] = (1,),
+    memory_limit_gib: float | None = None,
+) -> list[list[ImageCase]]:
+    """The points of the sweep, checked: at each of them the cases of all layouts, one device first."""
+    words = [f"--config={NAME}", *words]
+    ways = [build_case(ONE, words, 1, SCRIPT)]
+    for text in dict.fromkeys(layouts):
+        split = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
+        shared = [
+            f"--data_parallel={'ddp' if split['domain'] == '1' else 'fsdp'}", f"--domain_parallel={split['domain']}",
+            f"--tensor_parallel={split['tp']}", f"--global_batch_size={split['dp']}",
+        ]  # fmt: skip
+        ways.append(build_case(text, [*words, *shared], ranks_of(split), SCRIPT))
+    limit = memory_limit_gib and memory_limit_gib * 2**30
+
+    def case_of(way: Case, precision: str, batch: int, side: int, mode: str) -> ImageCase:
+        own = {"img_size": [side] * dims, "amp_mode": precision, "global_batch_size": batch * way.layout.dp}
+        return ImageCase(way.name, way.config.model_copy(update=own), way.layout, batch, mode, limit)
+
+    sweep = product(precisions, batches, parse_sizes(sizes), MODES)
+    points = [[case_of(way, *point) for way in ways] for point in sweep]
+    for case in chain.from_iterable(points):
+        check(case)
+    return points
+
+
+def check(case: ImageCase) -> None:
+    """Raise UsageError where the model cannot be built, or an image has too few patches to be shared."""
+    config = case.config
+    with reported_as_usage_error(ValueError, config.config):
+        build_model(config)
+        grid, _ = patch_grid(config.img_size, config.patch_size)
+    domain, heads = math.prod(case.layout.domain), config.num_heads // config.tensor_parallel
+    if config.domain_method == "all_to_all" and heads % domain:
+        raise UsageError(f"layout '{case.name}': all_to_all cannot split {heads} heads over {domain} ranks")
+    for ranks, patches in zip(case.layout.domain, grid, strict=False):
+        if ranks > patches:
+            raise UsageError(
+                f"layout '{case.name}': {patches} patches of {config.img_size} cannot be shared by {ranks}"
+            )
+
+
+def parse_sizes(sizes: Sequence[int]) -> list[int]:
+    """Sides of the images: (start, stop, step) -> [start, start + step, .., at most stop]."""
+    start, stop, step = sizes
+    if start < 1 or step < 1 or stop < start:
+        raise UsageError(f"--sizes {start} {stop} {step}: expected START, a larger STOP, and a STEP of 1 or more")
+    return list(range(start, stop + 1, step))
+
+
+def measure(teams: Teams, case: ImageCase, steps: int, memory: bool) -> list[dict[str, Any]] | None:
+    """Figures of every rank: seconds and CPU seconds of a step, with `memory` bytes held and the first loss too.
+
+    None where a rank has run out of memory. Nothing of the case is kept.
+    """
+    try:
+        return teams.call(case.ranks, _measure_once, case, steps, memory)
+    except OutOfMemory:
+        return None
+
+
+def _measure_once(rank: Rank, case: ImageCase, steps: int, memory: bool) -> dict[str, Any]:
+    """On a rank: what `measure` gives."""
+    if rank.device.type == "cuda":
+        torch.cuda.empty_cache()  # ranks of other layouts use the same devices
+        total = torch.cuda.get_device_properties(rank.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1, case.memory_limit / total) if case.memory_limit else 1)
+        torch.cuda.reset_peak_memory_stats()
+    built = RankImageCase(rank, case)
+    figures = built.figures() if memory else {}
+    figures |= built.times(steps)
+    del built
+    if rank.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return figures
+
+
+class RankImageCase(RankCase):
+    """A case on one rank: a classifier, and a batch of random images with random classes."""
+
+    def __init__(self, rank: Rank, case: ImageCase):
+        super().__init__(rank, case)
+        self.training, self.limit = case.mode == "training", case.memory_limit
+        self.module = self.step.parallel.module
+        self.module.train(self.training)
+
+    @torch.no_grad()
+    def forward(self) -> torch.Tensor:
+        """Logits of this rank's images, (batch, classes), without gradients."""
+        with self.step.autocast():
+            return self.module(self.x)
+
+    def train(self, steps: int) -> None:
+        """Make so many forward passes or optimizer steps, and wait for the last."""
+        if self.training:
+            return super().train(steps)
+        for _ in range(steps):
+            self.forward()
+        return synchronize(self.device)
+
+    def figures(self) -> dict[str, Any]:
+        """loss: of the initial weights. peak: bytes at most held at once, parameters and input included.
+
+        activations: bytes kept for the backward pass; None in a forward pass alone.
+        """
+        loss = F.cross_entropy(self.forward().float(), self.y)
+        figures: dict[str, Any] = {"loss": comm.global_mean(loss[None]).item(), "activations": None}
+        self.train(1)
+        there = [*self.module.parameters(), *optimizer_states(self.step.optimizer), self.x]
+        with PeakMemory(there, self.limit) as live:  # on a GPU its allocator knows better, below
+            if self.training:
+                figures["activations"] = memory_of_a_step(self.step, self.x, self.y)["activations"]
+            else:
+                self.train(1)
+        return figures | {"peak": torch.cuda.max_memory_allocated() if self.cuda else live.peak}
+
+
+def summarize(case: ImageCase, turns: list[Any], one: dict[str, Any] | None) -> dict[str, Any]:
+    """One row. turns: figures of every rank, of every round; None where memory ran out. one: row of one device."""
+    ranks, dp = case.ranks, case.layout.dp
+    row: dict[str, Any] = {
+        "layout": case.name, "devices_of_an_image": ranks // dp, "ranks": ranks, "image": case.config.img_size,
+        "tokens": case.tokens, "precision": case.config.amp_mode, "batch": case.batch, "mode": case.mode,
+        "out_of_memory": None in turns,
+    }  # fmt: skip
+    if None in turns:
+        return row | dict.fromkeys((*MEASURED, *COMPARED))
+    of_rounds = [max(figures["seconds"] for figures in turn) for turn in turns]
+    seconds, images = statistics.median(of_rounds), case.batch * dp
+    row |= {
+        "seconds": seconds,
+        "seconds_of_rounds": of_rounds,
+        "images_per_sec": images / seconds,
+        "cpu_seconds": statistics.median(statistics.mean(figures["cpu_seconds"] for figures in turn) for turn in turns),
+        **most([{name: figures[name] for name in ("peak", "activations", "loss")} for figures in turns[0]]),
+    }
+    yardstick = row if one is None else one
+    if yardstick["out_of_memory"]:
+        return row | dict.fromkeys(COMPARED)
+    rounds = zip(of_rounds, yardstick["seconds_of_rounds"], strict=True)
+    ratios = [images / case.batch * alone / own for own, alone in rounds]
+    return row | {
+        "speedup": statistics.median(ratios),
+        "speedup_of_rounds": ratios,
+        "memory_reduction": yardstick["peak"] / row["peak"],
+    }

@@ -1,0 +1,170 @@
+"""Layouts of rung 3 x model sizes on this machine: time of a step, memory and messages beside the planner's formulas.
+
+All layouts train with the same whole batch of random numbers (strong scaling). The time of a step is given as the ratio
+to one rank with the whole batch, in the same round.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from networks.vit import patch_grid
+from tools.benchmarks.cases import (
+    HELD,
+    STATES,
+    build_case,
+    check_machine,
+    conditions,
+    formulas_of,
+    parse_layout,
+    ranks_of,
+    train_in_turns,
+)
+from tools.instruments.phases import PHASES
+from tools.instruments.team import Case
+from tools.pictures import HELD_COLORS, SHADES, finish, mark, panels, save, stack
+from tools.tables import MIB, in_mib, machine, print_table, spread
+from training.model import build_model
+from utils.config import SCRIPTS
+from utils.errors import UsageError
+
+LAYOUTS = (
+    "tp2", "tp2,sequence_parallel", "cp2", "cp2,cp_method=ring", "cp2,cp_method=all_to_all", "pp2",
+    "tp4", "cp4", "tp2xcp2", "tp2xpp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
+)  # fmt: skip
+ONE = "one rank"
+SCRIPT = SCRIPTS["train_mp.py"]
+
+
+def run(
+    words: list[str],
+    layouts: Sequence[str] = LAYOUTS,
+    embed_dims: Sequence[int] = (),
+    steps: int = 2,
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Measure and print three tables: time, memory, messages.
+
+    words: options of the config. layouts: sizes joined by x, as tp2xdp2, with options of their own after commas:
+    'cp4,cp_method=ring'. embed_dims: model sizes; none: that of the config. steps: timed in one turn.
+    Returns the figures, as JSON has them.
+    Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
+    """
+    if min(steps, rounds, *embed_dims) < 1:
+        raise UsageError("--embed_dims, --steps and --rounds are 1 or more")
+    models = [[f"--embed_dim={n}"] for n in embed_dims] or [[]]
+    cases = [case for own in models for case in build_cases([*words, *own], layouts)]
+    device, config = check_machine("mp", cases, "--layouts"), cases[0].config
+
+    figures, turns = train_in_turns(cases, steps, rounds)
+    times = {case: [max(ranks) for ranks in own] for case, own in turns.items()}  # a step is as slow as its last rank
+    alone = {case.config.embed_dim: times[case] for case in cases if case.name == ONE}
+    results = [summarize(case, figures[case], times[case], alone[case.config.embed_dim], device) for case in cases]
+    print_tables(results)
+    tokens = math.prod(patch_grid(config.img_size, config.patch_size)[0])
+    batch = f"batch {config.global_batch_size} over all ranks"
+    print(f"{config.depth} blocks, {tokens:,} tokens, {batch}, {conditions(device, rounds, steps)}")
+    return {
+        "config": config.config, "machine": machine(device), "global_batch_size": config.global_batch_size,
+        "depth": config.depth, "tokens": tokens, "rows": results,
+    }  # fmt: skip
+
+
+def build_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
+    """The cases of a model size, checked; the first is the yardstick, one rank."""
+    words = ["--config=mp_quick", *words]
+    one = build_case(ONE, words, 1, SCRIPT)
+    cases = [one]
+    for text in dict.fromkeys(layouts):
+        sizes = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "dp"), "tp4 or tp2xcp2xdp2")
+        split = [
+            f"--tensor_parallel={sizes['tp']}", f"--context_parallel={sizes['cp']}",
+            f"--pipeline_parallel={sizes['pp']}", f"--global_batch_size={one.config.global_batch_size}",
+        ]  # fmt: skip
+        # Micro-batches for a pipeline, unless the words say otherwise.
+        parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
+        cases.append(build_case(text, [*parts, *words, *split], ranks_of(sizes), SCRIPT))
+    for case in cases:
+        build_model(case.config)  # its sizes fit
+    return cases
+
+
+def summarize(
+    case: Case, figures: dict[str, Any], times: list[float], alone: list[float], device: torch.device
+) -> dict[str, Any]:
+    """One row. times, alone: seconds of a step in every round, of the case and of one rank."""
+    ratios = [own / one for own, one in zip(times, alone, strict=True)]
+    memory, messages = formulas_of(case, device)
+    return {
+        "layout": case.name,
+        "embed_dim": case.config.embed_dim,
+        "ranks": case.ranks,
+        "step_seconds": statistics.median(times),
+        "ratio": statistics.median(ratios),
+        "ratio_of_rounds": ratios,
+        "memory": figures["memory"],
+        "predicted_memory": {name: memory[name] for name in HELD},
+        "messages": figures["messages"],
+        "predicted_messages": messages,
+    }
+
+
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """Time, memory and messages of summarized cases."""
+    columns = {"layout": "", "embed": "d", "ranks": "d", "ms a step": ".0f", "to one rank": ".2f", "in the rounds": ""}
+    rows: list[tuple[Any, ...]] = [
+        (r["layout"], r["embed_dim"], r["ranks"], 1000 * r["step_seconds"], r["ratio"],
+         spread(r["ratio_of_rounds"], ".2f"))
+        for r in results
+    ]  # fmt: skip
+    print_table("Time of a step with the same whole batch, as ratio to one rank in the same round", columns, rows)
+
+    columns = {"layout": "", "embed": "d", **dict.fromkeys(STATES, ".2f"), "sum": ".2f", "formula": ".2f"}
+    columns |= {"activations": ".2f", "its formula": ".2f", "allocated at most": ".2f"}
+    rows = []
+    for r in results:
+        held, formula = (
+            {name: in_mib(size) for name, size in r[key].items()} for key in ("memory", "predicted_memory")
+        )
+        total, expected = (sum(sizes[name] or 0 for name in STATES) for sizes in (held, formula))
+        states = [held[name] for name in STATES]
+        last = held["activations"], formula["activations"], held["allocated at most"]
+        rows.append((r["layout"], r["embed_dim"], *states, total, expected, *last))
+    print_table("Memory: MiB on the rank that holds most", columns, rows)
+
+    columns = {"layout": "", "embed": "d", "pass": "", "collectives": "", "MiB": ".2f"}
+    columns |= {"formula": "", "formula, MiB": ".2f"}
+    rows = []
+    for r in results:
+        for phase in PHASES:
+            sent, formula = r["messages"][phase], r["predicted_messages"][phase]
+            if sent or formula:
+                rows.append((r["layout"], r["embed_dim"], phase, *_in_words(sent), *_in_words(formula)))
+    title = "Messages of a step: collectives, and MiB that a rank sends in them, beside the formulas"
+    print_table(title, columns, rows)
+
+
+def _in_words(messages: dict[str, tuple[float, float]]) -> tuple[str, float]:
+    text = ", ".join(f"{calls:.0f} {kind}" for kind, (calls, _) in sorted(messages.items()))
+    return text or "none", sum(size for _, size in messages.values()) / MIB
+
+
+def write_picture(path: str, figures: dict[str, Any]) -> None:
+    """Of the last model size: memory of a rank, and MiB sent in a step, each stacked, the formula as a mark."""
+    results = [r for r in figures["rows"] if r["embed_dim"] == figures["rows"][-1]["embed_dim"]]
+    figure, (left, right) = panels([r["layout"] for r in results], 2, 12)
+    stack(left, {name: [in_mib(r["memory"][name]) for r in results] for name in HELD}, list(HELD_COLORS.values()))
+    mark(left, [sum(size or 0 for size in r["predicted_memory"].values()) / MIB for r in results], "formula")
+    finish(left, title=f"memory of a rank, embed_dim {results[0]['embed_dim']}", xlabel="MiB")
+
+    def sent(key: str, phase: str) -> list[float]:
+        return [_in_words(r[key][phase])[1] for r in results]
+
+    stack(right, {phase: sent("messages", phase) for phase in PHASES}, SHADES[:3])
+    by_formula = [sum(sizes) for sizes in zip(*(sent("predicted_messages", phase) for phase in PHASES), strict=True)]
+    mark(right, by_formula, "formula")
+    finish(right, title="sent by a rank in a step", xlabel="MiB")
+    save(figure, path)
