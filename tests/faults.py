@@ -17,7 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support.launch import finish, rank_pids, summary, torchrun
+from tests.support.launch import rank_pids, summary, torchrun
+from tests.support.programs import finish
 from weather.sample_data import make_sample_data
 
 ITERATIONS, EVERY = 240, 10

@@ -20,7 +20,8 @@ from PIL import Image
 import forecast
 import train
 from tests.conftest import TINY
-from tests.support.launch import finish, torchrun
+from tests.support.launch import torchrun
+from tests.support.programs import finish
 from tools.checkpoint import load_weights
 from tools.forecasting.rollout import LeadTimeSkill, own_batches
 from tools.forecasting.trained_run import run_config

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tests.support.launch import finish, torchrun
+from tests.support.launch import torchrun
+from tests.support.programs import finish
 from tests.support.workers import free_port
 from tools.preflight import __main__ as preflight
 from tools.preflight import file_system as preflight_files
