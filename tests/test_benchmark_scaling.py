@@ -3,7 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
 import sys
 import time
 from unittest import mock
@@ -13,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import benchmark
 from tests.conftest import TINY
+from tests.support import programs
 from tests.test_slurm import cluster  # noqa: F401
 from tools.benchmarks import scaling
 from tools.benchmarks.scaling.figures import collect
@@ -300,7 +300,7 @@ def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repea
     path = study_file({"strong": {"layouts": layouts, "batch": 4}}, options={"num_iters": 300, "validate_every": 20})
     words = ["scaling", "--study=tiny", f"--study_file={path}", f"--out={path}-report"]
     first, second = runs_of(path)
-    study = subprocess.Popen([sys.executable, "benchmark.py", *words], stdout=subprocess.PIPE, text=True)
+    study = programs.start(["benchmark.py", *words])
     end = time.monotonic() + 60
     while not (first.folder / "out.log").exists() or "epoch 1 " not in (first.folder / "out.log").read_text():
         assert time.monotonic() < end

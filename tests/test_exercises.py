@@ -2,13 +2,12 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from exercises.check import check_file, exercises, main, title
-from exercises.ranks import preload
+from tests.support import programs
 
 FILES = {file.stem: file for file in exercises().values()}
 SEED = 3
@@ -109,11 +108,6 @@ WRONG = [
         "computes activations twice",
     ),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imports():
-    preload(FILES)
 
 
 def solution(name):
@@ -220,13 +214,12 @@ def test_the_list_has_a_line_for_each(capsys):
 
 
 def test_the_command_ends_with_a_status():
-    command = [sys.executable, "-m", "exercises.check"]
     for words, status, text in (
         (["4"], 1, "which rank trains on which sample: not yet. exercises/04_sharded_sampler.py (seed "),
         (["4", "--solution"], 0, "right."),
         (["13"], 2, "error: no exercise '13': there are 1 to 12"),
     ):
-        run = subprocess.run([*command, *words], capture_output=True, text=True)
+        run = programs.run(["-m", "exercises.check", *words])
         assert run.returncode == status, run.stderr
         assert text in run.stdout + run.stderr and "Traceback" not in run.stdout + run.stderr
 
