@@ -294,6 +294,7 @@ def test_without_slurm_nothing_is_submitted(pretended, monkeypatch):
         call(pretended[0], "--submit")
 
 
+@pytest.mark.slow("a study whose runs the training scripts make, started by torchrun")
 @pytest.mark.timeout(200)
 def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repeated(study_file, capsys):
     layouts = {"one": {"ranks": 1}, "tensor": TENSOR}
@@ -324,6 +325,7 @@ def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repea
     assert open(f"{path}-report/report.json").read() == report
 
 
+@pytest.mark.slow("Slurm makes the runs of a study in arrays")
 @pytest.mark.timeout(300)
 def test_slurm_makes_the_runs_in_arrays_and_then_the_report(cluster, study_file, tmp_path):  # noqa: F811
     layouts = {"one": {"ranks": 1}, "more": {"ranks": 1}, "ddp": {"ranks": 2}}

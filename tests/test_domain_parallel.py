@@ -61,11 +61,22 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES)
 
 
-@pytest.mark.parametrize(
-    "extra", [RECOMPUTED, COMPILED, RECOMPUTED | COMPILED], ids=["recomputed", "compiled", "recomputed, compiled"]
-)
-@pytest.mark.parametrize("layout", ["domain2x2", "domain3 ring", "domain2 x tp2", "domain2 x fsdp"])
-def test_compute_options_change_no_number(ranks, tiny_config, layout, extra):
+SEVERAL = ["domain2x2", "domain3 ring", "domain2 x tp2", "domain2 x fsdp"]
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_recomputed_activations_change_no_number(ranks, tiny_config, layout):
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **RECOMPUTED)
+
+
+def test_a_compiled_block_changes_no_number(ranks, tiny_config):
+    check_training(ranks, tiny_config, LAYOUTS["domain2"], SIZES | {"depth": 1}, steps=4, **COMPILED)
+
+
+@pytest.mark.slow("compiled layers in other layouts: tiles, the ring, tensor parallelism and sharded weights")
+@pytest.mark.parametrize("extra", [COMPILED, RECOMPUTED | COMPILED], ids=["compiled", "recomputed, compiled"])
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_compiled_layers_change_no_number(ranks, tiny_config, layout, extra):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **extra)
 
 
