@@ -97,21 +97,40 @@ SHARDED_OPTIONS = {
     "prefetch": {"prefetch": 2},
     "one unit": {"wrap_policy": "none"},
     "units by size": {"wrap_policy": "size", "wrap_min_params": 5000},
+}
+COMPILED_OPTIONS = {
     "compiled blocks": {"enable_jit": True},
     "compiled, recomputed": {"enable_jit": True, "activation_checkpointing": "selective"},
 }
+SHARDED = [("zero2", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
 
 
-@pytest.mark.parametrize("variant", SHARDED_OPTIONS)
-@pytest.mark.parametrize(("strategy", "size"), [("zero2", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)])
-def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
+def check_options(ranks, tiny_config, strategy, size, options):
     serial = train(tiny_config(**PARITY))
     dp_shard = 2 if strategy == "hsdp" else None
-    config = tiny_config(**PARITY, **SHARDED_OPTIONS[variant], data_parallel=strategy, dp_shard=dp_shard)
+    config = tiny_config(**PARITY, **options, data_parallel=strategy, dp_shard=dp_shard)
     assert_same_training(ranks(size, train, config), serial)
 
 
-@pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.01}, {"enable_jit": True}], ids=str)
+@pytest.mark.parametrize("variant", SHARDED_OPTIONS)
+@pytest.mark.parametrize(("strategy", "size"), SHARDED)
+def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
+    check_options(ranks, tiny_config, strategy, size, SHARDED_OPTIONS[variant])
+
+
+@pytest.mark.slow("compiled blocks whose parameters are gathered, by every strategy that shards them")
+@pytest.mark.parametrize("variant", COMPILED_OPTIONS)
+@pytest.mark.parametrize(("strategy", "size"), SHARDED)
+def test_compiled_blocks_with_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
+    check_options(ranks, tiny_config, strategy, size, COMPILED_OPTIONS[variant])
+
+
+IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in buckets")
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 0.01}, pytest.param({"enable_jit": True}, marks=IN_BUCKETS)], ids=str
+)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, strategy, options):
     serial = train(tiny_config(**PARITY))
