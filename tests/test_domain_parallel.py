@@ -56,7 +56,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+EIGHT = pytest.mark.slow("three kinds of parallelism together, on eight ranks")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[EIGHT] * (LAYOUTS[n][0] == 8)) for n in LAYOUTS])
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES)
 
