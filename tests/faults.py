@@ -42,7 +42,7 @@ class Run:
         self.folder, self.launch = Path(folder), launch
         self.checkpoints = self.folder / "logs/quick/00/checkpoints"
         self.words = [
-            "--config=quick", "--img_size", "16", "32", "--embed_dim=32", "--depth=2", "--num_heads=2",
+            "--config=quick", "--device=cpu", "--img_size", "16", "32", "--embed_dim=32", "--depth=2", "--num_heads=2",
             "--global_batch_size=4", f"--num_iters={ITERATIONS}", "--warmup=5", f"--checkpoint_every={EVERY}",
             "--validate_every=4", "--num_data_workers=1", "--comm_timeout=60", f"--expdir={self.folder}/logs",
             f"--train_data_path={data}/train", f"--valid_data_path={data}/valid", f"--inf_data_path={data}/test",
