@@ -12,6 +12,7 @@ from tests.support.layout_parity import (
     check_mixed_precision,
     check_training,
 )
+from tests.support.marks import slow_but
 from training.tasks.classify import ClassImages, ClassValidator, build_class_loaders
 from utils import comm
 
@@ -56,10 +57,13 @@ OTHERS = {
 }
 
 
-EIGHT = pytest.mark.slow("three kinds of parallelism together, on eight ranks")
+# Bands and tiles, each method, each kind of parallelism beside the domain's.
+QUICK = [
+    "domain2", "domain2x2", "domain3 ring", "domain2 all-to-all", "domain2 x ddp", "domain2 x fsdp", "domain2 x tp2",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[EIGHT] * (LAYOUTS[n][0] == 8)) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other combinations of the same, up to eight ranks"))
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES)
 
@@ -87,13 +91,19 @@ def test_a_fused_optimizer_takes_split_and_sharded_parameters(ranks, tiny_config
     check_training(ranks, tiny_config, LAYOUTS["domain2 x fsdp"], SIZES, enable_fused=True)
 
 
+MIXED = ["domain3", "domain2x2 ring", "domain2 x fsdp", "domain2 x tp2"]
+
+
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["domain3", "domain2x2 ring", "domain2 x fsdp", "domain2 x tp2"])
+@pytest.mark.parametrize("layout", slow_but(["domain2 x fsdp"], MIXED, "half precision in other layouts"))
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
     check_mixed_precision(ranks, tiny_config, LAYOUTS[layout], SIZES, amp_mode)
 
 
-@pytest.mark.parametrize("layout", ["domain3", "domain2x2", "domain2 x fsdp", "domain2 x tp2", "domain2 x zero1"])
+CLIPPED = ["domain3", "domain2x2", "domain2 x fsdp", "domain2 x tp2", "domain2 x zero1"]
+
+
+@pytest.mark.parametrize("layout", slow_but(["domain2x2", "domain2 x fsdp"], CLIPPED, "the norm in other layouts"))
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES | {"clip_grad_norm": 0.05}, steps=4)
 
@@ -105,7 +115,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", slow_but(list(CHAINS)[:1], CHAINS, "other layouts before and after a checkpoint"))
 def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
     layouts = LAYOUTS | OTHERS
     check_chain(ranks, tiny_config, [layouts[name] for name in CHAINS[chain]], SIZES, tmp_path)
