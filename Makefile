@@ -1,13 +1,14 @@
 # make demo   set up, make sample data, train a small model, forecast with it
-# make test   set up, run the whole test suite
+# make test   set up, run the tests without the slow ones; FILES=tests/test_vit.py or PYTEST_ARGS="-k name" run some
+# make test-all   set up, run all tests; takes the same variables
 # make setup  the environment alone (.venv)
-# make lint   ruff: lint and format check; mypy: types
+# make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-.PHONY: demo setup test lint figures clean exercise faults preflight slurm slurm-shell slurm-stop
+.PHONY: demo setup test test-all lint figures clean exercise faults preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,12 +22,16 @@ demo: setup
 setup: .venv/installed
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS) $(FILES)
+
+test-all: .venv/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(FILES)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 figures: .venv/installed-dev
 	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import command, difference, output, picture, source, table" README.md docs/*.md

@@ -5,9 +5,12 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors; processes of a test must not fight over the cores
 
+import multiprocessing
+
 import pytest
 import torch
 
+from tests.support import forked, pictures, programs
 from tests.support.workers import Workers
 from utils.config import check_config, read_named_config
 from weather.sample_data import make_sample_data
@@ -20,6 +23,7 @@ TINY = {
     "depth": 2,
     "num_heads": 2,
     "global_batch_size": 4,
+    "device": "cpu",
 }
 
 
@@ -33,7 +37,7 @@ def sample_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def data_keys(sample_folder):
     """The config keys that point to the sample data."""
     return {
@@ -44,33 +48,63 @@ def data_keys(sample_folder):
     }
 
 
+@pytest.fixture(scope="session")
+def tiny_settings(data_keys):
+    """The config keys of a short run of a tiny model on the sample data; `expdir` is to be added."""
+    return TINY | data_keys | {"num_iters": 12, "warmup": 2}
+
+
 @pytest.fixture
-def tiny_config(data_keys, tmp_path):
-    """Call with overrides to get a Config of a tiny model on the sample data, its runs in the test's folder."""
+def tiny_config(tiny_settings, tmp_path):
+    """Call with overrides to get a Config of such a run, its folder in the test's folder."""
 
     def make(**overrides):
         settings = read_named_config("config/ViT.yaml", "quick")
-        settings |= TINY | data_keys | {"expdir": str(tmp_path / "logs"), "num_iters": 12, "warmup": 2}
-        return check_config(settings | overrides, "quick", "test")
+        return check_config(settings | tiny_settings | {"expdir": str(tmp_path / "logs")} | overrides, "quick", "test")
 
     return make
 
 
 @pytest.fixture
-def tiny_options(data_keys, tmp_path):
+def tiny_options(tiny_settings, tmp_path):
     """The same as command-line options; call with overrides, None leaves an option out."""
+    return lambda **overrides: words_of(tiny_settings | {"expdir": tmp_path / "logs"} | overrides)
 
-    def make(**overrides):
-        settings = {**TINY, **data_keys, "expdir": str(tmp_path / "logs"), "num_iters": 12, "warmup": 2} | overrides
-        words = ["--config=quick"]
-        for name, value in settings.items():
-            if value is True:
-                words.append(f"--{name}")
-            elif value is not None:
-                words += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
-        return words
 
-    return make
+def words_of(settings):
+    """Command-line options of the config `quick`; a key that is None is left out."""
+    words = ["--config=quick"]
+    for name, value in settings.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return words
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_start_in_milliseconds():
+    """What starts processes by "spawn", as benchmarks do, gets them from a server that has imported all there is."""
+    get_context = multiprocessing.get_context
+    forked.context().set_forkserver_preload([*forked.PRELOAD, *forked.EXERCISES, "tests.support.warm"])
+
+    def forking(method=None):
+        return forked.context() if method == "spawn" else get_context(method)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", forking)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_pictures():
+    pictures.draw_none()
+
+
+@pytest.fixture(name="pictures")
+def _pictures(monkeypatch):
+    """Trainings of this test draw pictures."""
+    monkeypatch.setattr("training.tasks.forecast.PICTURED", pictures.PICTURED)
 
 
 @pytest.fixture(scope="session")
@@ -83,9 +117,10 @@ def ranks():
 
 @pytest.fixture(autouse=True)
 def _clean_slate():
-    """Seeds fixed before a test; log files closed after it."""
+    """Seeds fixed before a test; programs ended and log files closed after it."""
     torch.manual_seed(0)
     yield
+    programs.end_all()
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if type(handler).__module__.startswith(("training", "logging")) and not hasattr(handler, "records"):
@@ -94,7 +129,9 @@ def _clean_slate():
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip()):
+                raise pytest.UsageError(f'{item.nodeid}: say @pytest.mark.slow("what only this test can show")')
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))

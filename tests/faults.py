@@ -17,21 +17,32 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support.launch import finish, rank_pids, summary, torchrun
+from tests.support.launch import rank_pids, summary, torchrun
+from tests.support.programs import finish, start_ranks
 from weather.sample_data import make_sample_data
 
 ITERATIONS, EVERY = 240, 10
 CHECKPOINT_BYTES = 600_000  # of the tiny model below, generously
 
 
-class Run:
-    """One training run of two ranks, in a folder of its own."""
+def by_torchrun(words):
+    """Start two ranks of train.py as a user does."""
+    return [torchrun(words)]
 
-    def __init__(self, data, folder):
-        self.folder = Path(folder)
+
+def by_fork(words):
+    """Start them in milliseconds."""
+    return start_ranks(["train.py", *words])
+
+
+class Run:
+    """One training run of two ranks, in a folder of its own. launch: by_torchrun or by_fork."""
+
+    def __init__(self, data, folder, launch):
+        self.folder, self.launch = Path(folder), launch
         self.checkpoints = self.folder / "logs/quick/00/checkpoints"
         self.words = [
-            "--config=quick", "--img_size", "16", "32", "--embed_dim=32", "--depth=2", "--num_heads=2",
+            "--config=quick", "--device=cpu", "--img_size", "16", "32", "--embed_dim=32", "--depth=2", "--num_heads=2",
             "--global_batch_size=4", f"--num_iters={ITERATIONS}", "--warmup=5", f"--checkpoint_every={EVERY}",
             "--validate_every=4", "--num_data_workers=1", "--comm_timeout=60", f"--expdir={self.folder}/logs",
             f"--train_data_path={data}/train", f"--valid_data_path={data}/valid", f"--inf_data_path={data}/test",
@@ -39,11 +50,11 @@ class Run:
         ]  # fmt: skip
 
     def start(self):
-        return torchrun(self.words)
+        return self.launch(self.words)
 
-    def wait_for_checkpoint(self, process):
+    def wait_for_checkpoint(self, processes):
         """Until two checkpoints are complete, so that one is left if one is damaged, and a random while longer."""
-        while process.poll() is None and len(list(self.checkpoints.glob("iter-*"))) < 2:
+        while processes[0].poll() is None and len(list(self.checkpoints.glob("iter-*"))) < 2:
             time.sleep(0.01)
         time.sleep(random.uniform(0, 1))
 
@@ -51,7 +62,7 @@ class Run:
         """Start until the run is finished; returns the output of the first start."""
         first = None
         for _ in range(3):
-            status, output = finish(self.start())
+            status, output = finish_all(self.start())
             first = first or output
             if status == 0:
                 return first
@@ -61,26 +72,32 @@ class Run:
         return {key: summary(self.folder, "00")[key] for key in ("train_loss", "val_loss", "rmse")}
 
 
+def finish_all(processes):
+    """The worst exit status, and all output."""
+    ended = [finish(process) for process in processes]
+    return max((abs(status) for status, _ in ended)), "".join(output for _, output in ended)
+
+
 def kill_a_rank(run):
-    process = run.start()
-    run.wait_for_checkpoint(process)
-    _kill(process)
+    processes = run.start()
+    run.wait_for_checkpoint(processes)
+    _kill(processes)
 
 
 def kill_in_mid_save(run):
-    process = run.start()
-    run.wait_for_checkpoint(process)
-    while process.poll() is None and not list(run.checkpoints.glob(".iter-*.writing")):
+    processes = run.start()
+    run.wait_for_checkpoint(processes)
+    while processes[0].poll() is None and not list(run.checkpoints.glob(".iter-*.writing")):
         pass
     time.sleep(random.uniform(0, 0.005))
-    _kill(process)
+    _kill(processes)
 
 
-def _kill(process):
-    ranks = rank_pids(process)
-    if ranks:
+def _kill(processes):
+    ranks = rank_pids(processes[0]) if len(processes) == 1 else [process.pid for process in processes]
+    if ranks and processes[0].poll() is None:
         os.kill(random.choice(ranks), signal.SIGKILL)
-    finish(process)
+    finish_all(processes)
 
 
 def truncate_the_newest(run):
@@ -106,7 +123,7 @@ def fill_the_disk(run):
     run.folder.mkdir(exist_ok=True)
     size = 2 * CHECKPOINT_BYTES + 300_000
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(run.folder)], check=True)
-    status, output = finish(run.start())
+    status, output = finish_all(run.start())
     assert status != 0 and "No space left on device" in output, output
     subprocess.run(["mount", "-o", "remount,size=100m", str(run.folder)], check=True)
 
@@ -129,9 +146,9 @@ def can_mount():
     return made
 
 
-def inject(fault, data, folder, undisturbed):
+def inject(fault, data, folder, undisturbed, launch=by_torchrun):
     """One fault in one run; returns a row of the table."""
-    run = Run(data, folder)
+    run = Run(data, folder, launch)
     try:
         FAULTS[fault](run)
         lost = sum(file.stat().st_size for file in _unusable(run.checkpoints))
@@ -160,12 +177,12 @@ def _unusable(checkpoints):
             yield from folder.iterdir()
 
 
-def prepare(folder):
+def prepare(folder, launch=by_torchrun):
     """Sample data, and the losses of an undisturbed run."""
     make_sample_data(
         folder / "data", img_size=(16, 32), train_years=[1979, 1980], valid_years=[1981], test_years=[1982], days=5
     )
-    run = Run(folder / "data", folder / "undisturbed")
+    run = Run(folder / "data", folder / "undisturbed", launch)
     run.finish()
     return folder / "data", run.losses()
 

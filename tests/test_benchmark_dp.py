@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 
@@ -10,6 +9,8 @@ import psutil
 import pytest
 
 import benchmark
+from tests.support import programs
+from tests.support.launch import popen
 from tools.benchmarks import strategies
 from tools.benchmarks.cases import STATES, hold, train_held
 from tools.instruments.overlap import hidden_share
@@ -175,10 +176,11 @@ def test_a_rank_that_is_gone_ends_the_others():
     assert not any(process.is_alive() for process in team.processes)
 
 
+@pytest.mark.slow("the processes that a benchmark starts by itself, none of them forked, and how they end with it")
 @pytest.mark.parametrize("how", ["ctrl-c", "kill -INT", "kill -KILL"])
 def test_interrupted_it_leaves_no_process_behind(how):
     command = [sys.executable, "benchmark.py", "dp", *WORDS, "--strategies", "ddp", "--rounds=100000"]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    process = popen(command)
     try:
         family = psutil.Process(process.pid)
         deadline = time.monotonic() + 120
@@ -189,7 +191,7 @@ def test_interrupted_it_leaves_no_process_behind(how):
         for one in [family, *children] if how == "ctrl-c" else [family]:
             one.send_signal(signal.SIGKILL if how == "kill -KILL" else signal.SIGINT)
         assert process.wait(60) == (-signal.SIGKILL if how == "kill -KILL" else 130)
-        assert not psutil.wait_procs(children, 30)[1]
+        assert not psutil.wait_procs(children, 120)[1]
     finally:
         process.kill()
         process.communicate()
@@ -203,6 +205,7 @@ def test_hidden_is_the_share_of_communication_under_compute():
 
 
 def test_the_older_ways_of_the_chapter_run():
-    command = [sys.executable, "-m", "docs.examples.older_ways", "--devices", "cpu", "cpu"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = programs.run(["-m", "docs.examples.older_ways", "--devices", "cpu", "cpu"])
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     assert printed.count("same output True") == 2 and "place 1, cpu: blocks [3, 4, 5]" in printed

@@ -3,7 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
 import sys
 import time
 from unittest import mock
@@ -13,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import benchmark
 from tests.conftest import TINY
+from tests.support import programs
 from tests.test_slurm import cluster  # noqa: F401
 from tools.benchmarks import scaling
 from tools.benchmarks.scaling.figures import collect
@@ -294,13 +294,14 @@ def test_without_slurm_nothing_is_submitted(pretended, monkeypatch):
         call(pretended[0], "--submit")
 
 
+@pytest.mark.slow("a study whose runs the training scripts make, started by torchrun")
 @pytest.mark.timeout(200)
 def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repeated(study_file, capsys):
     layouts = {"one": {"ranks": 1}, "tensor": TENSOR}
     path = study_file({"strong": {"layouts": layouts, "batch": 4}}, options={"num_iters": 300, "validate_every": 20})
     words = ["scaling", "--study=tiny", f"--study_file={path}", f"--out={path}-report"]
     first, second = runs_of(path)
-    study = subprocess.Popen([sys.executable, "benchmark.py", *words], stdout=subprocess.PIPE, text=True)
+    study = programs.start(["benchmark.py", *words])
     end = time.monotonic() + 60
     while not (first.folder / "out.log").exists() or "epoch 1 " not in (first.folder / "out.log").read_text():
         assert time.monotonic() < end
@@ -324,6 +325,7 @@ def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repea
     assert open(f"{path}-report/report.json").read() == report
 
 
+@pytest.mark.slow("Slurm makes the runs of a study in arrays")
 @pytest.mark.timeout(300)
 def test_slurm_makes_the_runs_in_arrays_and_then_the_report(cluster, study_file, tmp_path):  # noqa: F811
     layouts = {"one": {"ranks": 1}, "more": {"ranks": 1}, "ddp": {"ranks": 2}}

@@ -3,13 +3,12 @@
 import logging
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
+from tests.support import programs
 from training import checkpoint_files
 from training.checkpoint import MARKER, CheckpointError, CheckpointFolder, collect_state, restore_state, verify
 from utils import comm
@@ -265,6 +264,7 @@ raise RuntimeError("training failed")
     ids=["killed", "fails, short write", "fails, endless write"],
 )
 def test_a_process_that_ends_in_mid_write_never_hangs_or_leaves_half_a_checkpoint(tmp_path, end, seconds, status, left):
-    words = [sys.executable, "-c", PROGRAM, str(tmp_path), end, str(seconds)]
-    assert subprocess.run(words, capture_output=True, timeout=60).returncode == status
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    (tmp_path / "program.py").write_text(PROGRAM)
+    folder = tmp_path / "checkpoints"
+    assert programs.run([tmp_path / "program.py", folder, end, seconds], timeout=60).returncode == status
+    assert sorted(path.name for path in folder.iterdir()) == left

@@ -1,13 +1,12 @@
 """`python -m tools.checkpoint` shows and exports whole checkpoints, and refuses anything else in one line."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from tests.support import programs
 from tests.test_checkpoint import DAMAGES, model_and_optimizer, save
 from tools.checkpoint import main
 from training.checkpoint import CheckpointFolder
@@ -74,6 +73,5 @@ def test_what_cannot_be_shown_or_exported_is_refused_in_one_line(folder, tmp_pat
 
 
 def test_the_command_ends_with_status_2_and_one_line(tmp_path):
-    words = [sys.executable, "-m", "tools.checkpoint", "show", str(tmp_path / "none")]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = programs.run(["-m", "tools.checkpoint", "show", tmp_path / "none"])
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {tmp_path}/none: no such folder\n")

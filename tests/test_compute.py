@@ -35,7 +35,9 @@ def losses_and_weights(config, steps=5, device=CPU):
         {"activation_checkpointing": "full", "checkpointing_interval": 2},
         {"gradient_accumulation": 2},
         {"enable_channels_last": True},
-        {"enable_jit": True},
+        pytest.param(
+            {"enable_jit": True}, marks=pytest.mark.slow("the optimizer with compiled layers, step after step")
+        ),
         {"enable_fused": True},
     ],
     ids=lambda options: next(iter(options)),

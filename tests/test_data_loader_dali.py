@@ -16,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from tests.support import programs
 from tests.support.workers import NAME
 from tests.test_data_loader import write_years
 from training.tasks import build_task
@@ -167,19 +168,14 @@ def alive(pid):
 def trainer(tiny_options, tmp_path):
     """train.py with DALI in a process group of its own, training, and its worker processes."""
     words = tiny_options(data_loader_config="dali", num_data_workers=2, num_iters=100_000, validate_every=100_000)
-    output, log, processes = tmp_path / "output", tmp_path / "logs/quick/00/out.log", []
-    with open(output, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "train.py", *words], stdout=file, stderr=file, start_new_session=True
-        )
+    log, processes = tmp_path / "logs/quick/00/out.log", []
+    process = programs.start(["train.py", *words], merged=True)
     try:
         wait_until(lambda: process.poll() is not None or (log.exists() and "for epoch 1" in log.read_text()))
-        assert process.poll() is None, output.read_text()
+        assert process.poll() is None, process.said()
         processes = children(process.pid)
         yield process, processes
     finally:
-        process.kill()
-        process.wait()
         for left_over in filter(alive, processes):
             os.kill(left_over, signal.SIGKILL)
 
@@ -198,7 +194,7 @@ def test_signals_to_the_whole_group_let_the_trainer_save(trainer, tmp_path, numb
     process, processes = trainer
     for number in numbers:
         os.killpg(process.pid, number)
-    assert process.wait(timeout=60) == 75, (tmp_path / "output").read_text()
+    assert process.wait(timeout=60) == 75, process.said()
     assert "Saved checkpoint" in (tmp_path / "logs/quick/00/out.log").read_text()
     wait_until(lambda: not any(map(alive, processes)), 20)
 

@@ -18,6 +18,7 @@ from utils import comm
 CPU = torch.device("cpu")
 STEPS = 10
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+_alone = {}  # {options: losses, weights}
 
 
 def build(config):
@@ -41,6 +42,14 @@ def train(config, steps=STEPS):
     losses = comm.all_reduce(torch.stack(losses)) / comm.world_size()
     weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     return losses, weights
+
+
+def train_alone(tiny_config, options):
+    """Losses and weights of one device, computed once."""
+    key = repr(options)
+    if key not in _alone:
+        _alone[key] = train(tiny_config(**options))
+    return _alone[key]
 
 
 def assert_same_training(results, serial):
@@ -78,12 +87,20 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# Four ranks with one variant alone: accumulation, which has all that the plain one has.
+ON_FOUR = pytest.mark.slow("every variant on four ranks, where hsdp has groups of two")
+SIZES_OF_VARIANTS = [
+    pytest.param(size, variant, marks=[ON_FOUR] * (size == 4 and variant != "accumulation"))
+    for size in (2, 4)
+    for variant in VARIANTS
+]
+
+
+@pytest.mark.parametrize(("size", "variant"), SIZES_OF_VARIANTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [2, 4])
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, size, strategy, variant):
     options = PARITY | VARIANTS[variant]
-    serial = train(tiny_config(**options))
+    serial = train_alone(tiny_config, options)
     config = tiny_config(**options, data_parallel=strategy, dp_shard=size // 2 if strategy == "hsdp" else None)
     assert_same_training(ranks(size, train, config), serial)
 
@@ -93,40 +110,60 @@ SHARDED_OPTIONS = {
     "prefetch": {"prefetch": 2},
     "one unit": {"wrap_policy": "none"},
     "units by size": {"wrap_policy": "size", "wrap_min_params": 5000},
+}
+COMPILED_OPTIONS = {
     "compiled blocks": {"enable_jit": True},
     "compiled, recomputed": {"enable_jit": True, "activation_checkpointing": "selective"},
 }
+ON_MORE = pytest.mark.slow("fully sharded parameters on four ranks")
+SHARDED = [("zero2", 2), pytest.param("fsdp", 4, marks=ON_MORE), ("fsdp", 2), ("hsdp", 4)]
 
 
-@pytest.mark.parametrize("variant", SHARDED_OPTIONS)
-@pytest.mark.parametrize(("strategy", "size"), [("zero2", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)])
-def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
-    serial = train(tiny_config(**PARITY))
+def check_options(ranks, tiny_config, strategy, size, options):
+    serial = train_alone(tiny_config, PARITY)
     dp_shard = 2 if strategy == "hsdp" else None
-    config = tiny_config(**PARITY, **SHARDED_OPTIONS[variant], data_parallel=strategy, dp_shard=dp_shard)
+    config = tiny_config(**PARITY, **options, data_parallel=strategy, dp_shard=dp_shard)
     assert_same_training(ranks(size, train, config), serial)
 
 
-@pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.01}, {"enable_jit": True}], ids=str)
+@pytest.mark.parametrize("variant", SHARDED_OPTIONS)
+@pytest.mark.parametrize(("strategy", "size"), SHARDED)
+def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
+    check_options(ranks, tiny_config, strategy, size, SHARDED_OPTIONS[variant])
+
+
+@pytest.mark.slow("compiled blocks whose parameters are gathered, by every strategy that shards them")
+@pytest.mark.parametrize("variant", COMPILED_OPTIONS)
+@pytest.mark.parametrize(("strategy", "size"), SHARDED)
+def test_compiled_blocks_with_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
+    check_options(ranks, tiny_config, strategy, size, COMPILED_OPTIONS[variant])
+
+
+IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in buckets")
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 0.01}, pytest.param({"enable_jit": True}, marks=IN_BUCKETS)], ids=str
+)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, strategy, options):
-    serial = train(tiny_config(**PARITY))
+    serial = train_alone(tiny_config, PARITY)
     assert_same_training(ranks(2, train, tiny_config(**PARITY, **options, data_parallel=strategy)), serial)
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "hsdp"])
 def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
     options = PARITY | {"embed_dim": 34}
-    serial = train(tiny_config(**options))
+    serial = train_alone(tiny_config, options)
     assert_same_training(ranks(3, train, tiny_config(**options, data_parallel=strategy)), serial)
 
 
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow("half precision on four ranks"))])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):
     options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.1}
-    serial = train(tiny_config(**options))
+    serial = train_alone(tiny_config, options)
     config = tiny_config(**options, data_parallel=strategy, dp_shard=size // 2 if strategy == "hsdp" else None)
     assert_nearly_same_training(ranks(size, train, config), serial, config, tolerance=0.02)
 
@@ -135,7 +172,7 @@ def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config
     "options", [{"data_parallel": "fsdp", "gather_dtype": "bf16"}, {"gradient_compression": "bf16"}]
 )
 def test_halved_messages_train_nearly_the_same(ranks, tiny_config, options):
-    serial = train(tiny_config(**PARITY))
+    serial = train_alone(tiny_config, PARITY)
     config = tiny_config(**PARITY, **options)
     results = ranks(2, train, config)
     assert_nearly_same_training(results, serial, config, tolerance=0.05)

@@ -6,15 +6,33 @@ from pathlib import Path
 import torch
 
 from docs.examples import domain_messages, own_model
-from docs.examples.own_rule import CASES
-from tests.support.shard_parity import check_all
+from docs.examples.own_rule import SHAPE, power_spectrum
+from tests.support import programs
+from tests.support.shard_parity import Case, X, check_all
 from utils import comm
 
 CHAPTER = Path("docs/domain_parallel.md").read_text()
 
 
+CASES = {
+    "latitude in rows of 4 and 3": Case(power_spectrum, (X(SHAPE, (2,)),)),
+    "all rows on rank 0": Case(power_spectrum, (X(SHAPE, (2,), {0: (7, 0)}),)),
+    "longitude split": Case(power_spectrum, (X(SHAPE, (3,)),)),
+    "channels split": Case(power_spectrum, (X(SHAPE, (1,)),)),
+    "a copy on every rank": Case(power_spectrum, (X(SHAPE),)),
+}
+
+
 def test_the_rule_of_the_chapter_gives_the_numbers_of_the_whole(ranks):
     ranks(2, check_all, list(CASES.values()))
+
+
+def test_the_example_prints_what_the_chapter_shows():
+    (status, output), (other, nothing) = programs.run_ranks(["-m", "docs.examples.own_rule"])
+    assert status == other == 0, output + nothing
+    for name in CASES:
+        (line,) = [line for line in output.splitlines() if line.startswith(name)]
+        assert line in CHAPTER
 
 
 def test_the_model_of_the_chapter_runs(ranks):

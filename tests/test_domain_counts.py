@@ -18,6 +18,7 @@ from distributed.shard_tensor import ShardTensor
 from networks.vit import ViT
 from tests.dispatch import OPERATIONS, python_calls, tiny_tensors
 from tests.support.layout_parity import CPU, build, own_part, train
+from tests.support.marks import slow_but
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.memory import memory_of_a_step
@@ -218,8 +219,12 @@ def compiled_as_one_graph(domain, method):
     return compiler.frame_count, max(error(*pair) for pair in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("domain", "size", "method"), [(3, 3, "gather"), ("2x2", 4, "ring"), (3, 3, "all_to_all")])
-def test_the_whole_model_is_one_graph(ranks, domain, size, method):
+GRAPHS = [(3, 3, "all_to_all"), (3, 3, "gather"), ("2x2", 4, "ring")]
+
+
+@pytest.mark.parametrize("case", slow_but(GRAPHS[:1], GRAPHS, "one graph with the other methods of attention"))
+def test_the_whole_model_is_one_graph(ranks, case):
+    domain, size, method = case
     for graphs, worst in ranks(size, compiled_as_one_graph, domain, method):
         assert graphs == 1
         assert worst < 1e-6

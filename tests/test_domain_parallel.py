@@ -12,6 +12,7 @@ from tests.support.layout_parity import (
     check_mixed_precision,
     check_training,
 )
+from tests.support.marks import slow_but
 from training.tasks import build_task
 from training.tasks.classify import ClassImages, ClassValidator
 from utils import comm
@@ -57,16 +58,33 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Bands and tiles, each method, each kind of parallelism beside the domain's.
+QUICK = [
+    "domain2", "domain2x2", "domain3 ring", "domain2 all-to-all", "domain2 x ddp", "domain2 x fsdp", "domain2 x tp2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other combinations of the same, up to eight ranks"))
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES)
 
 
-@pytest.mark.parametrize(
-    "extra", [RECOMPUTED, COMPILED, RECOMPUTED | COMPILED], ids=["recomputed", "compiled", "recomputed, compiled"]
-)
-@pytest.mark.parametrize("layout", ["domain2x2", "domain3 ring", "domain2 x tp2", "domain2 x fsdp"])
-def test_compute_options_change_no_number(ranks, tiny_config, layout, extra):
+SEVERAL = ["domain2x2", "domain3 ring", "domain2 x tp2", "domain2 x fsdp"]
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_recomputed_activations_change_no_number(ranks, tiny_config, layout):
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **RECOMPUTED)
+
+
+def test_a_compiled_block_changes_no_number(ranks, tiny_config):
+    check_training(ranks, tiny_config, LAYOUTS["domain2"], SIZES | {"depth": 1}, steps=4, **COMPILED)
+
+
+@pytest.mark.slow("compiled layers in other layouts: tiles, the ring, tensor parallelism and sharded weights")
+@pytest.mark.parametrize("extra", [COMPILED, RECOMPUTED | COMPILED], ids=["compiled", "recomputed, compiled"])
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_compiled_layers_change_no_number(ranks, tiny_config, layout, extra):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **extra)
 
 
@@ -74,13 +92,19 @@ def test_a_fused_optimizer_takes_split_and_sharded_parameters(ranks, tiny_config
     check_training(ranks, tiny_config, LAYOUTS["domain2 x fsdp"], SIZES, enable_fused=True)
 
 
+MIXED = ["domain3", "domain2x2 ring", "domain2 x fsdp", "domain2 x tp2"]
+
+
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["domain3", "domain2x2 ring", "domain2 x fsdp", "domain2 x tp2"])
+@pytest.mark.parametrize("layout", slow_but(["domain2 x fsdp"], MIXED, "half precision in other layouts"))
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
     check_mixed_precision(ranks, tiny_config, LAYOUTS[layout], SIZES, amp_mode)
 
 
-@pytest.mark.parametrize("layout", ["domain3", "domain2x2", "domain2 x fsdp", "domain2 x tp2", "domain2 x zero1"])
+CLIPPED = ["domain3", "domain2x2", "domain2 x fsdp", "domain2 x tp2", "domain2 x zero1"]
+
+
+@pytest.mark.parametrize("layout", slow_but(["domain2x2", "domain2 x fsdp"], CLIPPED, "the norm in other layouts"))
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES | {"clip_grad_norm": 0.05}, steps=4)
 
@@ -92,7 +116,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", slow_but(list(CHAINS)[:1], CHAINS, "other layouts before and after a checkpoint"))
 def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
     layouts = LAYOUTS | OTHERS
     check_chain(ranks, tiny_config, [layouts[name] for name in CHAINS[chain]], SIZES, tmp_path)

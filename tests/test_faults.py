@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from tests.faults import FAULTS, can_mount, inject, prepare
+from tests.faults import FAULTS, by_fork, can_mount, inject, prepare
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("faults"))
+    return prepare(tmp_path_factory.mktemp("faults"), by_fork)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -18,5 +18,5 @@ def test_a_broken_run_ends_like_an_undisturbed_one(fault, prepared, tmp_path):
         assert "CI" not in os.environ or os.geteuid() != 0
         pytest.skip("needs the right to mount a file system")
     data, undisturbed = prepared
-    row = inject(fault, data, tmp_path / "run", undisturbed)
+    row = inject(fault, data, tmp_path / "run", undisturbed, by_fork)
     assert row["resumed"] and row["losses equal"], row

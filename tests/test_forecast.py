@@ -6,8 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import unittest.mock
 
 import h5py
@@ -20,7 +18,7 @@ from PIL import Image
 import forecast
 import train
 from tests.conftest import TINY
-from tests.support.launch import finish, torchrun
+from tests.support import programs
 from tools.checkpoint import load_weights
 from tools.forecasting.rollout import LeadTimeSkill, own_batches
 from tools.forecasting.trained_run import run_config
@@ -377,8 +375,7 @@ def test_a_refusal_is_the_same_line_on_every_rank(ranks, run, tmp_path):
 
 def test_the_command_line_end_to_end(run, tmp_path):
     def call(*words):
-        command = [sys.executable, "forecast.py", "--run", str(run), "--out", str(tmp_path), "--lead_hours", "24"]
-        return subprocess.run([*command, *words], capture_output=True, text=True, timeout=200)
+        return programs.run(["forecast.py", "--run", run, "--out", tmp_path, "--lead_hours", "24", *words])
 
     done = call("--starts", "2")
     assert done.returncode == 0, done.stderr
@@ -388,8 +385,8 @@ def test_the_command_line_end_to_end(run, tmp_path):
     assert bad.returncode == 2 and bad.stderr.startswith("error: start 1999-01-01T00: ") and bad.stderr.count("\n") == 1
     words = ["--run_folder", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--domain_parallel", "2"]
     words += ["--dates", "1982-01-01T06", "1982-01-03"]
-    status, output = finish(torchrun(words, script="forecast.py"))
-    assert status == 0 and "animation:" in output, output
+    (status, output), (other, _) = programs.run_ranks(["forecast.py", *words])
+    assert status == other == 0 and "animation:" in output, output
     assert {file.name for file in tmp_path.glob("*.nc")} == {
         "forecast-1982-01-01T06.nc", "forecast-1982-01-03T00.nc"
     }  # fmt: skip

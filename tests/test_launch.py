@@ -1,25 +1,46 @@
-"""Several ranks of this machine under torchrun: the serial result, and an end whatever happens."""
+"""Several ranks of this machine: the serial result, and an end whatever happens to one of them."""
 
 import os
 import random
 import shutil
 import signal
 import time
+from functools import cache
 
 import h5py
 import pytest
 
-from tests.support.launch import bare_ranks, finish, rank_pids, summary, torchrun
+from tests.conftest import words_of
+from tests.support.launch import rank_pids, summary, torchrun
+from tests.support.programs import finish, run_ranks, start_ranks
 
-COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4}
+COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4, "num_data_workers": 1}
 
 
-@pytest.fixture
-def serial(tiny_options, tmp_path):
-    """The losses of one process."""
-    status, output = finish(torchrun(tiny_options(run_num="serial", **COMMON), ranks=1))
-    assert status == 0, output
-    return summary(tmp_path, "serial")
+@pytest.fixture(scope="module")
+def shared(tiny_settings, tmp_path_factory):
+    """Call with a name and a number of ranks: the summary of a run of the whole, made once."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = words_of(tiny_settings | {"expdir": folder / "logs"} | COMMON)
+
+    @cache
+    def trained(ranks):
+        for status, output in run_ranks(["train.py", f"--run_num={ranks}", *words], ranks):
+            assert status == 0, output
+        return summary(folder, str(ranks))
+
+    return trained
+
+
+def train_on_two(words, script="train.py"):
+    """Start two ranks of a script."""
+    return start_ranks([script, "--yaml_config=config/ViT.yaml", *words])
+
+
+def finish_all(processes):
+    """Exit statuses of the ranks, and all that they said."""
+    ended = [finish(process) for process in processes]
+    return [status for status, _ in ended], "".join(output for _, output in ended)
 
 
 def wait_for(path, text, process):
@@ -35,13 +56,13 @@ def same_losses(one, other, rel=1e-5):
     assert one["persistence_rmse"] == pytest.approx(other["persistence_rmse"], rel=1e-9)
 
 
-def test_two_ranks_train_like_one_and_a_killed_rank_is_restarted(tiny_options, tmp_path, serial):
-    status, output = finish(torchrun(tiny_options(run_num="two", **COMMON)))
-    assert status == 0, output
-    two = summary(tmp_path, "two")
-    assert two["world_size"] == 2
-    same_losses(two, serial, rel=1e-4)
+def test_two_ranks_train_like_one(shared):
+    assert shared(2)["world_size"] == 2
+    same_losses(shared(2), shared(1), rel=1e-4)
 
+
+@pytest.mark.slow("torchrun itself, which starts ranks again where one was killed")
+def test_a_killed_rank_is_restarted(tiny_options, tmp_path, shared):
     process = torchrun(tiny_options(run_num="killed", **COMMON), restarts=2)
     wait_for(tmp_path / "logs/quick/killed/out.log", "Saved checkpoint iter-00000020", process)
     time.sleep(random.uniform(0, 0.5))
@@ -49,44 +70,41 @@ def test_two_ranks_train_like_one_and_a_killed_rank_is_restarted(tiny_options, t
     status, output = finish(process)
     assert status == 0, output
     assert "Resuming at iteration" in output
-    same_losses(summary(tmp_path, "killed"), two, rel=0)
+    same_losses(summary(tmp_path, "killed"), shared(2), rel=0)
 
 
-def test_ranks_agree_on_the_step_at_which_they_stop(tiny_options, tmp_path):
-    whole = torchrun(tiny_options(run_num="whole", num_data_workers=1, **COMMON))
-    assert finish(whole)[0] == 0
-    parts = torchrun(tiny_options(run_num="parts", num_data_workers=1, **COMMON))
-    wait_for(tmp_path / "logs/quick/parts/out.log", "Starting training", parts)
+def test_ranks_agree_on_the_step_at_which_they_stop(tiny_options, tmp_path, shared):
+    parts = train_on_two(tiny_options(run_num="parts", **COMMON))
+    wait_for(tmp_path / "logs/quick/parts/out.log", "Starting training", parts[0])
     time.sleep(random.uniform(0, 0.5))
-    os.kill(rank_pids(parts)[1], signal.SIGUSR1)  # one rank only
-    status, output = finish(parts)
-    assert status != 0 and "exitcode  : 75" in output.replace("exitcode : 75", "exitcode  : 75"), output
-    status, output = finish(torchrun(tiny_options(run_num="parts", num_data_workers=1, **COMMON)))
-    assert status == 0 and "Resuming at iteration" in output, output
-    same_losses(summary(tmp_path, "parts"), summary(tmp_path, "whole"), rel=0)
+    parts[1].send_signal(signal.SIGUSR1)  # one rank only
+    statuses, output = finish_all(parts)
+    assert statuses == [75, 75], output
+    statuses, output = finish_all(train_on_two(tiny_options(run_num="parts", **COMMON)))
+    assert statuses == [0, 0] and "Resuming at iteration" in output, output
+    same_losses(summary(tmp_path, "parts"), shared(2), rel=0)
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_refused_on_every_rank(tiny_options):
-    status, output = finish(torchrun(tiny_options(global_batch_size=3)))
-    assert status != 0
-    assert output.count("error: ") >= 1 and "global_batch_size 3 cannot be shared by 2 ranks" in output
-
-
-def test_bad_data_on_every_rank_is_one_clear_line(tiny_options):
+def test_under_torchrun_bad_data_on_every_rank_is_one_clear_line(tiny_options):
     status, output = finish(torchrun(tiny_options(train_data_path="nowhere/train")))
     assert status != 0 and "Traceback" not in output.split("error: rank")[0]
     assert "nowhere/train: no such data folder" in output
 
 
+def test_a_batch_that_the_ranks_cannot_share_is_refused_on_every_rank(tiny_options):
+    for status, output in run_ranks(["train.py", *tiny_options(global_batch_size=3)]):
+        assert status == 2
+        assert output.count("error: ") == 1 and "global_batch_size 3 cannot be shared by 2 ranks" in output
+
+
 def test_a_stuck_rank_leaves_the_stacks_of_all(tiny_options, tmp_path):
-    process = torchrun(tiny_options(num_iters=100_000, watchdog_timeout=4, validate_every=10_000))
-    wait_for(tmp_path / "logs/quick/00/out.log", "Time taken for epoch 1 ", process)
-    stuck = rank_pids(process)[1]
-    os.kill(stuck, signal.SIGSTOP)
+    ranks = train_on_two(tiny_options(num_iters=100_000, watchdog_timeout=4, validate_every=10_000))
+    wait_for(tmp_path / "logs/quick/00/out.log", "Time taken for epoch 1 ", ranks[0])
+    ranks[1].send_signal(signal.SIGSTOP)
     time.sleep(6)
-    os.kill(stuck, signal.SIGCONT)
-    status, output = finish(process)
-    assert status != 0
+    ranks[1].send_signal(signal.SIGCONT)
+    statuses, output = finish_all(ranks)
+    assert 0 not in statuses
     assert "no step finished within 4 s (watchdog_timeout); the stacks of all threads are in" in output
     stacks = (tmp_path / "logs/quick/00/stacks-rank0.txt").read_text()
     assert "eager" in stacks and "backward" in stacks
@@ -105,7 +123,7 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_named(
     common = {"num_iters": 100_000, "comm_timeout": 30, "validate_every": 10_000}
     other = {"train_data_path": str(tmp_path / "train")}
     tiny = tiny_options(**common)
-    ranks = bare_ranks(lambda rank: tiny_options(**common, **other) if rank == failing else tiny)
+    ranks = start_ranks(lambda rank: ["train.py", *(tiny_options(**common, **other) if rank == failing else tiny)])
     wait_for(tmp_path / "logs/quick/00/out.log", "Time taken for epoch 1 ", ranks[0])
     os.truncate(tmp_path / "train/1980.h5", 100_000)
     ended = [finish(rank, timeout=60) for rank in ranks]
@@ -128,33 +146,30 @@ def rewrite_chunked(path):
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_path):
-    (rank,) = bare_ranks(lambda _: tiny_options(comm_timeout=3), started=1)
+    (rank,) = start_ranks(["train.py", *tiny_options(comm_timeout=3)], started=1)
     status, output = finish(rank, timeout=60)
     assert status == 2
     assert "error: rank 0 of 2 could not connect within 3 s through 127.0.0.1:" in output
 
 
-def mp(words):
-    return torchrun(["--yaml_config=config/ViT.yaml", *words], script="train_mp.py")
-
-
-def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, serial):
-    def options(**layout):
-        return tiny_options(run_num="moved", num_data_workers=1, **COMMON, **layout)
+def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, shared):
+    def start(script, **layout):
+        return train_on_two(tiny_options(run_num="moved", **COMMON, **layout), script)
 
     log = tmp_path / "logs/quick/moved/out.log"
-    for number, start in enumerate([
-        lambda: torchrun(options(data_parallel="fsdp")),
-        lambda: mp(options(tensor_parallel=2)),
-        lambda: mp(options(context_parallel=2, data_parallel="zero1")),
+    for number, (script, layout) in enumerate([
+        ("train.py", {"data_parallel": "fsdp"}),
+        ("train_mp.py", {"tensor_parallel": 2}),
+        ("train_mp.py", {"context_parallel": 2, "data_parallel": "zero1"}),
     ]):  # fmt: skip
-        process = start()
-        wait_for(log, f"Saved checkpoint iter-{20 + 40 * number:08d}", process)
-        os.kill(rank_pids(process)[0], signal.SIGTERM)
-        assert "75" in finish(process)[1]
-    status, output = finish(mp(options(pipeline_parallel=2, gradient_accumulation=2)))
-    assert status == 0 and "on 2 x cpu: pp 2" in output, output
-    same_losses(summary(tmp_path, "moved"), serial, rel=1e-4)
+        processes = start(script, **layout)
+        wait_for(log, f"Saved checkpoint iter-{20 + 40 * number:08d}", processes[0])
+        processes[0].send_signal(signal.SIGTERM)
+        statuses, output = finish_all(processes)
+        assert statuses == [75, 75], output
+    statuses, output = finish_all(start("train_mp.py", pipeline_parallel=2, gradient_accumulation=2))
+    assert statuses == [0, 0] and "on 2 x cpu: pp 2" in output, output
+    same_losses(summary(tmp_path, "moved"), shared(1), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +190,7 @@ def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, ser
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
 def test_a_layout_that_does_not_fit_ends_every_rank_with_the_same_line(tiny_options, layout, line):
-    status, output = finish(mp(tiny_options(**layout)))
-    assert status != 0 and line in output
-    assert "Traceback" not in output.split("ChildFailedError")[0].rsplit("Traceback", 1)[0]
-    assert {word for word in output.split() if word.startswith("exitcode")} <= {"exitcode"}
-    assert "exitcode  : 2 " in output
+    for process in train_on_two(tiny_options(**layout), "train_mp.py"):
+        status, output = finish(process)
+        assert status == 2
+        assert output.startswith("error: ") and line in output and "Traceback" not in output

@@ -17,6 +17,7 @@ from tests.support.layout_parity import (
     own_part,
     train,
 )
+from tests.support.marks import slow_but
 from tools.instruments.counting import CollectiveCounter
 from training.tasks import build_task
 from utils import comm
@@ -82,21 +83,33 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Each kind of parallelism with each of its methods and schedules, and beside each of the others.
+QUICK = [
+    "tp2", "tp2 sequence", "tp2 dtensor", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x cp2", "tp2 x dp2, dp adjacent",
+    "tp2 x fsdp", "cp2 x fsdp", "pp2 gpipe", "pp2", "pp2 interleaved", "pp2 x fsdp", "tp2 x pp2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other combinations of the same"))
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["tp2", "tp2 sequence", "tp2 dtensor", "tp2 dtensor x fsdp", "cp2", "tp2 x fsdp", "pp2", "tp2 x pp2", "pp2 x fsdp"],
-)
+CLIPPED = [
+    "tp2", "tp2 sequence", "tp2 dtensor", "tp2 dtensor x fsdp", "cp2", "tp2 x fsdp", "pp2", "tp2 x pp2", "pp2 x fsdp",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", slow_but(["tp2 dtensor", "tp2 x fsdp", "pp2"], CLIPPED, "the norm in other layouts"))
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, LAYOUTS[layout], SIZES | {"clip_grad_norm": 0.05}, steps=4)
 
 
+MIXED = ["tp2", "tp2 sequence", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x fsdp", "pp2"]
+
+
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x fsdp", "pp2"])
+@pytest.mark.parametrize("layout", slow_but(["tp2 x fsdp", "pp2"], MIXED, "half precision in other layouts"))
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
     check_mixed_precision(ranks, tiny_config, LAYOUTS[layout], SIZES, amp_mode)
 
@@ -110,10 +123,18 @@ def test_a_fused_optimizer_takes_what_the_scaler_of_several_ranks_found(ranks, t
     check_mixed_precision(ranks, tiny_config, LAYOUTS["tp2"], SIZES | {"enable_fused": True}, "fp16")
 
 
-@pytest.mark.parametrize("extra", [RECOMPUTED, COMPILED], ids=["recomputed", "compiled"])
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp3", "tp2 x fsdp", "pp2"])
-def test_compute_options_change_no_number(ranks, tiny_config, layout, extra):
-    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **extra)
+SEVERAL = ["tp2", "tp2 sequence", "cp3", "tp2 x fsdp", "pp2"]
+
+
+@pytest.mark.parametrize("layout", slow_but(["tp2 sequence", "pp2"], SEVERAL, "recomputation in other layouts"))
+def test_recomputed_activations_change_no_number(ranks, tiny_config, layout):
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **RECOMPUTED)
+
+
+@pytest.mark.slow("compiled layers of models that are split by tensor, context and pipeline parallelism")
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_compiled_layers_change_no_number(ranks, tiny_config, layout):
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **COMPILED)
 
 
 def batches_read(config):

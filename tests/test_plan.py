@@ -104,6 +104,7 @@ def test_options_that_are_given_are_kept(capsys):
     assert {one["layout"]["tp"] for one in plans} == {2}
 
 
+@pytest.mark.slow("1,024 GPUs planned by the command in a bounded memory")
 def test_1024_gpus_are_planned_in_seconds_and_little_memory():
     command = [sys.executable, "-c", LIMITED, *MP, "--gpus", "1024", "--global_batch_size", "2048"]
     started = time.monotonic()

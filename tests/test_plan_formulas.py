@@ -14,36 +14,40 @@ SPLITS = {script.yaml_config: script.splits for script in SCRIPTS.values()}
 MP, SHARD, CLASSES = "mp.yaml --config=mp", "shard.yaml --config=shard", "shard.yaml --config=classify_1024"
 PIPELINE = "--gradient_accumulation=4 --data_parallel"
 # With ddp few blocks, as a trace of many knows the bytes of its buckets, but not how many there are.
-CASES = [
-    (1, "ViT.yaml --config=base"),
+QUICK = [
     (1, "ViT.yaml --config=base --amp_mode=fp16 --enable_fused --gradient_accumulation=4"),
-    (1, "ViT.yaml --config=base --dropout=0.1 --amp_mode=bf16"),
-    (1, "ViT.yaml --config=base --activation_checkpointing=full --checkpointing_interval=2 --amp_mode=bf16 --depth=6"),
     (1, "ViT.yaml --config=base --activation_checkpointing=selective"),
     (4, f"{MP} --depth=4"),
+    (16, f"{MP} --data_parallel=fsdp"),
+    (16, f"{MP} --tensor_parallel=4 --sequence_parallel --depth=4"),
+    (16, f"{MP} --context_parallel=4 --cp_method=ring --tensor_parallel=2 --data_parallel=fsdp"),
+    (16, f"{MP} --pipeline_parallel=4 {PIPELINE}=ddp"),
+    (16, f"{SHARD} --domain_parallel=2x2 --domain_method=gather --data_parallel=ddp --depth=4"),
+]
+SLOW = [
+    (1, "ViT.yaml --config=base"),
+    (1, "ViT.yaml --config=base --dropout=0.1 --amp_mode=bf16"),
+    (1, "ViT.yaml --config=base --activation_checkpointing=full --checkpointing_interval=2 --amp_mode=bf16 --depth=6"),
     (4, f"{MP} --depth=4 --noddp --amp_mode=none"),
     (16, f"{MP} --depth=4 --data_parallel=zero1"),
     (16, f"{MP} --data_parallel=zero2 --gradient_accumulation=2"),
-    (16, f"{MP} --data_parallel=fsdp"),
     (16, f"{MP} --data_parallel=hsdp --cpu_offload --activation_checkpointing=full"),
     (16, f"{MP} --tensor_parallel=4 --depth=4"),
     (16, f"{MP} --tensor_parallel=4 --data_parallel=fsdp --activation_checkpointing=full"),
-    (16, f"{MP} --tensor_parallel=4 --sequence_parallel --depth=4"),
     (16, f"{MP} --context_parallel=4 --depth=4"),
-    (16, f"{MP} --context_parallel=4 --cp_method=ring --tensor_parallel=2 --data_parallel=fsdp"),
     (16, f"{MP} --context_parallel=4 --cp_method=all_to_all --depth=4 --amp_mode=none"),
-    (16, f"{MP} --pipeline_parallel=4 {PIPELINE}=ddp"),
     (16, f"{MP} --pipeline_parallel=4 {PIPELINE}=fsdp --pp_schedule=gpipe"),
     (16, f"{MP} --pipeline_parallel=2 {PIPELINE}=ddp --pp_schedule=interleaved --depth=8"),
     (16, f"{MP} --pipeline_parallel=2 {PIPELINE}=ddp --tensor_parallel=2 --sequence_parallel --depth=8"),
     (16, f"{SHARD} --domain_parallel=4 --domain_method=ring"),
-    (16, f"{SHARD} --domain_parallel=2x2 --domain_method=gather --data_parallel=ddp --depth=4"),
     (16, f"{SHARD} --domain_parallel=4 --domain_method=all_to_all --activation_checkpointing=full"),
     (16, f"{SHARD} --domain_parallel=4 --domain_method=ring --amp_mode=fp16 --data_parallel=ddp --depth=4"),
     (4, f"{CLASSES} --domain_parallel=4 --domain_method=gather"),
     (8, f"{CLASSES} --domain_parallel=2x2 --domain_method=ring --amp_mode=bf16 --global_batch_size=2"),
     (4, f"{CLASSES} --domain_parallel=2x2 --domain_method=gather --img_size 128 128 64"),
 ]
+OTHERS = pytest.mark.slow("the formulas of every other option, method and schedule")
+CASES = [*QUICK, *(pytest.param(*case, marks=OTHERS) for case in SLOW)]
 
 
 @cache
@@ -102,11 +106,11 @@ def test_operations_are_those_of_the_trace(ranks, words):
 
 
 def test_a_formula_takes_a_millisecond():
-    traces = both(*CASES[-4])[0]
-    assert traces
-    name, *words = CASES[-4][1].split()
-    config = load_config(["--yaml_config", f"config/{name}", *words], None, 16, splits=SPLITS[f"config/{name}"])
-    layout = config.layout(16, 4)
+    ranks, line = QUICK[-1]
+    assert both(ranks, line)[0]
+    name, *words = line.split()
+    config = load_config(["--yaml_config", f"config/{name}", *words], None, ranks, splits=SPLITS[f"config/{name}"])
+    layout = config.layout(ranks, 4)
     started = time.process_time()
     for _ in range(50):
         formula_traces(config, layout)

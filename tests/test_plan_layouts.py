@@ -104,6 +104,7 @@ def test_what_was_fixed_stays():
     )  # fmt: skip
 
 
+@pytest.mark.slow("all layouts of 1,024 GPUs")
 def test_a_thousand_gpus_are_planned_in_seconds():
     words = ["--yaml_config=config/mp.yaml", "--config=mp", "--global_batch_size=1024"]
     started = time.process_time()

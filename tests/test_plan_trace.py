@@ -28,11 +28,12 @@ PUBLISHED = {
     "classify_1024": {1: 13.9, 2: 7.6, 4: 4.5, 8: 2.9},
     "classify_2048": {1: 51.4, 2: 26.5, 4: 13.9, 8: 7.6},
 }
+NUMBERS = pytest.mark.slow("every published number")
 PUBLISHED_INFERENCE = {1: 2.5, 2: 2.2, 4: 2.0, 8: 1.9}  # at 1024 x 1024, the training state of the step before included
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=NUMBERS), 4, pytest.param(8, marks=NUMBERS)])
+@pytest.mark.parametrize("name", ["classify_1024", pytest.param("classify_2048", marks=NUMBERS)])
 def test_published_memory_of_domain_parallel_training(name, gpus):
     alone = " --noddp" if gpus > 1 else ""
     words = f"--config={name} --data_parallel=ddp --domain_method=ring --domain_parallel={gpus}{alone}"
@@ -60,7 +61,12 @@ DEEP = {
 }
 
 
-@pytest.mark.parametrize("words", DEEP.values(), ids=DEEP)
+MORE = pytest.mark.slow("extrapolation in depth of every kind of parallelism")
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=[MORE] * (name != "fsdp"), id=name) for name, words in DEEP.items()]
+)
 def test_a_few_blocks_tell_of_many(words, monkeypatch):
     config, layout = settings("config/mp.yaml", f"--config=mp --depth=10 {words}", 8)
     few = trace_step(config, layout)

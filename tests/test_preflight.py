@@ -4,15 +4,13 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from tests.support.launch import finish, torchrun
+from tests.support.programs import finish, run_ranks, start
 from tests.support.workers import free_port
 from tools.preflight import __main__ as preflight
 from tools.preflight import file_system as preflight_files
@@ -52,12 +50,11 @@ def lines_of(output, what):
 
 def started(ranks, of, words, port):
     """Start some ranks, without a launcher that would end the others."""
-    command = [sys.executable, "-m", "tools.preflight", *words]
-    common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(of), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": str(of), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        start(
+            ["-m", "tools.preflight", *words], merged=True,
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in ranks
     ]  # fmt: skip
@@ -81,8 +78,8 @@ def test_one_process_finds_nothing_wrong_and_leaves_nothing(check, words, tmp_pa
 
 
 def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
-    status, output = finish(torchrun(["tools.preflight", *words, "--json", str(tmp_path / "found.json")], script="-m"))
-    assert status == 0, output
+    for status, output in run_ranks(["-m", "tools.preflight", *words, "--json", tmp_path / "found.json"]):
+        assert status == 0, output
     report = json.loads((tmp_path / "found.json").read_text())
     found = {}
     for result in report["results"]:
@@ -172,8 +169,10 @@ def test_a_rank_0_that_does_not_come_is_named_as_well(words, port):
 
 def test_a_rank_that_comes_and_then_is_gone_is_named(words, port):
     processes = started([0, 1, 2], 3, [*words, "--timeout", "6"], port)
-    first = processes[0].stdout.readline()
-    assert "rank 0-2" in first, first
+    while not processes[0].said():
+        assert processes[0].poll() is None
+        time.sleep(0.02)
+    assert "rank 0-2" in processes[0].said().splitlines()[0]
     processes[2].kill()
     status, output = finish(processes[0])
     assert status == 1 and "rank 2 (" in output and "did not reach" in output, output

@@ -1,14 +1,11 @@
 """A source or setting that cannot be used is refused in one line that names what is wrong, before it does harm."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.support import programs
 from tests.support.era5_examples import H, W, build, convert, save_netcdf, save_zarr, wb2_regridded
 from utils.errors import UsageError
 from weather import era5_store, year_files
@@ -133,7 +130,5 @@ def test_without_its_packages_the_command_says_how_to_install_them(tmp_path, mon
 
 def test_the_command_says_one_line_and_exits_2(tmp_path):
     source = save_netcdf(build().drop_vars("u10"), tmp_path / "a.nc")
-    command = [sys.executable, "-m", "weather.prepare_era5", source, "--out", str(tmp_path / "out"), "--days=2"]
-    root = Path(__file__).parents[1]
-    run = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True)
+    run = programs.run(["-m", "weather.prepare_era5", source, "--out", tmp_path / "out", "--days=2"])
     assert run.returncode == 2 and run.stderr.startswith("error: no source holds u10") and run.stderr.count("\n") == 1

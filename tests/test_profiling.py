@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 
@@ -11,6 +10,7 @@ import pytest
 
 import train
 from docs.examples import read_trace
+from tests.support import programs
 from utils.errors import UsageError
 
 WINDOW = {"profile": "torch", "profile_start": 3, "profile_steps": 4}
@@ -107,8 +107,7 @@ def test_a_window_beyond_the_last_iteration_is_refused(tiny_options):
 
 
 def run(words, **variables):
-    command = [sys.executable, "train.py", *words]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=200)
+    return programs.run(["train.py", *words], os.environ | variables)
 
 
 def test_nsight_systems_wraps_the_command(tiny_options, tmp_path):

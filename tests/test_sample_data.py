@@ -1,14 +1,10 @@
 """The sample atmosphere obeys its equations; its files are whole, reproducible and free of leakage."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import h5py
 import numpy as np
 import pytest
 
+from tests.support import programs
 from utils.errors import UsageError
 from weather import atmosphere, grid, year_files
 from weather.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
@@ -374,7 +370,5 @@ def test_years_are_read_as_ranges_and_lists():
 def test_the_command_says_one_line_and_exits_2(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    command = [sys.executable, "-m", "weather.sample_data", str(file), "--img_size", "8", "16", "--days", "1"]
-    root = Path(__file__).parents[1]
-    run = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True)
+    run = programs.run(["-m", "weather.sample_data", file, "--img_size", "8", "16", "--days", "1"])
     assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1

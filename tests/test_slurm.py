@@ -247,6 +247,7 @@ def test_a_warning_before_training_began_is_not_answered_with_a_requeue(cluster)
 SHARD = {"yaml_config": "config/shard.yaml", "config": "shard_quick"}
 
 
+@pytest.mark.slow("Slurm itself warns and preempts real training, and starts it again where it stopped")
 @pytest.mark.parametrize(
     "script, requests, taken, tasks, num_iters, layout",
     [
@@ -287,6 +288,7 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
         assert cluster.field(job, "Restarts") == "1" and "Resuming at iteration" in cluster.output(job)
 
 
+@pytest.mark.slow("a forecast whose ranks Slurm has started on two nodes")
 def test_two_nodes_share_the_images_of_a_forecast(cluster, tiny_options, tmp_path):
     train.main(["--yaml_config=config/ViT.yaml", *tiny_options(num_iters=2, warmup=0)])
     words = ["--run_folder", tmp_path / "logs/quick/00", "--lead_hours=12", "--starts=2", "--domain_parallel=2"]
@@ -296,6 +298,7 @@ def test_two_nodes_share_the_images_of_a_forecast(cluster, tiny_options, tmp_pat
     assert (tmp_path / "logs/quick/00/forecast/z500.gif").is_file()
 
 
+@pytest.mark.slow("Slurm notices a lost node and gives the run another one")
 def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_path):
     """The last test: the node stays lost."""
 

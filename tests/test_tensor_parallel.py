@@ -29,7 +29,10 @@ def block_counts(sequence_parallel, compiled=False, dtype=torch.float32, autocas
     return parity.count_block(model, mesh, compiled, autocast, sequence_parallel)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+BY_COMPILER = pytest.mark.slow("what the compiler makes of the collectives of tensor parallelism")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=BY_COMPILER)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_collectives_a_pair_forward_and_backward_compiled_or_not(ranks, sequence_parallel, compiled):
     forward, backward, *_ = ranks(2, block_counts, sequence_parallel, compiled, grid=parity.UNEVEN)[0]

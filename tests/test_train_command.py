@@ -5,8 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import h5py
@@ -14,16 +12,16 @@ import numpy as np
 import pytest
 
 import train
+from tests.support import programs
 from utils.errors import UsageError
 
 
-def start(words, **kwargs):
-    command = [sys.executable, "train.py", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+def start(words):
+    return programs.start(["train.py", *words])
 
 
 def finish(process):
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 

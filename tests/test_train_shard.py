@@ -11,30 +11,33 @@ import unittest.mock
 import pytest
 import torch
 
-from tests.support.launch import finish, rank_pids, summary, torchrun
+from tests.support import programs
+from tests.support.launch import summary, torchrun
+from tests.support.programs import finish
 from utils import comm
 from utils.errors import run_main
 
 COMMON = {"num_iters": 60, "checkpoint_every": 20, "validate_every": 4}
 
 
-def shard(words, ranks=2):
-    return torchrun(["--yaml_config=config/ViT.yaml", *words], ranks, script="train_shard.py")
+def shard(words):
+    return programs.start_ranks(["train_shard.py", "--yaml_config=config/ViT.yaml", *words])
 
 
 def test_a_run_that_moves_from_one_layout_to_another_has_the_losses_of_train_py(tiny_options, tmp_path):
-    serial = torchrun(tiny_options(run_num="serial", **COMMON), ranks=1)
+    serial = programs.start(["train.py", *tiny_options(run_num="serial", **COMMON)])
     first = shard(tiny_options(run_num="moved", domain_parallel=2, domain_method="ring", **COMMON))
     log = tmp_path / "logs/quick/moved/out.log"
     while not (log.exists() and "Saved checkpoint iter-00000020" in log.read_text()):
-        assert first.poll() is None, first.communicate()[0]
+        assert first[0].poll() is None, first[0].said()
         time.sleep(0.02)
-    os.kill(rank_pids(first)[0], signal.SIGTERM)
-    output = finish(first)[1]
-    assert "on 2 x cpu: domain 2" in output and "exitcode  : 75" in output, output
-    status, output = finish(shard(tiny_options(run_num="moved", domain_parallel="1x2", data_parallel="fsdp", **COMMON)))
+    first[0].send_signal(signal.SIGTERM)
+    (status, output), (other, _) = map(finish, first)
+    assert "on 2 x cpu: domain 2" in output and status == other == 75, output
+    then = shard(tiny_options(run_num="moved", domain_parallel="1x2", data_parallel="fsdp", **COMMON))
+    status, output = finish(then[0])
     assert status == 0 and "on 2 x cpu: domain 1x2" in output and "Resuming at iteration" in output, output
-    assert finish(serial)[0] == 0
+    assert serial.wait() == 0
     expected, found = summary(tmp_path, "serial"), summary(tmp_path, "moved")
     for key in ("train_loss", "val_loss", "rmse"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
@@ -96,7 +99,8 @@ def test_a_layout_that_does_not_fit_is_the_same_line_on_every_rank(ranks, tiny_o
 
 
 def test_under_torchrun_there_is_no_more_than_the_line(tiny_options):
-    status, output = finish(shard(tiny_options(domain_parallel=2, patch_size=16)))
+    words = ["--yaml_config=config/ViT.yaml", *tiny_options(domain_parallel=2, patch_size=16)]
+    status, output = finish(torchrun(words, script="train_shard.py"))
     assert status != 0 and "exitcode  : 2 " in output
     assert "quick: domain parallel: 1 rows of patches cannot be split over 2 ranks" in output
     assert "Traceback" not in output.split("ChildFailedError")[0].rsplit("Traceback", 1)[0]

@@ -93,7 +93,7 @@ def test_the_log_reads_like_the_reference(run):
     assert "Peak memory: " in log
 
 
-def test_tensorboard_has_losses_speed_skill_and_pictures(run):
+def test_tensorboard_has_losses_speed_skill_and_pictures(run, pictures):
     folder = run().folder
     tags = EventAccumulator(str(folder)).Reload().Tags()
     assert {"loss/train", "loss/valid", "learning_rate", "speed/samples_per_sec", "speed/iterations_per_sec"} <= {

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distributed.shard_tensor import ShardTensor, local, no_rule, redistributed, reduced, rule, wrap
-from tests.support.shard_parity import Case, X, check, domain_mesh, draw, split
+from distributed.shard_tensor import ShardTensor, local, no_rule, redistributed, reduced, rule, scatter_tensor, wrap
 from tools.instruments.counting import CollectiveCounter
 
 
@@ -38,25 +38,40 @@ def power_spectrum(x: Tensor) -> Tensor:
 
 
 SHAPE = (2, 3, 7, 10)
-CASES = {
-    "latitude in rows of 4 and 3": Case(power_spectrum, (X(SHAPE, (2,)),)),
-    "all rows on rank 0": Case(power_spectrum, (X(SHAPE, (2,), {0: (7, 0)}),)),
-    "longitude split": Case(power_spectrum, (X(SHAPE, (3,)),)),
-    "channels split": Case(power_spectrum, (X(SHAPE, (1,)),)),
-    "a copy on every rank": Case(power_spectrum, (X(SHAPE),)),
+CASES: dict[str, tuple[Placement, tuple[int, ...] | None]] = {  # how two ranks split an image, sizes of their parts
+    "latitude in rows of 4 and 3": (Shard(2), None),
+    "all rows on rank 0": (Shard(2), (7, 0)),
+    "longitude split": (Shard(3), None),
+    "channels split": (Shard(1), None),
+    "a copy on every rank": (Replicate(), None),
 }
 
 
+def check(mesh: DeviceMesh, placement: Placement, sizes: tuple[int, ...] | None) -> dict[str, int]:
+    """Compare output and gradient with those of the whole tensor; returns how often a forward pass sends."""
+    whole = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    split = scatter_tensor(whole.detach(), 0, mesh, [placement], {0: sizes} if sizes else None).requires_grad_()
+    expected, found = power_spectrum(whole), power_spectrum(split)
+    assert isinstance(found, ShardTensor)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    (expected * weight).sum().backward()
+    (found * weight).sum().backward()
+    assert isinstance(split.grad, ShardTensor)
+    torch.testing.assert_close(split.grad.full_tensor(), whole.grad)
+    with CollectiveCounter() as counted:
+        power_spectrum(split).sum().item()
+    return dict(counted.calls)
+
+
 def main() -> None:
-    """Compare output and gradients with those of the whole tensor, and print what is sent."""
+    """Check all cases, and print what is sent."""
     dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name, case in CASES.items():
-        check(case)  # output and gradients
-        x = split(draw(SHAPE, torch.float32, 0), case.inputs[0], domain_mesh())
-        with CollectiveCounter() as counted:
-            power_spectrum(x).sum().item()
+        sent = check(mesh, *case)
         if dist.get_rank() == 0:
-            print(f"{name:28}as of the whole; sends {dict(counted.calls) or 'nothing'}")
+            print(f"{name:28}as of the whole; sends {sent or 'nothing'}")
 
 
 if __name__ == "__main__":

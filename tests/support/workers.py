@@ -12,7 +12,6 @@ A rank that raises, or does not answer in time, fails the test with the rank's t
 import atexit
 import datetime
 import gc
-import multiprocessing
 import os
 import pickle
 import socket
@@ -22,6 +21,8 @@ import traceback
 from multiprocessing.connection import wait
 
 import psutil
+
+from tests.support import forked
 
 PATIENCE_SECONDS = 120
 MOST_THREADS = 250  # gloo's groups leave some behind; idle as they are, thousands of them take the machine
@@ -69,7 +70,7 @@ class Workers:
         return [answers[rank] for rank in range(world_size)]
 
     def _start(self, count):
-        context = multiprocessing.get_context("spawn")
+        context = forked.context()
         while len(self.processes) < count:
             ours, theirs = context.Pipe()
             number = len(self.processes)

@@ -1,0 +1,12 @@
+"""Without pictures a validation of a tiny run takes hundredths of a second, with them a second.
+
+Trainings in the tests draw none, but for those that ask for the fixture `pictures` and those in processes of their own.
+"""
+
+from training.tasks import forecast
+
+PICTURED = forecast.PICTURED
+
+
+def draw_none():
+    forecast.PICTURED = ()

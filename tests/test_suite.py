@@ -1,0 +1,93 @@
+"""The tests as people run them, and the programs that they fork instead of starting."""
+
+import ast
+import signal
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from tests import conftest
+from tests.support import programs
+
+
+def test_nothing_outside_the_tests_imports_them():
+    files = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout.splitlines()
+    outside = [file for file in files if not file.startswith("tests/")]
+    assert len(outside) > 100
+    for file in outside:
+        for node in ast.walk(ast.parse(open(file).read(), file)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            assert not any(name.split(".")[0] == "tests" for name in names), f"{file}:{node.lineno}"
+
+
+def item(*marks):
+    """As much of a collected test as the hook asks for."""
+    return SimpleNamespace(
+        nodeid="test_x",
+        iter_markers=lambda name: [mark.mark for mark in marks if mark.name == name],
+        get_closest_marker=lambda name: None,
+    )
+
+
+def test_a_slow_test_says_what_only_it_shows():
+    conftest.pytest_collection_modifyitems([item(), item(pytest.mark.slow("real Slurm"))])
+    for mark in (pytest.mark.slow, pytest.mark.slow(""), pytest.mark.slow(reason=1)):
+        with pytest.raises(pytest.UsageError, match="test_x: say @pytest.mark.slow"):
+            conftest.pytest_collection_modifyitems([item(mark)])
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["test"], '-m pytest -m "not slow"'),
+        (["test", "FILES=tests/test_vit.py"], '-m pytest -m "not slow" tests/test_vit.py'),
+        (["test", "PYTEST_ARGS=-k name"], '-m pytest -m "not slow" -k name'),
+        (["test-all"], "-m pytest"),
+        (["test-all", "FILES=tests/test_vit.py", "PYTEST_ARGS=-x"], "-m pytest -x tests/test_vit.py"),
+    ],
+)
+def test_make_passes_files_and_arguments_on(words, command):
+    said = subprocess.run(["make", "-n", *words], capture_output=True, text=True, check=True).stdout
+    assert " ".join(said.splitlines()[-1].split()).endswith(f"python {command}")
+
+
+PROGRAM = """
+import atexit, os, signal, sys, threading, time
+atexit.register(print, "at exit", flush=True)
+print(sys.argv[1:], os.environ["HOME"], os.environ.get("PATH"), os.getcwd(), repr(sys.stdin.read()), __name__)
+print(os.getpid() == os.getpgrp(), signal.getsignal(signal.SIGINT) is signal.default_int_handler, file=sys.stderr)
+if "wait" in sys.argv:
+    print("ready", flush=True)
+    time.sleep(60)
+threading.Timer(0.1, lambda: print("thread")).start()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
+
+
+def test_a_forked_program_is_as_one_that_was_started(program, tmp_path):
+    done = programs.run([program, "3", "two words"], {"HOME": "here"}, cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stdout == f"['3', 'two words'] here None {tmp_path} '' __main__\nthread\nat exit\n"
+    assert done.stderr == "True True\n"
+
+
+def test_a_forked_program_is_killed_and_leaves_nobody_behind(program):
+    process = programs.start([program, "wait"], merged=True)
+    while "ready" not in process.said():
+        assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0)
+    programs.end_all()
+    assert process.wait(10) == -signal.SIGKILL
