@@ -20,7 +20,7 @@ from tests.support import programs
 from tests.support.workers import NAME
 from tests.test_data_loader import write_years
 from training.tasks import build_task
-from utils.data_loader import loader_class
+from training.tasks.forecast import loader_class
 from utils.errors import UsageError
 from weather.dataset import FieldDataset, Statistics
 

@@ -1,5 +1,6 @@
 """README and docs: every link leads somewhere, every command is one that the programs take."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -16,6 +17,7 @@ import forecast
 import plan
 import train_mp
 import train_shard
+from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
 from tools.preflight import __main__ as preflight
 from utils.config import load_config, parse_command_line
 
@@ -104,13 +106,16 @@ def test_a_command_is_one_that_the_programs_take(line):
 def check_benchmark(words):
     """Its options are taken, and what is left are options of a config."""
     seen = []
-    with mock.patch.multiple(
-        benchmark,
-        **dict.fromkeys(("data_parallel", "domain", "ladder", "loaders", "model_parallel", "scaling"), mock.DEFAULT),
-    ) as modules:
-        for module in modules.values():
-            module.run.side_effect = lambda config_or_words, *args: seen.append(config_or_words)
-        benchmark.main(words)
+
+    def run(config_or_words, **_given):
+        seen.append(config_or_words)
+        raise Parsed
+
+    with contextlib.ExitStack() as stack:
+        for module in (image_sizes, ladder, layouts, loaders, scaling, strategies):
+            stack.enter_context(mock.patch.object(module, "run", run))
+        with pytest.raises(Parsed):
+            benchmark.main(words)
     if isinstance(seen[0], list):
         parse_command_line(seen[0], None, "config/ViT.yaml")
 

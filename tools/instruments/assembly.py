@@ -1,7 +1,7 @@
 """A model and its training step, assembled as the training scripts do, for programs that measure or use them."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,33 +17,35 @@ from training.speed_options import apply_speed_options
 from training.step import TrainingStep
 from training.tasks import build_task
 from utils import comm
-from utils.errors import reported_as_usage_error
 from utils.schema import Config
 from utils.tiles import own_window
 
 
 def build_parallel(
-    config: Config, device: torch.device, weights: Iterable[tuple[str, Tensor]] | None = None
+    config: Config, device: torch.device, weights: Iterable[tuple[str, Tensor]] | None = None, where: str = ""
 ) -> ParallelModel:
-    """The model of a config on the ranks of the mesh. weights: (name, full tensor); the initial ones unless given."""
+    """The model of a config on the ranks of the mesh. weights: (name, full tensor); the initial ones unless given.
+
+    where: how errors call the layout; the name of the config unless given.
+    """
     model = build_model(config)
-    split = split_as_configured(model, config)
+    split = split_as_configured(model, config, where)
     apply_speed_options(config, device, model)
     weights = initial_weights(config) if weights is None else weights
     return data_parallel(model, config.options(DataParallelOptions), device, weights, split)
 
 
-def split_as_configured(model: nn.Module, config: Config) -> Split:
+def split_as_configured(model: nn.Module, config: Config, where: str = "") -> Split:
     """Split a model, or its images, over the ranks of the mesh. Raises LayoutError as split_model and split_images."""
+    where = where or config.config
     if comm.get_size("domain") > 1:
-        return split_images(model, config.options(DomainOptions))
-    return split_model(model, config.options(ModelParallelOptions))
+        return split_images(model, replace(config.options(DomainOptions), config=where))
+    return split_model(model, replace(config.options(ModelParallelOptions), config=where))
 
 
 def build_step(config: Config, device: torch.device, where: str = "") -> TrainingStep:
     """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
-    with reported_as_usage_error(ValueError, where) if where else nullcontext():
-        parallel = build_parallel(config, device)
+    parallel = build_parallel(config, device, where=where)
     return TrainingStep(
         config, device, parallel, build_optimizer(config, parallel.model, device), build_task(config).loss
     )
