@@ -81,10 +81,8 @@ class Run:
         if self.summary:
             return self
         self._resume()
-        wants_profile = comm.is_main()
-        self.profiler = (
-            build_profiler(self.config, self.device, self.folder.path / "profile") if wants_profile else None
-        )
+        profile = self.folder.path / "profile"
+        self.profiler = build_profiler(self.config, self.device, profile) if comm.is_main() else None
         if self.profiler:
             self.profiler.check(self.config.num_iters - self.iteration)
         self._log_memory()
