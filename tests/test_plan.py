@@ -34,8 +34,15 @@ def planned(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow("all layouts of `plan.py --verify`, run for real")
 def test_small_layouts_run_for_real_are_those_of_the_plan(capsys):
     assert verify.verify() == 0, capsys.readouterr().out
+
+
+def test_some_layouts_run_for_real_are_those_of_the_plan(capsys):
+    cases = verify.build_cases()
+    assert len(cases) > 8
+    assert verify.verify(cases[::5]) == 0, capsys.readouterr().out
 
 
 def test_a_message_that_is_not_planned_is_noticed(capsys, monkeypatch):
@@ -75,6 +82,7 @@ def test_text_of_one_layout(capsys, tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 
+@pytest.mark.slow("the order of many layouts, and that it is the published one")
 def test_the_best_layouts_of_16_gpus(capsys, tmp_path):
     plans = planned(
         capsys, *MP, "--gpus", "16", "--amp_mode", "fp16", "--top", "12", "--png", str(tmp_path / "all.png")
