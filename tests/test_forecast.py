@@ -154,9 +154,7 @@ OTHER = pytest.mark.slow("a forecast by each of the other kinds of parallelism")
     ("size", "options"),
     [
         (2, {"domain_parallel": 2}),
-        pytest.param(
-            3, {"domain_parallel": 3, "domain_method": "ring"}, marks=OTHER
-        ),  # bands of 2, 1, 1 rows of patches
+        pytest.param(3, {"domain_parallel": 3, "domain_method": "ring"}, marks=OTHER),  # bands of 2, 1, 1 rows
         pytest.param(4, {"domain_parallel": "2x2"}, marks=OTHER),
         pytest.param(4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}, marks=OTHER),
         pytest.param(2, {"tensor_parallel": 2}, marks=OTHER),
