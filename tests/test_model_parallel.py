@@ -218,7 +218,16 @@ def losses_and_shared_weights(config, steps):
     return losses, {name: value for name, (value, dim) in weights.items() if dim is None}
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["whole tokens", "sequence parallel"])
+WHOLE = pytest.mark.slow("the same where every rank has all tokens")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=WHOLE, id="whole tokens"),
+        pytest.param({"sequence_parallel": True}, id="sequence parallel"),
+    ],
+)
 def test_shared_weights_stay_equal_to_the_bit(ranks, tiny_config, options):
     config = tiny_config(**SIZES | {"num_iters": 200, "img_size": [16, 32]}, tensor_parallel=2, **options)
     (_, one), (_, other) = ranks(2, losses_and_shared_weights, config, 200)
