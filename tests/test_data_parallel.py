@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.data_parallel import data_parallel, sharded_units
+from tests.support.marks import slow_but
 from tools.instruments.counting import CollectiveCounter
 from training.checkpoint import collect_state, restore_state
 from training.model import build_model, initial_weights
@@ -162,7 +163,7 @@ def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
     assert_same_training(ranks(3, train, tiny_config(**options, data_parallel=strategy)), serial)
 
 
-@pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("amp_mode", slow_but(["fp16"], ["bf16", "fp16"], "the other half precision"))
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow("half precision on four ranks"))])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):
