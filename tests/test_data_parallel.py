@@ -120,8 +120,8 @@ COMPILED_OPTIONS = {
     "compiled blocks": {"enable_jit": True},
     "compiled, recomputed": {"enable_jit": True, "activation_checkpointing": "selective"},
 }
-ON_MORE = pytest.mark.slow("fully sharded parameters on four ranks")
-SHARDED = [("zero2", 2), pytest.param("fsdp", 4, marks=ON_MORE), ("fsdp", 2), ("hsdp", 4)]
+ON_FOUR_RANKS = pytest.mark.slow("sharded parameters on four ranks, also in groups of two")
+SHARDED = [("zero2", 2), ("fsdp", 2), *(pytest.param(s, 4, marks=ON_FOUR_RANKS) for s in ("fsdp", "hsdp"))]
 
 
 def check_options(ranks, tiny_config, strategy, size, options):
