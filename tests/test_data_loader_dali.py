@@ -164,6 +164,9 @@ def alive(pid):
         return False
 
 
+OF_PROGRAM = pytest.mark.slow("processes of a training program, and how they end with it")
+
+
 @pytest.fixture
 def trainer(tiny_options, tmp_path):
     """train.py with DALI in a process group of its own, training, and its worker processes."""
@@ -180,6 +183,7 @@ def trainer(tiny_options, tmp_path):
             os.kill(left_over, signal.SIGKILL)
 
 
+@OF_PROGRAM
 @needs_dali
 def test_no_process_outlives_a_killed_trainer(trainer):
     process, processes = trainer
@@ -188,6 +192,7 @@ def test_no_process_outlives_a_killed_trainer(trainer):
     wait_until(lambda: not any(map(alive, processes)), 20)
 
 
+@OF_PROGRAM
 @needs_dali
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGUSR1, signal.SIGTERM]])
 def test_signals_to_the_whole_group_let_the_trainer_save(trainer, tmp_path, numbers):

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.data_parallel import sharded_units
+from tests.support.marks import slow_but
 from tools.instruments.assembly import build_step
 from tools.instruments.counting import CollectiveCounter
 from training.checkpoint import collect_state, restore_state
@@ -115,8 +116,8 @@ COMPILED_OPTIONS = {
     "compiled blocks": {"enable_jit": True},
     "compiled, recomputed": {"enable_jit": True, "activation_checkpointing": "selective"},
 }
-ON_MORE = pytest.mark.slow("fully sharded parameters on four ranks")
-SHARDED = [("zero2", 2), pytest.param("fsdp", 4, marks=ON_MORE), ("fsdp", 2), ("hsdp", 4)]
+ON_FOUR_RANKS = pytest.mark.slow("sharded parameters on four ranks, also in groups of two")
+SHARDED = [("zero2", 2), ("fsdp", 2), *(pytest.param(s, 4, marks=ON_FOUR_RANKS) for s in ("fsdp", "hsdp"))]
 
 
 def check_options(ranks, tiny_config, strategy, size, options):
@@ -158,7 +159,7 @@ def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
     assert_same_training(ranks(3, train, tiny_config(**options, data_parallel=strategy)), serial)
 
 
-@pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("amp_mode", slow_but(["fp16"], ["bf16", "fp16"], "the other half precision"))
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow("half precision on four ranks"))])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):

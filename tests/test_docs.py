@@ -120,6 +120,7 @@ def check_benchmark(words):
         parse_command_line(seen[0], None, "config/ViT.yaml")
 
 
+@pytest.mark.slow("what pages show is what their commands print today")
 def test_what_pages_show_of_commands_marked_fast_is_what_they_print():
     """They are run in full; `make figures ONLY=fast` mends the pages."""
     words = ["-I", ".", "-U", "-p", "from docs.figures import command, difference, output, picture, source, table"]

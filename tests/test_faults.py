@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.faults import FAULTS, by_fork, can_mount, inject, prepare
+from tests.support.marks import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +13,10 @@ def prepared(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("faults"), by_fork)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ["rank killed in mid-save", "newest checkpoint truncated"]
+
+
+@pytest.mark.parametrize("fault", slow_but(QUICK, FAULTS, "the other faults"))
 def test_a_broken_run_ends_like_an_undisturbed_one(fault, prepared, tmp_path):
     if fault == "disk full while saving" and not can_mount():
         assert "CI" not in os.environ or os.geteuid() != 0

@@ -147,18 +147,21 @@ def outcome(words):
     return end.value.code, said.getvalue()
 
 
+OTHER = pytest.mark.slow("a forecast by each of the other kinds of parallelism")
+
+
 @pytest.mark.parametrize(
     ("size", "options"),
     [
         (2, {"domain_parallel": 2}),
-        (3, {"domain_parallel": 3, "domain_method": "ring"}),  # bands of 2, 1 and 1 rows of patches
-        (4, {"domain_parallel": "2x2"}),
-        (4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
-        (2, {"tensor_parallel": 2}),
+        pytest.param(3, {"domain_parallel": 3, "domain_method": "ring"}, marks=OTHER),  # bands of 2, 1, 1 rows
+        pytest.param(4, {"domain_parallel": "2x2"}, marks=OTHER),
+        pytest.param(4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}, marks=OTHER),
+        pytest.param(2, {"tensor_parallel": 2}, marks=OTHER),
         (4, {"tensor_parallel": 2, "domain_parallel": 2}),
         (2, {}),  # three starts over two ranks
-        (4, {"domain_parallel": 2, "local_batch_size": 2}),
-        (4, {"data_parallel": "fsdp"}),  # a rank without a start of its own
+        pytest.param(4, {"domain_parallel": 2, "local_batch_size": 2}, marks=OTHER),
+        pytest.param(4, {"data_parallel": "fsdp"}, marks=OTHER),  # a rank without a start of its own
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )

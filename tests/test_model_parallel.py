@@ -218,7 +218,16 @@ def losses_and_shared_weights(config, steps):
     return losses, {name: value for name, (value, dim) in weights.items() if dim is None}
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["whole tokens", "sequence parallel"])
+WHOLE = pytest.mark.slow("the same where every rank has all tokens")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=WHOLE, id="whole tokens"),
+        pytest.param({"sequence_parallel": True}, id="sequence parallel"),
+    ],
+)
 def test_shared_weights_stay_equal_to_the_bit(ranks, tiny_config, options):
     config = tiny_config(**SIZES | {"num_iters": 200, "img_size": [16, 32]}, tensor_parallel=2, **options)
     (_, one), (_, other) = ranks(2, losses_and_shared_weights, config, 200)
@@ -226,7 +235,10 @@ def test_shared_weights_stay_equal_to_the_bit(ranks, tiny_config, options):
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence", "cp2", "tp2 x cp2"])
+DROPPED = ["tp2", "tp2 sequence", "cp2", "tp2 x cp2"]
+
+
+@pytest.mark.parametrize("layout", slow_but(["tp2 sequence", "cp2"], DROPPED, "dropout in other layouts"))
 def test_dropout_replays_and_keeps_shared_weights_equal(ranks, tiny_config, layout):
     size, options = LAYOUTS[layout]
     config = tiny_config(**SIZES, **options, dropout=0.2, activation_checkpointing="full")
@@ -253,7 +265,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", slow_but(list(CHAINS)[:1], CHAINS, "other layouts before and after a checkpoint"))
 def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
     layouts = LAYOUTS | OTHERS
     check_chain(ranks, tiny_config, [layouts[name] for name in CHAINS[chain]], SIZES, tmp_path)

@@ -34,8 +34,15 @@ def planned(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow("all layouts of `plan.py --verify`, run for real")
 def test_small_layouts_run_for_real_are_those_of_the_plan(capsys):
     assert verify.verify() == 0, capsys.readouterr().out
+
+
+def test_some_layouts_run_for_real_are_those_of_the_plan(capsys):
+    cases = verify.build_cases()
+    assert len(cases) > 8
+    assert verify.verify(cases[::5]) == 0, capsys.readouterr().out
 
 
 def test_a_message_that_is_not_planned_is_noticed(capsys, monkeypatch):
@@ -75,6 +82,7 @@ def test_text_of_one_layout(capsys, tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 
+@pytest.mark.slow("the order of many layouts, and that it is the published one")
 def test_the_best_layouts_of_16_gpus(capsys, tmp_path):
     plans = planned(
         capsys, *MP, "--gpus", "16", "--amp_mode", "fp16", "--top", "12", "--png", str(tmp_path / "all.png")
@@ -92,6 +100,7 @@ def test_the_winner_comes_with_its_command_and_the_others_with_a_reason(capsys):
     assert "sbatch -N 4 submit_" in text and "12 blocks cannot be shared by" in text
 
 
+@pytest.mark.slow("a search in which no layout fits")
 def test_where_nothing_fits_no_command_is_given(capsys):
     plan.main(["--yaml_config", "config/shard.yaml", "--config", "shard_025deg_patch2", "--gpus", "2", "--top", "1"])
     text = capsys.readouterr().out
@@ -99,6 +108,7 @@ def test_where_nothing_fits_no_command_is_given(capsys):
     assert "sbatch" not in text and "torchrun" not in text
 
 
+@pytest.mark.slow("a search among the layouts that given options leave")
 def test_options_that_are_given_are_kept(capsys):
     plans = planned(capsys, *MP, "--gpus", "8", "--tensor_parallel", "2", "--top", "3")
     assert {one["layout"]["tp"] for one in plans} == {2}
@@ -114,6 +124,7 @@ def test_1024_gpus_are_planned_in_seconds_and_little_memory():
     print(f"{time.monotonic() - started:.1f} s")  # a time is noise here; the limit above is four times the promise
 
 
+@pytest.mark.slow("the best layout for each number of GPUs")
 def test_the_curve(capsys, tmp_path):
     points = planned(capsys, *MP, "--gpus", "8..32", "--png", str(tmp_path / "curve.png"))
     assert [(p["scaling"], p["layout"]["gpus"]) for p in points] == [

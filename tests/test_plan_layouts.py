@@ -8,6 +8,7 @@ import pytest
 
 from distributed.domain_parallel import split_images
 from distributed.model_parallel import split_model
+from tests.support.marks import slow_but
 from tools.planner.fake import fake_rank
 from tools.planner.formulas import formula_traces
 from tools.planner.layouts import Trial, candidates, command, script_of, split_refusal
@@ -37,7 +38,7 @@ def really_refused(config, tp, cp, pp, domain):
 
 
 @pytest.mark.parametrize("method", ["gather", "ring", "all_to_all"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", slow_but([0.1], [0.0, 0.1], "refusals without dropout"))
 def test_a_split_is_refused_exactly_when_the_scripts_refuse_it(method, dropout):
     config = config_of(SMALL).model_copy(update={"dropout": dropout, "cp_method": method, "domain_method": method})
     trial, refused = Trial(config), 0
@@ -66,7 +67,7 @@ def test_a_refusal_says_what_the_script_says():
     assert refused["tensor parallel: 4 heads cannot be split over 8 ranks"] > 0
 
 
-@pytest.mark.parametrize("gpus", [1, 4, 6])
+@pytest.mark.parametrize("gpus", slow_but([1, 6], [1, 4, 6], "all commands of a whole node"))
 def test_the_scripts_take_every_command(gpus):
     found, _ = candidates(config_of(SMALL), gpus, 4)
     assert len(found) == len({command(config, layout, SMALL) for config, layout in found})

@@ -65,7 +65,7 @@ MORE = pytest.mark.slow("extrapolation in depth of every kind of parallelism")
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(words, marks=[MORE] * (name != "fsdp"), id=name) for name, words in DEEP.items()]
+    "words", [pytest.param(words, marks=[MORE] * (name != "cp"), id=name) for name, words in DEEP.items()]
 )
 def test_a_few_blocks_tell_of_many(words, monkeypatch):
     config, layout = settings("config/mp.yaml", f"--config=mp --depth=10 {words}", 8)

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from networks.vit import ViT
+from tests.support.marks import slow_but
 from tools.checkpoint import export, find, load_weights, stored_tensors
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from utils import comm
@@ -111,8 +112,12 @@ def written(ranks, tmp_path_factory):
     return paths
 
 
-@pytest.mark.parametrize(("layout", "size"), READ, ids=str)
-def test_every_checkpoint_continues_like_the_serial_run(layout, size, written, ranks, tmp_path):
+QUICK = [("serial", 1), ("fsdp", 2), ("zero1", 4)]
+
+
+@pytest.mark.parametrize("reader", slow_but(QUICK, READ, "other layouts that read every checkpoint"), ids=str)
+def test_every_checkpoint_continues_like_the_serial_run(reader, written, ranks, tmp_path):
+    layout, size = reader
     ranks(size, resume, layout, list(written.values()), tmp_path)
     expected = weights(written["serial", 1] / "end")
     for path in written.values():

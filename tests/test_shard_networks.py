@@ -14,6 +14,7 @@ from networks.classifier import Classifier
 from networks.convnet import ConvNet
 from networks.neighborhood import NeighborhoodBlock, neighborhood_attention
 from networks.vit import ViT
+from tests.support.marks import slow_but
 from tests.support.parity import error
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from utils import comm
@@ -85,7 +86,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", slow_but([3], [1, 3], "a batch of one image"))
 @pytest.mark.parametrize("image", IMAGES)
 def test_ten_steps_of_an_unchanged_model_are_those_on_whole_images(ranks, image, batch):
     name, shape, splits, mesh = IMAGES[image]

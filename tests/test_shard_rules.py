@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check, domain_mesh, draw, split
 
 
@@ -190,7 +191,7 @@ MAY_BE_REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", slow_but([3], [2, 3, 4], "rules on other numbers of ranks"))
 def test_rules_give_what_the_whole_tensors_give(ranks, size):
     refused = ranks(size, refusals, table_of(size, pairs(size)))
     assert all(found == refused[0] for found in refused)

@@ -84,7 +84,7 @@ def _server():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
         [sys.executable, "-m", "tests.support.fork_server"], stdin=theirs, stdout=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     theirs.close()
     return ours
