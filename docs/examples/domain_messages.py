@@ -43,7 +43,7 @@ def counted(config: Config) -> dict[str, Messages]:
 
 def in_words(messages: Messages) -> str:
     """Calls and bytes by kind: '4 all_gather of 98,304 bytes, ...'."""
-    return ", ".join(f"{calls} {kind} of {size:,} bytes" for kind, (calls, size) in messages.items())
+    return ", ".join(f"{calls} {kind} of {size:,} bytes" for kind, (calls, size) in sorted(messages.items()))
 
 
 if __name__ == "__main__":
