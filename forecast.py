@@ -20,10 +20,10 @@ from tools.forecasting.skill_report import report
 from tools.forecasting.trained_run import find_checkpoint, load_weights_into, run_config
 from tools.instruments.assembly import build_parallel
 from utils import comm
+from utils.config import SCRIPTS
 from utils.errors import ArgumentParser, UsageError, reported_as_usage_error
 from utils.launch import read_launch
 
-SPLITS = ("tensor_parallel", "domain_parallel")
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     """Forecast with the options of a command line, by default that of this process."""
     options, words = parse(sys.argv[1:] if argv is None else argv)
     launch = read_launch()
-    config = run_config(options.run_folder, words, launch.world_size, SPLITS)
+    config = run_config(options.run_folder, words, launch.world_size, SCRIPTS["train_shard.py"].splits)
     layout = config.layout(launch.world_size, launch.ranks_per_node)
     device = comm.init(config.device, config.comm_timeout)
     comm.build_mesh(device, layout)

@@ -19,7 +19,7 @@ from utils import comm
 
 def main(argv: list[str] | None = None) -> int | None:
     """Train as the words of a command line say (sys.argv's, if none are given); returns the exit status."""
-    config, device, task = start(argv, __doc__)
+    config, device, task = start("train.py", argv, __doc__)
 
     model = build_model(config)  # names and shapes; parameters are allocated once each rank knows its share
     apply_speed_options(config, device, model)

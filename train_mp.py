@@ -17,12 +17,10 @@ from training.start import start
 from training.step import TrainingStep
 from utils import comm
 
-SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
-
 
 def main(argv: list[str] | None = None) -> int | None:
     """Train as the words of a command line say (sys.argv's, if none are given); returns the exit status."""
-    config, device, task = start(argv, __doc__, "config/mp.yaml", SPLITS)
+    config, device, task = start("train_mp.py", argv, __doc__)
 
     model = build_model(config)  # names and shapes; parameters are allocated once each rank knows its share
     split = split_model(model, config.options(ModelParallelOptions))

@@ -15,20 +15,13 @@ import pytest
 import benchmark
 import forecast
 import plan
-import train_mp
-import train_shard
 from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
 from tools.preflight import __main__ as preflight
-from utils.config import load_config, parse_command_line
+from utils.config import SCRIPTS, load_config, parse_command_line
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
-SCRIPTS = {  # file of configs, keys by which the script splits a model
-    "train.py": ("config/ViT.yaml", ()),
-    "train_mp.py": ("config/mp.yaml", train_mp.SPLITS),
-    "train_shard.py": ("config/shard.yaml", train_shard.SPLITS),
-}
 SUBMITS = {
     "submit_pm.sh": "train.py", "submit_dp.sh": "train.py", "submit_mp.sh": "train_mp.py",
     "submit_shard.sh": "train_shard.py", "submit_forecast.sh": "forecast.py",
@@ -90,7 +83,7 @@ def test_a_command_is_one_that_the_programs_take(line):
         preflight.parse(words)
     elif program in SCRIPTS:
         if "--help" not in words:
-            load_config(words, None, ranks, *SCRIPTS[program])
+            load_config(words, None, ranks, *SCRIPTS[program][:2])
     elif program == "benchmark.py":
         check_benchmark(words)
     elif program == "plan.py":

@@ -1,32 +1,25 @@
 """How a training script starts: its settings are read and checked, its ranks are connected and arranged."""
 
-from collections.abc import Collection
-
 import torch
 
 from training.profiling import restart_under_nsys
 from training.tasks import Task, build_task
 from utils import comm
-from utils.config import load_config
+from utils.config import SCRIPTS, load_config
 from utils.launch import read_launch
 from utils.schema import Config
 
 
-def start(
-    argv: list[str] | None,
-    description: str | None,
-    yaml_config: str = "config/ViT.yaml",
-    splits: Collection[str] = (),
-) -> tuple[Config, torch.device, Task]:
+def start(script: str, argv: list[str] | None, description: str | None) -> tuple[Config, torch.device, Task]:
     """The settings of this run, this rank's device, and the task.
 
-    argv: words of a command line, sys.argv's if None. description: the text of --help. yaml_config: the file of configs
-    unless the words name another. splits: the keys by which this script can split a model.
+    script: its name in utils.config.SCRIPTS, which has its file of configs and the keys by which it splits a model.
+    argv: words of a command line, sys.argv's if None. description: the text of --help.
     With ENABLE_PROFILING=1 the command starts again inside Nsight Systems. Raises UsageError, before anything is
     connected, for settings that do not fit one another, the launch or the task.
     """
-    launch = read_launch()
-    config = load_config(argv, description, launch.world_size, yaml_config, splits)
+    launch, own = read_launch(), SCRIPTS[script]
+    config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
     layout, task = config.layout(launch.world_size, launch.ranks_per_node), build_task(config)
     restart_under_nsys()
     device = comm.init(config.device, config.comm_timeout)

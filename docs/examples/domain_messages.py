@@ -11,9 +11,8 @@ from distributed.attention import METHODS
 from tools.instruments.assembly import build_step, random_batch
 from tools.instruments.messages import messages_of_a_step
 from tools.tables import format_table
-from train_shard import SPLITS
 from utils import comm
-from utils.config import load_config
+from utils.config import SCRIPTS, load_config
 from utils.schema import Config
 
 CPU = torch.device("cpu")
@@ -22,10 +21,10 @@ Messages = dict[str, tuple[int, float]]  # {kind: (collectives, bytes)}
 
 def main() -> None:
     """Print a table: method of attention, messages of the forward pass, of the backward pass."""
-    rows = []
+    rows, own = [], SCRIPTS["train_shard.py"]
     for method in METHODS:
         words = [*sys.argv[1:], f"--domain_method={method}"]
-        config = load_config(words, __doc__, comm.world_size(), "config/shard.yaml", SPLITS)
+        config = load_config(words, __doc__, comm.world_size(), own.yaml_config, own.splits)
         comm.build_mesh(CPU, config.layout(comm.world_size()))
         messages = counted(config)
         rows.append([method, in_words(messages["forward"]), in_words(messages["backward"])])
