@@ -27,7 +27,7 @@ from distributed.split import Split
 from distributed.tensor_parallel import check_transformer, tensor_parallel
 from networks.vit import Attention, PerAxis, Transformer
 from utils import comm
-from utils.errors import layout_errors_of
+from utils.errors import reported_as_usage_error
 from utils.tiles import image_cuts, per_axis
 
 
@@ -176,9 +176,9 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
     Images are cut between the patches that the model names (`patch_size`; between any two points where it names none).
     The position embedding is split with the tokens, except under zero1, whose ranks send each other whole parameters,
     and with fp16 under fully_shard: torch's gradient scaler takes no mixture of DTensors and plain tensors.
-    Raises LayoutError where heads, hidden features or patches cannot be split, and for ring attention with dropout.
+    Raises UsageError where heads, hidden features or patches cannot be split, and for ring attention with dropout.
     """
-    with layout_errors_of(options.config):
+    with reported_as_usage_error(ValueError, options.config):
         return _split(model, options)
 
 

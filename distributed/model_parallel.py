@@ -13,7 +13,7 @@ from distributed.split import Split
 from distributed.tensor_parallel import check_transformer, tensor_parallel
 from networks.vit import Transformer
 from utils import comm
-from utils.errors import LayoutError, layout_errors_of
+from utils.errors import LayoutError, reported_as_usage_error
 from utils.tiles import image_cuts
 
 
@@ -32,10 +32,10 @@ class ModelParallelOptions:
 def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
     """Split a vision transformer, in place, over the model-parallel ranks of the mesh. It may lie on the meta device.
 
-    Raises LayoutError where heads, hidden features, rows of patches or blocks cannot be split, and for a model that is
+    Raises UsageError where heads, hidden features, rows of patches or blocks cannot be split, and for a model that is
     no transformer of networks/vit.py.
     """
-    with layout_errors_of(options.config):
+    with reported_as_usage_error(ValueError, options.config):
         return _split(model, options)
 
 

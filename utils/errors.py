@@ -43,15 +43,6 @@ def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...],
         raise UsageError(f"{where}: {error}") from None
 
 
-@contextmanager
-def layout_errors_of(name: str) -> Iterator[None]:
-    """Put the name of a config in front of a LayoutError or ValueError that says why a model cannot be split."""
-    try:
-        yield
-    except ValueError as error:
-        raise LayoutError(f"{name}: {error}") from None
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the exception's name where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

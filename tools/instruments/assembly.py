@@ -36,7 +36,7 @@ def build_parallel(
 
 
 def split_as_configured(model: nn.Module, config: Config, where: str = "") -> Split:
-    """Split a model, or its images, over the ranks of the mesh. Raises LayoutError as split_model and split_images."""
+    """Split a model, or its images, over the ranks of the mesh. Raises UsageError as split_model and split_images."""
     where = where or config.config
     if comm.get_size("domain") > 1:
         return split_images(model, replace(config.options(DomainOptions), config=where))
