@@ -19,15 +19,16 @@ from torch import Tensor
 
 from distributed.attention import METHODS
 from distributed.collectives import AnyGroup, as_group, shard_sizes, sum_over_ranks
-from networks.vit import Attention, Transformer
+from distributed.protocol import SplittableAttention, SplittableTransformer
 from utils.errors import LayoutError
 
 
-def context_parallel(model: Transformer, group: AnyGroup, method: str = "gather") -> None:
-    """Make a ViT, in place, compute this rank's band: (B, C_in, h, W) -> (B, C_out, h, W); tiles.own_window gives h.
+def context_parallel(model: SplittableTransformer, group: AnyGroup, method: str = "gather") -> None:
+    """Make a transformer, in place, compute this rank's band: (B, C_in, h, W) -> (B, C_out, h, W).
 
     group: a ProcessGroup or a DeviceMesh of one dimension. method: gather, ring or all_to_all, see attention.py.
-    The names and shapes of parameters do not change. Apply tensor parallelism after this.
+    tiles.own_window gives the band's h rows. The names and shapes of parameters do not change. Apply tensor parallelism
+    after this.
 
     Raises ValueError if there are more ranks than rows of patches, for an unknown method, for dropout of the attention
     with ring, and if all_to_all cannot split the heads.
@@ -50,7 +51,7 @@ def context_parallel(model: Transformer, group: AnyGroup, method: str = "gather"
     model.head.grid = (sizes[group.rank], *others)
 
 
-def check_attention(attention: Attention, method: str, ranks: int, kind: str) -> None:
+def check_attention(attention: SplittableAttention, method: str, ranks: int, kind: str) -> None:
     """Raises ValueError if a method cannot split the tokens of an attention layer over this number of ranks.
 
     The layer may already be split over tensor-parallel ranks. kind: the kind of parallelism, for the message.

@@ -21,14 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.batch_norm import synchronize_batch_norm
 from distributed.parallel_model import ParallelModel
 from distributed.pipeline import Pipeline
 from distributed.split import Split
-from distributed.weight_shards import fill_weights
+from distributed.weight_shards import fill_weights, keep_ties
 from utils import comm
 
+CONTAINERS = nn.ModuleList | nn.ModuleDict  # they have no forward function
 SHARDED = ("zero2", "fsdp", "hsdp")
 DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,6 +49,7 @@ class DataParallelOptions:
     prefetch: int = 0
     gather_dtype: str = "none"
     cpu_offload: bool = False
+    sync_batchnorm: bool = False
     gradient_accumulation: int = 1
 
 
@@ -81,25 +85,33 @@ def fully_shard_model(
 def sharded_units(model: nn.Module, policy: str, min_params: int) -> list[nn.Module]:
     """Modules whose parameters are gathered together, in the order in which they compute.
 
-    block: each of the model's `blocks`, or each of its direct children where it has none. size: the smallest modules
-    that hold min_params parameters. none: the whole model is one unit, gathered at once.
+    block: each of the model's `blocks`, or each of its direct children where it has none, those of a list one by one.
+    size: the smallest modules that hold min_params parameters. none: the whole model is one unit, gathered at once.
     """
     if policy == "none":
         return []
     if policy == "block":
-        return list(getattr(model, "blocks", model).children())
+        return list(_callable_children(getattr(model, "blocks", model)))
     units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
         """Parameters of the module that no unit holds."""
         left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
-        if left < min_params or isinstance(module, nn.ModuleList | nn.ModuleDict) or module is model:
+        if left < min_params or isinstance(module, CONTAINERS) or module is model:
             return left
         units.append(module)
         return 0
 
     visit(model)
     return units
+
+
+def _callable_children(module):
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from _callable_children(child)
+        else:
+            yield child
 
 
 def data_parallel(
@@ -111,14 +123,17 @@ def data_parallel(
 ) -> ParallelModel:
     """Distribute a model that lies on the meta device; returns it as a ParallelModel, in memory and initialised.
 
-    weights: (name, full tensor) of every parameter of the whole model, the same on every rank. split: the result of
-    model parallelism, applied before.
+    weights: (name, full tensor) of every parameter and buffer of the whole model, the same on every rank. split: the
+    result of model parallelism, applied before.
     """
     split = split or Split()
     modules: Sequence[nn.Module] = split.stages or [model]
+    if options.sync_batchnorm:
+        synchronize_batch_norm(model, comm.get_group("dp_image"))
     for module in modules:
         fully_shard_model(module, options, device, split.specs)
-        module.to_empty(device="cpu" if options.cpu_offload else device)
+        with keep_ties(module):
+            allocate(module, device, options.cpu_offload)
     fill_weights(model, weights, split)
     replicated = options.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not options.noddp
     if replicated:
@@ -129,11 +144,21 @@ def data_parallel(
     return ParallelModel(model, modules[0], split, replicated, pipeline)
 
 
+def allocate(module: nn.Module, device: torch.device, cpu_offload: bool) -> None:
+    """Give a module on the meta device memory; with cpu_offload in host memory for what fully_shard has split."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu" if cpu_offload and isinstance(tensor, DTensor) else device)
+
+    module._apply(empty)  # as to_empty, which knows one device for all tensors
+
+
 def replicate(
     module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split
 ) -> DistributedDataParallel:
     """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(split.specs))
+    own = [*split.specs, *(name for name, _ in module.named_buffers())]  # ParallelModel.share_buffers shares these
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, own)
     ddp = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,

@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.context_parallel import check_attention
+from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, wrap
 from distributed.split import Split
-from distributed.tensor_parallel import check_transformer, tensor_parallel
-from networks.vit import Attention, PerAxis, Transformer
+from distributed.tensor_parallel import tensor_parallel
+from networks.vit import PerAxis, Transformer
 from utils import comm
 from utils.errors import reported_as_usage_error
 from utils.tiles import image_cuts, per_axis
@@ -87,7 +88,7 @@ def domain_parallel(
     if mesh is None:
         return None
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, SplittableAttention):
             check_attention(module, method, ranks, "domain parallel")
     domain, forward = Domain(mesh, img_size, patch_size), model.forward
 
@@ -173,7 +174,7 @@ def _show_as_sharded(module, attribute, spec):
 def split_images(model: nn.Module, options: DomainOptions) -> Split:
     """Split a model over the tensor-parallel ranks, and its images over the domain-parallel ones. It may be on meta.
 
-    Images are cut between the patches that the model names (`patch_size`; between any two points where it names none).
+    Images are cut between patches, see points_kept_together.
     The position embedding is split with the tokens, except under zero1, whose ranks send each other whole parameters,
     and with fp16 under fully_shard: torch's gradient scaler takes no mixture of DTensors and plain tensors.
     Raises UsageError where heads, hidden features or patches cannot be split, and for ring attention with dropout.
@@ -183,9 +184,9 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
 
 
 def _split(model: nn.Module, options: DomainOptions) -> Split:
-    split, patch_size = Split(), getattr(model, "patch_size", 1)
+    split, patch_size = Split(), points_kept_together(model)
     if comm.get_size("tp") > 1:
-        split.dims = tensor_parallel(check_transformer(model, "tensor parallelism"), comm.get_group("tp"))
+        split.dims = tensor_parallel(model, comm.get_group("tp"))
     domain = domain_parallel(model, options.img_size, patch_size, options.domain_method)
     if domain is None:
         return split

@@ -9,9 +9,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distributed.context_parallel import context_parallel
 from distributed.pipeline import split_into_stages
+from distributed.protocol import SplittableTransformer, check_transformer, points_kept_together
 from distributed.split import Split
-from distributed.tensor_parallel import check_transformer, tensor_parallel
-from networks.vit import Transformer
+from distributed.tensor_parallel import tensor_parallel
 from utils import comm
 from utils.errors import LayoutError, reported_as_usage_error
 from utils.tiles import image_cuts
@@ -30,10 +30,10 @@ class ModelParallelOptions:
 
 
 def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
-    """Split a vision transformer, in place, over the model-parallel ranks of the mesh. It may lie on the meta device.
+    """Split a transformer, in place, over the model-parallel ranks of the mesh. It may lie on the meta device.
 
-    Raises UsageError where heads, hidden features, rows of patches or blocks cannot be split, and for a model that is
-    no transformer of networks/vit.py.
+    Raises UsageError where heads, hidden features, rows of patches or blocks cannot be split, and for a model without
+    what distributed/protocol.py lists.
     """
     with reported_as_usage_error(ValueError, options.config):
         return _split(model, options)
@@ -43,26 +43,26 @@ def _split(model: nn.Module, options: ModelParallelOptions) -> Split:
     cp, tp, pp = (comm.get_size(name) for name in ("cp", "tp", "pp"))
     if max(cp, tp, pp) == 1:
         return Split()
-    model = check_transformer(model, "tensor, context and pipeline parallelism")
+    transformer = check_transformer(model, "tensor, context and pipeline parallelism")
     split = Split(schedule=options.pp_schedule)
     if cp > 1:
-        attention = model.blocks[0].attn
+        attention = transformer.blocks[0].attn
         heads = attention.proj.in_features // attention.head_dim // tp
         if options.cp_method == "all_to_all" and heads % cp:
             raise LayoutError(f"context parallel: all_to_all cannot split {heads} heads over {cp} ranks")
-        split.cuts = image_cuts(options.img_size, model.patch_size)
-        context_parallel(model, comm.get_group("cp"), options.cp_method)
+        split.cuts = image_cuts(options.img_size, points_kept_together(model))
+        context_parallel(transformer, comm.get_group("cp"), options.cp_method)
     if tp > 1:
         if options.tp_backend == "dtensor":
-            tensor_parallel_by_torch(model, comm.get_mesh("tp"))
+            tensor_parallel_by_torch(transformer, comm.get_mesh("tp"))
         else:
-            split.dims = tensor_parallel(model, comm.get_group("tp"), options.sequence_parallel)
+            split.dims = tensor_parallel(transformer, comm.get_group("tp"), options.sequence_parallel)
     if pp > 1:
-        split.stages = split_into_stages(model, comm.get_group("pp"), options.pp_schedule)
+        split.stages = split_into_stages(transformer, comm.get_group("pp"), options.pp_schedule)
     return split
 
 
-def tensor_parallel_by_torch(model: Transformer, mesh: DeviceMesh | None) -> None:
+def tensor_parallel_by_torch(model: SplittableTransformer, mesh: DeviceMesh | None) -> None:
     """The same by PyTorch's own tensor parallelism, on DTensor: the library's route to the same numbers."""
     heads = model.blocks[0].attn.proj.in_features // model.blocks[0].attn.head_dim
     if heads % comm.get_size("tp"):

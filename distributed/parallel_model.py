@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +58,17 @@ class ParallelModel:
             clip_gradients(self.model, self.split, max_norm)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    @torch.no_grad()
+    def share_buffers(self) -> None:
+        """Give all data-parallel ranks the buffers of the first one, as DistributedDataParallel does in every step.
+
+        In training each rank's BatchNorm has running statistics of its own, of its samples. They are used in
+        evaluation and kept in checkpoints: call this before both.
+        """
+        if comm.get_size("dp") > 1:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, group=comm.get_group("dp"), group_src=0)
 
     @torch.no_grad()
     def forecast(self, x: Tensor, out_channels: int) -> Tensor:

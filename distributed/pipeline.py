@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from networks.vit import Transformer
+from distributed.protocol import SplittableTransformer
 from utils.errors import LayoutError
 
 SCHEDULES: dict[str, Callable] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -31,9 +31,9 @@ class Blocks(nn.ModuleDict):
 
 
 class Stage(nn.Module):
-    """Consecutive blocks of a ViT. The first stage also embeds the image, the last one also applies the head."""
+    """Consecutive blocks of a transformer. The first one also embeds the image, the last one applies the head."""
 
-    def __init__(self, model: Transformer, numbers: Iterable[int], first: bool, last: bool):
+    def __init__(self, model: SplittableTransformer, numbers: Iterable[int], first: bool, last: bool):
         super().__init__()
         self.first, self.last = first, last
         if first:
@@ -51,8 +51,8 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if self.last else x.contiguous()  # sending needs contiguous memory
 
 
-def split_into_stages(model: Transformer, group: dist.ProcessGroup | None, schedule: str) -> list[Stage]:
-    """Reduce a ViT, in place, to the stages of this rank, and return these stages in order.
+def split_into_stages(model: SplittableTransformer, group: dist.ProcessGroup | None, schedule: str) -> list[Stage]:
+    """Reduce a transformer, in place, to the stages of this rank, and return these stages in order.
 
     Parameters keep their names in the model. Raises ValueError if the blocks cannot be divided equally.
     """

@@ -30,12 +30,14 @@ from distributed.collectives import (
     shard_sizes,
 )
 from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear, to_compute_dtype
-from networks.vit import MLP, Attention, Transformer
+from distributed.protocol import SplittableAttention, SplittableMLP, check_transformer
 from utils.errors import LayoutError
 
 
-def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
-    """Split a ViT, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
+def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
+    """Split a transformer, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
+
+    model: a SplittableTransformer (distributed/protocol.py).
 
     Returns {parameter name: dim} of the split parameters, cut by collectives.shard; the others are whole. The model may
     hold its weights, of which this rank keeps its part, or be on the meta device. Context parallelism must be applied
@@ -49,17 +51,17 @@ def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool
     group = as_group(group)
     if group.size == 1:
         return {}
-    here = model.pos_embed.tokens
+    here = check_transformer(model, "tensor parallelism").pos_embed.tokens
     tokens = shard_sizes(here.stop - here.start, group.size) if sequence_parallel else None
     _check(model, group.size, tokens)
     dims: dict[str, int] = {}
     for name, module in list(model.named_modules()):
-        if isinstance(module, Attention):
+        if isinstance(module, SplittableAttention):
             _split_pair(module, "qkv", "proj", group, tokens)
             dims |= {f"{name}.qkv.weight": 0, f"{name}.qkv.bias": 0, f"{name}.proj.weight": 1}
             if module.dropout and not tokens:
                 module.attend = RankRandom(module.attend, group)
-        elif isinstance(module, MLP):
+        elif isinstance(module, SplittableMLP):
             _split_pair(module, "fc1", "fc2", group, tokens)
             dims |= {f"{name}.fc1.weight": 0, f"{name}.fc1.bias": 0, f"{name}.fc2.weight": 1}
             if module.drop.p and not tokens:
@@ -67,16 +69,6 @@ def tensor_parallel(model: Transformer, group: AnyGroup, sequence_parallel: bool
     if tokens:
         _split_tokens(model, group, tokens)
     return dims
-
-
-def check_transformer(model: nn.Module, kind: str) -> Transformer:
-    """The same model; raises LayoutError unless it is a Transformer with global attention. kind: of parallelism."""
-    if not isinstance(model, Transformer) or not all(isinstance(block.attn, Attention) for block in model.blocks):
-        raise LayoutError(
-            f"{type(model).__name__}: {kind} split the blocks of a vision transformer (networks/vit.py); train this "
-            "model with train.py, or with train_shard.py --domain_parallel"
-        )
-    return model
 
 
 def _check(model, size, tokens):

@@ -4,6 +4,8 @@
 MODELS = {
     "vit": "networks.vit:ViT",
     "convnet": "networks.convnet:ConvNet",
+    "unet": "networks.unet:UNet",
+    "afno": "networks.afno:AFNO",
     "neighborhood": "networks.neighborhood:NeighborhoodTransformer",
     "classifier": "networks.classifier:Classifier",
 }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.vit import LAYER_NORM_EPS, PatchEmbed, PerAxis, Transformer, attention_blocks, patch_grid
+from networks.vit import LAYER_NORM_EPS, Linear, PatchEmbed, PerAxis, Transformer, attention_blocks, patch_grid
 
 
 class NormalizedPatchEmbed(PatchEmbed):
@@ -31,7 +31,7 @@ class ClassHead(nn.Module):
 
     def __init__(self, embed_dim: int, num_classes: int):
         super().__init__()
-        self.proj = nn.Linear(embed_dim, num_classes)
+        self.proj = Linear(embed_dim, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D) -> logits, (B, num_classes)."""

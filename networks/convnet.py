@@ -8,16 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.initial_weights import InitialWeights
-
 
 class GlobeConv(nn.Module):
     """Convolution with an odd kernel, periodic in longitude: (B, C, H, W) -> (B, C', H / stride, W / stride)."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1):
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, bias: bool = True):
         super().__init__()
         self.wrap = kernel_size // 2
-        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=(self.wrap, 0))
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=(self.wrap, 0), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, H, W) -> (B, C', H / stride, W / stride), rounded up."""
@@ -37,7 +35,7 @@ class ConvBlock(nn.Module):
         return F.gelu(self.norm(self.conv(x)))
 
 
-class ConvNet(InitialWeights):
+class ConvNet(nn.Module):
     """Down to half of the points and up again, with a skip: (B, in_channels, H, W) -> (B, out_channels, H, W).
 
     width: channels on the fine grid, twice as many on the coarse one. groups: of the norms, a divisor of width.
@@ -53,7 +51,6 @@ class ConvNet(InitialWeights):
         self.up = nn.ConvTranspose2d(2 * width, width, kernel_size=2, stride=2)
         self.join = ConvBlock(2 * width, width, groups)
         self.head = nn.Conv2d(width, out_channels, kernel_size=1)
-        self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, in_channels, H, W) -> (B, out_channels, H, W)."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from networks.vit import Block, ImageHead, PatchEmbed, PerAxis, Transformer, patch_grid
+from networks.vit import Block, ImageHead, Linear, PatchEmbed, PerAxis, Transformer, patch_grid
 
 try:
     from natten import functional as natten
@@ -154,8 +154,8 @@ class NeighborhoodAttention(nn.Module):
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         self.head_dim, self.kernel_size, self.dilation = embed_dim // num_heads, kernel_size, dilation
-        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
-        self.proj = nn.Linear(embed_dim, embed_dim)
+        self.qkv = Linear(embed_dim, 3 * embed_dim)
+        self.proj = Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, *spatial, D) -> (B, *spatial, D)."""

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.initial_weights import InitialWeights
-
 PerAxis = int | Sequence[int]  # one number for all axes, or one for each
 LAYER_NORM_EPS = 1e-6  # the same in every layer, and in every parallel form of it
 CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -32,6 +30,15 @@ def patch_grid(img_size: Sequence[int], patch_size: PerAxis) -> tuple[tuple[int,
     if len(patch_size) != len(img_size) or any(s % p for s, p in zip(img_size, patch_size, strict=False)):
         raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
     return tuple(s // p for s, p in zip(img_size, patch_size, strict=True)), patch_size
+
+
+class Linear(nn.Linear):
+    """A linear layer with the initial weights of vision transformers: truncated normal numbers, and no bias."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
 
 
 class PatchEmbed(nn.Module):
@@ -56,6 +63,11 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_tokens, embed_dim))
         self.tokens = slice(0, num_tokens)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the vectors."""
+        nn.init.trunc_normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D) -> (B, N, D), N as of `tokens`."""
@@ -75,8 +87,8 @@ class Attention(nn.Module):
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
-        self.proj = nn.Linear(embed_dim, embed_dim)
+        self.qkv = Linear(embed_dim, 3 * embed_dim)
+        self.proj = Linear(embed_dim, embed_dim)
         # From q, k, v of the tokens that this model holds.
         self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
@@ -93,8 +105,8 @@ class MLP(nn.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, dropout: float):
         super().__init__()
-        self.fc1 = nn.Linear(embed_dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, embed_dim)
+        self.fc1 = Linear(embed_dim, hidden_dim)
+        self.fc2 = Linear(hidden_dim, embed_dim)
         self.drop: nn.Module = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +145,7 @@ class ImageHead(nn.Module):
     def __init__(self, grid: tuple[int, ...], patch_size: tuple[int, ...], out_channels: int, embed_dim: int):
         super().__init__()
         self.grid, self.patch_size, self.out_channels = grid, patch_size, out_channels
-        self.proj = nn.Linear(embed_dim, out_channels * math.prod(patch_size))
+        self.proj = Linear(embed_dim, out_channels * math.prod(patch_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: tokens, (B, N, D), in row-major order -> (B, C, *img_size)."""
@@ -145,7 +157,7 @@ class ImageHead(nn.Module):
         return x.reshape(*x.shape[:2], *(g * p for g, p in zip(self.grid, self.patch_size, strict=True)))
 
 
-class Transformer(InitialWeights):
+class Transformer(nn.Module):
     """Patches, positions, blocks, head: (B, C, *img_size) -> what the head makes of the tokens.
 
     patch_embed: module from the image to its tokens, (B, N, D). blocks: modules from tokens to tokens. head: module
@@ -170,7 +182,6 @@ class Transformer(InitialWeights):
         self.blocks: Any = nn.ModuleList(blocks)  # torch has no type for a list of one kind of module
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.head: Any = head  # only one that makes images has a grid
-        self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, *img_size) -> what the head makes of the tokens."""

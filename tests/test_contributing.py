@@ -12,15 +12,12 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 TABLE = dict(re.findall(r"^\| (.+?) \| (`.+`.*?) \|$", PAGE, re.M))
 MODEL = """from torch import Tensor, nn
 
-from networks.initial_weights import InitialWeights
 
-
-class Toy(InitialWeights):
+class Toy(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, width: int = 4):
         super().__init__()
         self.first = nn.Conv2d(in_channels, width, 3, padding=1)
         self.last = nn.Conv2d(width, out_channels, 1)
-        self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).relu())

@@ -230,6 +230,7 @@ class Run:
             "validation_due": self.validation_due,
             "scaler": self.step.scaler.state_dict(),
         }
+        self.step.parallel.share_buffers()
         tensors = global_view(collect_state(self.model, self.optimizer), self.step.parallel.split)
         val_loss = result["val_loss"] if result else None
         wait = self.stopping or self.iteration == self.config.num_iters or not self.config.async_save

@@ -99,9 +99,13 @@ class TrainingStep:
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
         """
         if self.parallel.replicated and not self.parallel.pipeline:
+            buffers = list(self.parallel.model.buffers())  # a forward pass may change them
+            before = [buffer.clone() for buffer in buffers]
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
                 for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
                     self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
             self.optimizer.zero_grad(set_to_none=True)
 
 

@@ -46,7 +46,7 @@ class Config(BaseModel):
     config: Text = key("name of the configuration in the YAML file", affects="nothing")
 
     task: Text = key("forecast: image to image; classify: image to class", "forecast", "model")
-    model: Text = key("vit, convnet, neighborhood, classifier, or package.module:Class", "vit", "model")
+    model: Text = key("vit, unet, afno, neighborhood, convnet, classifier, or package.module:Class", "vit", "model")
     model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
     num_classes: PositiveInt | None = key("classes of the classifier", None, "model")
     embed_dim: PositiveInt = key("embedding size", affects="model")
@@ -105,6 +105,7 @@ class Config(BaseModel):
     )
     noddp: bool = key("no gradient reduction: to measure what it costs; ranks train apart", False, "training")
     bucket_cap_mb: PositiveFloat = key("ddp, zero1: MiB of gradients in one reduction", 25, "layout")
+    sync_batchnorm: bool = key("BatchNorm over the global batch, not over each rank's samples", False, "training")
     gradient_compression: Literal["none", "bf16"] = key("ddp: reduce gradients in bfloat16", "none", "training")
     dp_shard: PositiveInt | None = key("hsdp: ranks that share one copy; null: those of a node", None, "layout")
     wrap_policy: Literal["block", "size", "none"] = key(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.model import build_model, patch_size
+from training.model import output_shape, patch_size
 from utils import comm
 from utils.config import nearest
 from utils.data_loader import BatchLoader
@@ -34,8 +34,7 @@ class Task(ABC):
     def check_model(self) -> None:
         """Raise UsageError where the output of the config's model does not fit the task."""
         config = self.config
-        x = torch.empty(1, config.n_in_channels, *config.img_size, device="meta")
-        found, wanted = tuple(build_model(config)(x).shape), self.output_shape(1)
+        found, wanted = output_shape(config, (1, config.n_in_channels, *config.img_size)), self.output_shape(1)
         if found != wanted:
             raise UsageError(
                 f"{config.config}: task {config.task} needs a model whose output is {list(wanted)} for one sample; "
@@ -96,6 +95,7 @@ class Validator(ABC):
     @torch.no_grad()
     def run(self, parallel: ParallelModel, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Scores of one pass of a ParallelModel, `val_loss` among them; None where `stop()` became true on the way."""
+        parallel.share_buffers()
         parallel.model.eval()
         try:
             return self.score(parallel, stop)

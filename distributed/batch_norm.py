@@ -1,0 +1,82 @@
+"""BatchNorm with the statistics of the global batch, whatever the layout: that of one device with all samples.
+
+Without it each data-parallel rank normalizes with the statistics of its own samples, as in PyTorch. Ranks that share
+an image have common statistics in both cases. Forward all-reduces two numbers of each channel, one after the other, and
+backward two more. Method: Ioffe and Szegedy 2015 (arXiv:1502.03167).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from distributed.collectives import AnyGroup, Group, as_group, reduce_from_region
+from distributed.shard.rules.normalization import normalize
+from distributed.shard.rules.reductions import at_least_float32
+from distributed.shard_tensor import ShardTensor, local, reduced, wrap
+
+
+def synchronize_batch_norm(model: nn.Module, group: AnyGroup) -> None:
+    """Let the BatchNorm layers of a model, in place, share their statistics over the ranks of a group in training.
+
+    Each rank has the same number of samples, or a part of each of them as a ShardTensor. A library's subclass keeps
+    what else its forward function does.
+    """
+    group = as_group(group)
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module in layers if group.size > 1 else []:
+        module.forward = _Synchronized(module.forward, group)
+
+
+class _Synchronized:
+    """The forward function of a layer, in which F.batch_norm is that of a group."""
+
+    def __init__(self, forward: Callable, group: Group):
+        self.forward, self.group = forward, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (B, C, ...) -> the same shape."""
+        with _OverGroup(self.group):
+            return self.forward(x)
+
+
+class _OverGroup(TorchFunctionMode):
+    def __init__(self, group: Group):
+        super().__init__()
+        self.group = group
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        return batch_norm(self.group, *args, **kwargs) if func is F.batch_norm else func(*args, **kwargs)
+
+
+def batch_norm(
+    group: Group, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """F.batch_norm, in training over all ranks of a group. input: (B, C, ...), plain or a ShardTensor."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    spec, part, replicas = None, input, group.size
+    if isinstance(input, ShardTensor):
+        input = reduced(input)
+        spec, part, replicas = input.spec, local(input), group.size // input.spec.mesh.joint.size
+        if spec.is_split(1):
+            raise ValueError("sync_batchnorm: channels that are split over ranks are not supported")
+    dims, shape = (0, *range(2, part.dim())), (-1, *[1] * (part.dim() - 2))
+    count = replicas * input.shape.numel() // input.shape[1]
+    with torch.no_grad():
+        values = at_least_float32(part)
+        mean = reduce_from_region(values.sum(dims, keepdim=True), group) / count
+        deviations = reduce_from_region((values - mean).square().sum(dims, keepdim=True), group)
+        for running, new in ((running_mean, mean), (running_var, deviations / (count - 1))):
+            if running is not None:
+                running.mul_(1 - momentum).add_(new.flatten().to(running.dtype), alpha=momentum)
+    weight, bias = (None if w is None else w.view(shape) for w in (weight, bias))
+    statistics = mean, (deviations / count + eps).rsqrt()
+    y = normalize(part, weight, bias, dims, (group, (count,)), statistics)
+    return y if spec is None else wrap(y, spec)

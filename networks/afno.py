@@ -1,0 +1,105 @@
+"""FourCastNet: a vision transformer whose tokens mix by filters in the space of frequencies instead of attention.
+
+Method: Pathak et al. 2022, "FourCastNet" (arXiv:2202.11214), with the adaptive Fourier neural operator of Guibas et al.
+2021 (arXiv:2111.13587). Every token sees all others at a cost of N log N for N tokens.
+
+Shapes in comments: B batch, h x w tokens, D embedding size, k blocks of d features, D = k d.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from networks.vit import Block, ImageHead, PatchEmbed, PerAxis, Transformer, patch_grid
+
+
+class FourierFilter(nn.Module):
+    """A two-layer network on the features of each frequency: (B, h, w, D) -> (B, h, w, D).
+
+    num_blocks: the features of a frequency are mixed within so many blocks, a divisor of D. sparsity: numbers of the
+    filtered spectrum that are smaller than this become zero.
+    """
+
+    def __init__(self, embed_dim: int, num_blocks: int, sparsity: float):
+        super().__init__()
+        if embed_dim % num_blocks:
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_blocks {num_blocks}")
+        size = embed_dim // num_blocks
+        self.num_blocks, self.sparsity = num_blocks, sparsity
+        # The first dimension: real and imaginary part.
+        self.weight1, self.weight2 = (nn.Parameter(torch.empty(2, num_blocks, size, size)) for _ in range(2))
+        self.bias1, self.bias2 = (nn.Parameter(torch.empty(2, num_blocks, size)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights and biases."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, h, w, D) -> (B, h, w, D)."""
+        dtype, size = x.dtype, x.shape[1:3]
+        wide = torch.promote_types(dtype, torch.float32)  # half precision has no transforms of every size
+        x = torch.fft.rfft2(x.to(wide), dim=(1, 2), norm="ortho")  # (B, h, w / 2 + 1, D), complex
+        x = x.unflatten(-1, (self.num_blocks, -1))  # (B, h, w / 2 + 1, k, d)
+        real, imaginary = self._layer(x.real, x.imag, self.weight1, self.bias1)
+        real, imaginary = self._layer(F.relu(real), F.relu(imaginary), self.weight2, self.bias2)
+        x = F.softshrink(torch.stack([real, imaginary], -1), self.sparsity)
+        x = torch.view_as_complex(x.to(wide)).flatten(-2)
+        return torch.fft.irfft2(x, s=size, dim=(1, 2), norm="ortho").to(dtype)
+
+    def _layer(self, real: Tensor, imaginary: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """A linear layer of complex numbers in each block of features."""
+
+        def times(x: Tensor, w: Tensor) -> Tensor:
+            return torch.einsum("bhwki,kio->bhwko", x, w)
+
+        return (
+            times(real, weight[0]) - times(imaginary, weight[1]) + bias[0],
+            times(imaginary, weight[0]) + times(real, weight[1]) + bias[1],
+        )
+
+
+class FourierBlock(Block):
+    """Pre-norm block with a FourierFilter in the place of attention: (B, N, D) -> (B, N, D), N tokens of a grid."""
+
+    def __init__(
+        self, grid: tuple[int, ...], embed_dim: int, num_blocks: int, sparsity: float, mlp_ratio: float, dropout: float
+    ):
+        super().__init__(FourierFilter(embed_dim, num_blocks, sparsity), embed_dim, mlp_ratio, dropout)
+        self.grid = grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> (B, N, D)."""
+        return super().forward(x.unflatten(1, self.grid)).flatten(1, -2)
+
+
+class AFNO(Transformer):
+    """FourCastNet's network: (B, in_channels, H, W) -> (B, out_channels, H, W).
+
+    img_size: (H, W). patch_size: points of a patch along both axes, or one number. num_blocks, sparsity: see
+    FourierFilter. Raises ValueError where a patch does not divide the image, or num_blocks does not divide embed_dim.
+    """
+
+    def __init__(
+        self,
+        img_size: Sequence[int],
+        patch_size: PerAxis,
+        in_channels: int,
+        out_channels: int,
+        embed_dim: int,
+        depth: int,
+        mlp_ratio: float = 4,
+        dropout: float = 0.0,
+        num_blocks: int = 8,
+        sparsity: float = 0.01,
+    ):
+        if len(img_size) != 2:
+            raise ValueError(f"img_size {list(img_size)}: AFNO takes images of two dimensions")
+        grid, patch_size = patch_grid(img_size, patch_size)
+        patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
+        head = ImageHead(grid, patch_size, out_channels, embed_dim)
+        blocks = [FourierBlock(grid, embed_dim, num_blocks, sparsity, mlp_ratio, dropout) for _ in range(depth)]
+        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

@@ -1,0 +1,172 @@
+"""Models as users write them: none of them knows of this repository."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class BatchNormNet(nn.Sequential):
+    """Only modules of torch: each draws its own weights."""
+
+    def __init__(self, in_channels, out_channels, width=6):
+        super().__init__(
+            nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, out_channels, 1),
+        )
+
+
+class Reinitialized(BatchNormNet):
+    """It changes what its modules have drawn."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        nn.init.orthogonal_(self[3].weight)
+
+
+class Replaced(BatchNormNet):
+    """One of its parameters is another tensor than the module has made."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self[3].bias = nn.Parameter(torch.ones(out_channels))
+
+
+class Scaled(nn.Module):
+    """A parameter and a buffer of its own, and no reset_parameters."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, out_channels))
+        self.register_buffer("offset", torch.linspace(-1, 1, out_channels), persistent=False)
+
+    def forward(self, x):
+        return self.conv(x) * self.scale[:, None, None] + self.offset[:, None, None]
+
+
+class ReadsNumbers(BatchNormNet):
+    """It cannot be built on the meta device."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+
+
+class HoldsATensor(BatchNormNet):
+    """A tensor that no state_dict names."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.factor = torch.full((out_channels, 1, 1), 2.0)
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first = nn.Conv2d(in_channels, in_channels, 1)
+        self.second = nn.Conv2d(in_channels, in_channels, 1)
+        self.second.weight = self.first.weight
+        self.last = nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, x):
+        return self.last(self.second(F.gelu(self.first(x))))
+
+
+class Halves(BatchNormNet):
+    """Its output fits no forecast."""
+
+    def forward(self, x):
+        return super().forward(x)[..., ::2]
+
+
+class Fails(BatchNormNet):
+    def forward(self, x):
+        raise KeyError("no such channel")
+
+
+def not_a_model(in_channels):
+    return in_channels
+
+
+class OwnAttention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.head_dim, self.dropout, self.attend = width // heads, 0.0, F.scaled_dot_product_attention
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)
+        return self.proj(self.attend(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(2))
+
+
+class OwnMLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc1, self.fc2, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Identity()
+        self.drop.p = 0.0
+
+    def forward(self, x):
+        return self.fc2(self.drop(F.silu(self.fc1(x))))
+
+
+class OwnBlock(nn.Module):
+    """Without residual scaling or dropout, and with RMS norms."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm1, self.attn = nn.RMSNorm(width, eps=1e-6), OwnAttention(width, heads)
+        self.norm2, self.mlp = nn.RMSNorm(width, eps=1e-6), OwnMLP(width)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Patches(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x).flatten(2).transpose(1, 2)
+
+
+class Positions(nn.Module):
+    def __init__(self, count, width):
+        super().__init__()
+        self.table, self.tokens = nn.Parameter(torch.zeros(count, width)), slice(0, count)
+
+    def forward(self, x):
+        return x + self.table[self.tokens]
+
+
+class Pixels(nn.Module):
+    def __init__(self, grid, patch, channels, width):
+        super().__init__()
+        self.grid, self.patch, self.channels = grid, patch, channels
+        self.proj = nn.Linear(width, channels * patch * patch)
+
+    def forward(self, x):
+        x = self.proj(x).unflatten(2, (self.channels, self.patch, self.patch)).unflatten(1, self.grid)
+        return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+class OwnTransformer(nn.Module):
+    """It has the names of distributed/protocol.py, and nothing else in common with networks/vit.py."""
+
+    def __init__(self, img_size, in_channels, out_channels, width=16, heads=4, patch=4):
+        super().__init__()
+        self.stride, grid = patch, tuple(n // patch for n in img_size)
+        self.patch_embed = Patches(in_channels, width, patch, patch)
+        self.pos_embed, self.pos_drop = Positions(grid[0] * grid[1], width), nn.Identity()
+        self.blocks = nn.ModuleList(OwnBlock(width, heads) for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(width, eps=1e-6), Pixels(grid, patch, out_channels, width)
+
+    def forward(self, x):
+        x = self.pos_drop(self.pos_embed(self.patch_embed(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

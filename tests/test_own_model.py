@@ -1,0 +1,187 @@
+"""A model of one's own, which knows nothing of this repository, trains as its author meant on rungs 1, 2 and 4."""
+
+import json
+import logging
+import re
+
+import pytest
+import torch
+
+import train
+import train_mp
+from networks import MODELS
+from tests.support import own_models
+from tests.support.layout_parity import build, train_steps
+from tests.test_models import train_in_double
+from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.model import build_model, initial_weights
+from training.tasks import build_task
+from utils.errors import UsageError
+
+WHOLE = {  # why a model is built whole on the CPU
+    "Reinitialized": r"weight of 3 \(Conv2d\) is not only filled by its reset_parameters",
+    "Replaced": r"bias of 3 \(Conv2d\) is not only filled by its reset_parameters",
+    "Scaled": r"the model \(Scaled\) has no reset_parameters",
+    "ReadsNumbers": "it cannot be built without memory",
+    "HoldsATensor": r"the model \(HoldsATensor\) holds a tensor that is neither parameter nor buffer",
+}
+LAYOUTS = {
+    "ddp": (2, {}),
+    "fsdp": (2, {"data_parallel": "fsdp"}),
+    "domain2x2": (4, {"domain_parallel": "2x2"}),
+    "domain3": (3, {"domain_parallel": 3}),
+}
+_alone = {}
+
+
+def own(name):
+    return f"tests.support.own_models:{name}"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_that_its_modules_do_not_draw_is_built_whole_and_the_log_says_why(tiny_config, caplog, name):
+    config = tiny_config(model=own(name), seed=5)
+    with caplog.at_level(logging.INFO):
+        weights = dict(initial_weights(config))
+    assert re.search(f"is built on the CPU for its initial weights: {WHOLE[name]}", caplog.text)
+    torch.manual_seed(5)
+    meant = getattr(own_models, name)(20, 20)
+    for key, value in [*meant.named_parameters(), *meant.named_buffers()]:
+        torch.testing.assert_close(weights.pop(key), value, rtol=0, atol=0)
+    assert not weights
+    x = torch.randn(2, 20, 8, 8)
+    torch.testing.assert_close(build_model(config, "cpu")(x), meant(x))
+
+
+def test_modules_of_torch_draw_their_own_weights_from_the_seed_and_their_names(tiny_config, caplog):
+    config = tiny_config(model=own("BatchNormNet"))
+    with caplog.at_level(logging.INFO):
+        weights = dict(initial_weights(config))
+    assert "is built on the CPU" not in caplog.text
+    torch.manual_seed(99)  # the program's own random numbers do not matter
+    again, other = dict(initial_weights(config)), dict(initial_weights(tiny_config(model=own("BatchNormNet"), seed=1)))
+    assert all(torch.equal(value, again[name]) for name, value in weights.items())
+    bound = 1 / (20 * 9) ** 0.5  # of torch's convolutions
+    assert 0.9 * bound < weights["0.weight"].abs().max() <= bound
+    assert (weights["1.running_var"] == 1).all() and (weights["1.running_mean"] == 0).all()
+    assert not torch.equal(weights["0.weight"], other["0.weight"])
+    first, last = weights["0.weight"].flatten()[:6], weights["3.weight"].flatten()[:6]
+    assert not torch.allclose(first / first.norm(), last / last.norm())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["BatchNormNet", "Scaled", "HoldsATensor"])
+def test_it_trains_as_on_one_device(ranks, tiny_config, name, layout):
+    options = {"model": own(name), "img_size": [11, 14], "patch_size": 1, "sync_batchnorm": True}
+    options["global_batch_size"] = 4
+    if name not in _alone:
+        _alone[name] = train_in_double(tiny_config(**options))
+    losses, state = _alone[name]
+    size, split = LAYOUTS[layout]
+    for found, found_state in ranks(size, train_in_double, tiny_config(**options, **split)):
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        assert set(found_state) == set(state)
+        for key, value in state.items():
+            torch.testing.assert_close(found_state[key], value, rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_without_sync_batchnorm_the_ranks_normalize_apart(ranks, tiny_config):
+    options = {"model": own("BatchNormNet")}
+    alone = train_in_double(tiny_config(**options), steps=2)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(
+            ranks(2, train_in_double, tiny_config(**options), steps=2)[0][0], alone[0], rtol=1e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize("layout", ["ddp", "domain3"])
+def test_two_layers_with_one_weight_keep_it(ranks, tiny_config, layout):
+    options = {"model": own("Tied"), "img_size": [11, 14], "patch_size": 1}
+    losses, state = train_in_double(tiny_config(**options))
+    size, split = LAYOUTS[layout]
+    for found, found_state in ranks(size, train_in_double, tiny_config(**options, **split)):
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        assert torch.equal(found_state["first.weight"], found_state["second.weight"])
+        torch.testing.assert_close(found_state["first.weight"], state["first.weight"], rtol=1e-5, atol=1e-7)
+
+
+RUNG_3 = {
+    "tp2": (2, {"tensor_parallel": 2}),
+    "cp3": (3, {"context_parallel": 3}),
+    "pp2": (2, {"pipeline_parallel": 2, "gradient_accumulation": 2}),
+    "domain2 x tp2": (4, {"domain_parallel": 2, "tensor_parallel": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", RUNG_3)
+def test_a_model_with_the_names_of_the_protocol_is_split_by_rungs_3_and_4(ranks, tiny_config, layout):
+    options, (size, split) = {"model": own("OwnTransformer"), "img_size": [20, 24]}, RUNG_3[layout]
+    losses, state = train_in_double(tiny_config(**options))
+    seen = set()
+    for found, found_state in ranks(size, train_in_double, tiny_config(**options, **split)):
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        seen |= set(found_state)  # with a pipeline, those of a stage
+        for key, value in found_state.items():
+            torch.testing.assert_close(value, state[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+    assert seen == set(state)
+
+
+def train_and_stop(config, folder, stops):
+    """Train to each of the stops, resume from the checkpoint at each; the scores of a validation at the end."""
+    for start, stop in zip([0, *stops], stops, strict=False):
+        step = build(config)
+        checkpoints = CheckpointFolder(folder, keep=9)
+        tensors = collect_state(step.parallel.model, step.optimizer)
+        if start:
+            checkpoints.load_newest(tensors)
+            restore_state(tensors | {"random": {}}, step.parallel.model, step.optimizer)
+            step.settle(torch.randn(2, 20, *config.img_size))
+        train_steps(step, config, start, stop)
+        step.parallel.share_buffers()
+        checkpoints.save(stop, collect_state(step.parallel.model, step.optimizer), {}, wait=True)
+    _, valid = build_task(config).loaders(torch.device("cpu"))
+    scores = build_task(config).build_validator(valid).run(step.parallel)
+    valid.close()
+    return scores["val_loss"], {name: b.clone() for name, b in step.parallel.model.named_buffers()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_running_statistics_resume_bit_for_bit_and_are_those_of_the_first_rank(ranks, tiny_config, tmp_path, strategy):
+    config = tiny_config(model=own("BatchNormNet"), data_parallel=strategy)
+    whole = ranks(2, train_and_stop, config, tmp_path / "whole", [6])
+    parts = ranks(2, train_and_stop, config, tmp_path / "parts", [2, 6])
+    assert whole[0][0] == parts[0][0] == whole[1][0]
+    for _, buffers in [*whole, *parts]:
+        for name, value in whole[0][1].items():
+            assert torch.equal(buffers[name], value), name
+    assert whole[0][1]["1.num_batches_tracked"] == 6
+
+
+def test_a_run_of_such_a_model_ends_with_finite_scores(tiny_options, tmp_path):
+    train.main(["--yaml_config=config/ViT.yaml", *tiny_options(model=own("BatchNormNet"), model_args="{width: 3}")])
+    summary = json.loads((tmp_path / "logs/quick/00/summary.json").read_text())
+    assert 0 < summary["val_loss"] < 2 and all(0 < rmse < 1e6 for rmse in summary["rmse"].values())
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("no.such.module:Net", "cannot be imported: No module named 'no'"),
+        (own("Missing"), "cannot be imported: .* has no attribute 'Missing'"),
+        ("unnet", r"model 'unnet' \(did you mean 'unet'\?\): give one of"),
+        (own("not_a_model"), "makes a int, not an nn.Module"),
+        (own("Halves"), r"needs a model whose output is \[1, 20, 16, 32\] .*; that of model .* is \[1, 20, 16, 16\]"),
+        (own("Fails"), r"fails on an input of \[1, 20, 16, 32\]: KeyError: 'no such channel' \(.*own_models.py, line"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_one_line(tiny_options, model, line):
+    with pytest.raises(UsageError, match=line):
+        train_mp.main(["--yaml_config=config/ViT.yaml", *tiny_options(model=model)])
+
+
+@pytest.mark.parametrize("model", sorted(set(MODELS) - {"classifier"}))
+def test_models_that_ship_are_drawn_by_their_modules(tiny_config, caplog, model):
+    options = {"model_args": {"kernel_size": 3}} if model == "neighborhood" else {}
+    with caplog.at_level(logging.INFO):
+        weights = dict(initial_weights(tiny_config(model=model, **options)))
+    assert "is built on the CPU" not in caplog.text and all(value.isfinite().all() for value in weights.values())
