@@ -160,9 +160,41 @@ def test_the_classifier_trains_as_on_one_device(ranks, tiny_config, size, option
         assert found["accuracy"] == pytest.approx(scores["accuracy"], abs=1e-6 if rtol < 1e-3 else 0.1)
 
 
+VOLUMES = CLASSES | {
+    "task": "transport", "model": "vit", "img_size": [20, 12, 8], "n_in_channels": 2, "n_out_channels": 2,
+}  # fmt: skip
+
+
+def transport(config, steps=6):
+    """Losses of the image-to-image model on volumes, and the scores of a validation."""
+    step = build(config)
+    train_loader, valid_loader = build_task(config).build_loaders(CPU)
+    losses = torch.stack([step(i, x, y) for i, (x, y) in enumerate(train_loader.train(0, 0, steps))])
+    scores = build_task(config).build_validator(valid_loader).run(step.parallel)
+    return comm.all_reduce(losses) / comm.world_size(), scores
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"data_parallel": "fsdp"}),
+        (3, {"domain_parallel": 3, "domain_method": "ring"}),
+        (4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
+        (4, {"domain_parallel": 2, "tensor_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_volumes_train_as_on_one_device(ranks, tiny_config, size, options):
+    settings = VOLUMES | {"limit_nsamples_val": 10}
+    expected, scores = ranks(1, transport, tiny_config(**settings))[0]
+    for losses, found in ranks(size, transport, tiny_config(**settings, **options)):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        assert found == pytest.approx(scores, rel=1e-5)
+
+
 def test_an_image_and_its_tiles_are_the_same_points():
-    whole = ClassImages(9, (8, 12), 2, 9, (slice(0, 8), slice(0, 12)), seed=1)
-    tile = ClassImages(9, (8, 12), 2, 9, (slice(4, 8), slice(3, 7)), seed=1)
+    whole = ClassImages(9, (8, 12), 2, (slice(0, 8), slice(0, 12)), 1, classes=9)
+    tile = ClassImages(9, (8, 12), 2, (slice(4, 8), slice(3, 7)), 1, classes=9)
     for i in range(9):
         (image, label), (part, same) = whole.sample(i), tile.sample(i)
         assert label == same and torch.equal(part, image[:, 4:8, 3:7])

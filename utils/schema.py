@@ -45,7 +45,9 @@ class Config(BaseModel):
 
     config: Text = key("name of the configuration in the YAML file", affects="nothing")
 
-    task: Text = key("forecast: image to image; classify: image to class", "forecast", "model")
+    task: Text = key(
+        "forecast: the weather; classify: image to class; transport: image to image, also in 3-D", "forecast", "model"
+    )
     model: Text = key("vit, unet, afno, neighborhood, convnet, classifier, or package.module:Class", "vit", "model")
     model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
     num_classes: PositiveInt | None = key("classes of the classifier", None, "model")

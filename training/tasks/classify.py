@@ -1,10 +1,7 @@
-"""Classification of made images: waves, whose numbers along the axes are the class.
-
-Every rank computes the points of its own part alone, from the number of the sample; nothing is read or sent.
-"""
+"""Classification of made images: waves, whose numbers along the axes are the class."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,60 +12,31 @@ from torch.nn import functional as F
 from distributed.parallel_model import ParallelModel
 from training.losses import classification_loss
 from training.tasks.task import Shape, Task, Validator
+from training.waves import WaveLoader, Waves
 from utils import comm
-from utils.data_loader import Batch, BatchLoader, Indices
+from utils.data_loader import BatchLoader
 from utils.errors import UsageError
 
 SAMPLES = {"train": 4096, "valid": 256}  # where limit_nsamples does not say otherwise
 
 
-class ClassImages:
-    """Samples (image, class): a wave in every channel, cos(2 pi (a y + b x) + phase), of class a * m + b.
+class ClassImages(Waves):
+    """Samples (image, class): an image of class a * m + b has a waves along the first axis and b along the second.
 
-    window: this rank's slice of each axis. seed: of the phases, which are random.
+    The first arguments are those of Waves.
     """
 
-    def __init__(
-        self, count: int, img_size: Sequence[int], channels: int, classes: int, window: Sequence[slice], seed: int
-    ):
-        self.count, self.channels, self.classes, self.seed = count, channels, classes, seed
-        self.waves = math.ceil(math.sqrt(classes))
-        self.axes = [torch.arange(n)[part] / n for n, part in zip(img_size, window, strict=True)]
-
-    def __len__(self):
-        return self.count
+    def __init__(self, *args: Any, classes: int):
+        super().__init__(*args)
+        self.classes, self.waves = classes, math.ceil(math.sqrt(classes))
 
     def sample(self, index: int) -> tuple[Tensor, int]:
         """(C, *window) float32, and the class."""
-        random = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        random = self.random(index)
         label = int(torch.randint(self.classes, (), generator=random))
         phases = torch.rand(self.channels, generator=random)
         numbers = [label // self.waves, label % self.waves, *[1] * (len(self.axes) - 2)]
-        turns = sum(
-            n * x.view(-1, *[1] * i) for i, (n, x) in enumerate(zip(numbers[::-1], self.axes[::-1], strict=True))
-        )
-        return torch.cos(2 * math.pi * (turns + phases.view(-1, *[1] * len(self.axes)))), label
-
-
-class ClassImageLoader(BatchLoader):
-    """Batches of images (B, C, ...) and classes (B,)."""
-
-    def __init__(self, images: ClassImages, batch_size: int, device: torch.device):
-        self.images, self.batch_size, self.device = images, batch_size, device
-
-    @property
-    def num_samples(self) -> int:
-        """Number of images."""
-        return len(self.images)
-
-    def close(self) -> None:
-        """Nothing is open."""
-        pass
-
-    def _shared_batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
-        for iteration in iterations:
-            images, labels = zip(*(self.images.sample(int(i)) for i in indices(iteration)), strict=True)
-            yield torch.stack(images).to(self.device), torch.tensor(labels, device=self.device)
+        return self.image(numbers, phases), label
 
 
 class ClassValidator(Validator):
@@ -116,8 +84,8 @@ class Trained(Task):
         loaders: list[BatchLoader] = []
         for part, count in enumerate(counts):
             seed = 2 * config.seed + part  # training and validation images are different, for any config.seed
-            images = ClassImages(count, config.img_size, config.n_in_channels, self.classes, window, seed)
-            loaders.append(ClassImageLoader(images, config.global_batch_size // comm.get_size("dp"), device))
+            images = ClassImages(count, config.img_size, config.n_in_channels, window, seed, classes=self.classes)
+            loaders.append(WaveLoader(images, config.global_batch_size // comm.get_size("dp"), device))
         return loaders
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:

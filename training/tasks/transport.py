@@ -1,0 +1,96 @@
+"""Transport: waves in a box of two or three dimensions, and where a constant wind has carried them. Image to image."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed.parallel_model import ParallelModel
+from training.losses import relative_l2, relative_l2_loss
+from training.tasks.classify import SAMPLES
+from training.tasks.task import Shape, Task, Validator
+from training.waves import WaveLoader, Waves
+from utils import comm
+from utils.data_loader import BatchLoader
+from utils.errors import UsageError
+
+WIND = (1 / 16, 1 / 8, 1 / 16)  # of the box, along each axis
+MOST_WAVES = 3  # along an axis
+
+
+class CarriedWaves(Waves):
+    """Samples (image, the same waves later)."""
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        """Two images, (C, *window) float32."""
+        random = self.random(index)
+        numbers: Sequence[int] = torch.randint(
+            -MOST_WAVES, MOST_WAVES + 1, (len(self.axes),), generator=random
+        ).tolist()
+        phases = torch.rand(self.channels, generator=random)
+        turned = sum(n * speed for n, speed in zip(numbers, WIND, strict=False))
+        return self.image(numbers, phases), self.image(numbers, phases - turned)
+
+
+class TransportValidator(Validator):
+    """Relative error, beside that of leaving everything where it is."""
+
+    def describe(self, summary: dict[str, Any]) -> str:
+        """Both errors."""
+        return f"relative error {summary['val_loss']:.3f}, of no motion {summary['persistence_loss']:.3f}"
+
+    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """{"val_loss", "persistence_loss"}."""
+        scores = []
+        for x, y, count in self.loader.valid():
+            if stop():
+                return None
+            prediction = parallel.forecast(x, y.shape[1])[:count]
+            x, y = parallel.whole_images(x)[:count], parallel.whole_images(y)[:count]
+            scores.append(torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1))
+        loss, persistence = comm.global_mean(torch.cat(scores)).tolist()
+        return {"val_loss": loss, "persistence_loss": persistence}
+
+
+class Trained(Task):
+    """Image to image, in two or three dimensions: relative L2 loss."""
+
+    def check(self) -> None:
+        """What goes in comes out."""
+        config = self.config
+        if config.n_in_channels != config.n_out_channels:
+            raise UsageError(
+                f"{config.config}: task transport: n_in_channels {config.n_in_channels} and n_out_channels "
+                f"{config.n_out_channels} are the same waves: give the same number"
+            )
+
+    def output_shape(self, samples: int) -> Shape:
+        """Whole images."""
+        return samples, self.config.n_out_channels, *self.config.img_size
+
+    def build_loaders(self, device: torch.device) -> list[BatchLoader]:
+        """Loaders of images that are made on the way."""
+        config = self.config
+        counts = config.limit_nsamples or SAMPLES["train"], config.limit_nsamples_val or SAMPLES["valid"]
+        self.check_batch(counts[0], "")
+        batch = config.global_batch_size // comm.get_size("dp")
+        shared = config.img_size, config.n_in_channels, self.own_window()
+        return [
+            WaveLoader(CarriedWaves(count, *shared, 2 * config.seed + part), batch, device)
+            for part, count in enumerate(counts)  # training and validation images differ, for any seed
+        ]
+
+    def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
+        """The relative L2 loss of neural operators."""
+        return relative_l2_loss(prediction, target, image_group)
+
+    def build_validator(self, loader: BatchLoader) -> Validator:
+        """Relative errors."""
+        return TransportValidator(loader)
+
+    def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Images of normal random numbers."""
+        shape = self.config.global_batch_size, self.config.n_in_channels, *self.config.img_size
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
