@@ -28,9 +28,12 @@ from utils.layout import Layout
 
 
 @contextmanager
-def fake_rank(layout: Layout, rank: int = 0, device_type: str = "cuda") -> Iterator[FakeTensorMode]:
+def fake_rank(
+    layout: Layout, rank: int = 0, device_type: str = "cuda", held_on: str = "cpu"
+) -> Iterator[FakeTensorMode]:
     """Inside, this process is a rank of a Layout, as far as utils.comm and torch.distributed can tell.
 
+    device_type: whose kernels are imagined. held_on: type of the device on which its tensors are.
     Yields a context that makes every new tensor a fake one. Build a model on the meta device outside of that context.
     Raises RuntimeError where the process is already part of a run.
     """
@@ -38,11 +41,12 @@ def fake_rank(layout: Layout, rank: int = 0, device_type: str = "cuda") -> Itera
         raise RuntimeError("a layout is planned outside of a run: this process has joined one")
     with ExitStack() as stack:
         if layout.world_size > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+            backends = "fake" if held_on == "cpu" else f"cpu:fake,{held_on}:fake"
+            dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=layout.world_size)
             stack.callback(dist.destroy_process_group)
         before = comm.swap_meshes({})
         stack.callback(comm.swap_meshes, before)
-        comm.build_mesh(torch.device("cpu"), layout)
+        comm.build_mesh(torch.device(held_on), layout)
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
         stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
@@ -117,7 +121,7 @@ class Replica(nn.Module):
 
     def __init__(self, module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split):
         super().__init__()
-        self.module, self.wanted = module, True
+        self.module, self.device, self.wanted = module, device, True
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
         self.group, self.compressed = comm.get_group("dp_image"), options.gradient_compression == "bf16"
         self.fixed = bool(split.stages)  # DDP looks for unused parameters: the first order stays
@@ -134,7 +138,7 @@ class Replica(nn.Module):
         self.buckets, self.bucket_of = [], {}
         for numbers in grouped:
             members = [parameters[i] for i in numbers]
-            flat = torch.empty(sum(p.numel() for p in members))
+            flat = members[0].new_empty(sum(p.numel() for p in members))
             views = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in members]), members, strict=True)]
             bucket = {"flat": flat, "missing": len(members), "members": len(members)}
             self.bucket_of |= {p: (bucket, view) for p, view in zip(members, views, strict=True)}
@@ -182,7 +186,8 @@ class Replica(nn.Module):
 
     def _end_of_backward(self):
         if self.fixed:  # which parameters were used, of all ranks
-            dist.all_reduce(torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32), group=self.group)
+            used = torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32, device=self.device)
+            dist.all_reduce(used, group=self.group)
         elif list(map(id, self.order)) != list(map(id, self.parameters_in_buckets)):
             self.parameters_in_buckets, filled = self.order, self.bucket_of
             self._fill(self.order)

@@ -1,0 +1,130 @@
+"""An accelerator that is not there: a rank trains on it, with shapes and devices but no data, in seconds.
+
+    python -m tests.support.fake_accelerator train.py 2 --config=quick --data_parallel=fsdp
+
+Its tensors are FakeTensors on a device of the type "gpu" (PrivateUse1), and messages go to a fake process group. An
+operation that mixes host and device tensors raises, and so does reading a number back (`.item()`, `bool(tensor)`).
+`install` changes torch for the whole process, which therefore ends with the case. MUTANT=item or buffer in the
+environment puts a mistake into the step.
+"""
+
+import contextlib
+import os
+import sys
+import types
+from contextlib import ExitStack
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401  its import does not bear fake_rank
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from distributed.data_parallel import DataParallelOptions, data_parallel
+from tools.instruments.assembly import split_as_configured
+from tools.planner.fake import fake_rank, pipeline_shapes
+from training.model import build_model
+from training.optimizer import build_optimizer
+from training.speed_options import apply_speed_options
+from training.step import TrainingStep
+from training.tasks import task_of
+from utils import comm
+from utils.config import SCRIPTS, load_config
+
+DEVICE_COUNT = 4
+
+
+class _Stream:
+    """A stream, or an event, of work that is not done: everybody waits in vain, at once."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self
+
+
+def install():
+    """Make "gpu" a device of torch, and the accelerator of this process."""
+    module = types.ModuleType("torch.gpu")
+    module.device_count = lambda: DEVICE_COUNT
+    module.is_available = module.is_initialized = lambda: True
+    module.current_device = lambda: 0
+    module.get_rng_state = lambda device=None: torch.empty(16, dtype=torch.uint8)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32]
+    module._is_in_bad_fork = lambda: False
+    module.Stream = module.Event = _Stream
+    module.stream = contextlib.nullcontext
+    module.current_stream = lambda device=None: _Stream()
+    for name in ("set_rng_state", "manual_seed", "manual_seed_all", "synchronize", "set_device"):
+        setattr(module, name, lambda *_: None)
+    _setup_privateuseone_for_python_backend("gpu", backend_module=module)
+    install.library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    install.library.fallback(torch.library.fallthrough_kernel)
+
+
+def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
+    """Build what a training script builds on a rank of a Layout, make steps, and forecast.
+
+    mutate: called with the TrainingStep before the first one. Raises what an operation between devices, or one that
+    reads a number, raises.
+    """
+    device = torch.device("gpu", 0)
+    with ExitStack() as stack:
+        fake = stack.enter_context(fake_rank(layout, rank, "cpu", "gpu"))
+        model = build_model(config)
+        split = split_as_configured(model, config)
+        apply_speed_options(config, device, model)
+        task = task_of(config)
+        stack.enter_context(_shapes(config, layout))
+        stack.enter_context(fake)
+        parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
+        step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), task.loss)
+        if mutate:
+            mutate(step)
+        x, y = (part.to(device) for part in _batch(config, task))
+        for iteration in range(steps):
+            assert step(iteration, x, y).device == device
+        if config.task == "forecast" and not parallel.pipeline:
+            parallel.model.eval()
+            with step.autocast():
+                assert parallel.forecast(x, config.n_out_channels).device == device
+
+
+def _read_the_loss(step):
+    loss = step.image_loss
+    step.image_loss = lambda *args: loss(*args) * (1 if loss(*args).item() > 0 else 2)
+
+
+def _put_a_buffer_on_the_host(step):
+    forward, offset = step.parallel.model.forward, torch.zeros(1, 1)
+    step.parallel.model.forward = lambda x: forward(x) + offset
+
+
+MUTANTS = {"item": _read_the_loss, "buffer": _put_a_buffer_on_the_host}
+
+
+def _batch(config, task):
+    """This rank's part of a batch."""
+    x, y = task.random_batch(None)
+    window = tuple(task.own_window())
+    own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
+    return [part[(own, slice(None), *window) if part.dim() == 2 + len(window) else own].clone() for part in (x, y)]
+
+
+def _shapes(config, layout):
+    if layout.pp == 1:
+        return contextlib.nullcontext()
+    micro = config.global_batch_size // layout.dp // config.gradient_accumulation
+    rows = config.img_size[0] // config.patch_size // layout.cp * config.patch_size
+    image = micro, config.n_in_channels, rows, *config.img_size[1:]
+    tokens = rows // config.patch_size * (config.img_size[1] // config.patch_size)
+    return pipeline_shapes(image, (micro, tokens, config.embed_dim))
+
+
+if __name__ == "__main__":
+    name, ranks, *words = sys.argv[1:]
+    install()
+    script, size = SCRIPTS[name], int(ranks)
+    settings = load_config(words, None, size, script.yaml_config, script.splits)
+    run_a_rank(settings, settings.layout(size, max(1, size // 2)), mutate=MUTANTS.get(os.environ.get("MUTANT")))

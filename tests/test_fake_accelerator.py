@@ -1,0 +1,78 @@
+"""The step of every layout runs on an accelerator: nothing is mixed with host tensors, and nothing is read back."""
+
+import pytest
+
+from tests.support import programs
+from utils.config import SCRIPTS, read_mappings
+
+ONE = [
+    "", "--amp_mode=bf16", "--amp_mode=fp16 --enable_fused", "--clip_grad_norm=1", "--gradient_accumulation=2",
+    "--activation_checkpointing=full", "--activation_checkpointing=selective --amp_mode=bf16",
+    "--data_parallel=fsdp --cpu_offload", "--dropout=0.1", "--model=convnet", "--model=unet", "--model=afno",
+]  # fmt: skip
+LAYOUTS = [
+    ("train.py", 2, "--data_parallel=ddp"),
+    ("train.py", 2, "--data_parallel=ddp --gradient_compression=bf16"),
+    ("train.py", 2, "--data_parallel=zero1"),
+    ("train.py", 2, "--data_parallel=fsdp --amp_mode=bf16"),
+    ("train.py", 2, "--data_parallel=fsdp --cpu_offload --clip_grad_norm=1"),
+    ("train.py", 4, "--data_parallel=hsdp"),
+    ("train.py", 2, "--model=unet --sync_batchnorm"),
+    ("train_mp.py", 2, "--tensor_parallel=2"),
+    ("train_mp.py", 4, "--tensor_parallel=2 --sequence_parallel --amp_mode=bf16 --clip_grad_norm=1"),
+    ("train_mp.py", 2, "--context_parallel=2 --cp_method=gather"),
+    ("train_mp.py", 2, "--context_parallel=2 --cp_method=ring"),
+    ("train_mp.py", 2, "--context_parallel=2 --cp_method=all_to_all --amp_mode=fp16 --enable_fused"),
+    ("train_mp.py", 2, "--pipeline_parallel=2 --gradient_accumulation=2"),
+    ("train_mp.py", 4, "--tensor_parallel=2 --data_parallel=fsdp"),
+    # A ShardTensor of fake tensors bears a backward pass only through blocks that are recomputed.
+    ("train_shard.py", 2, "--domain_parallel=2 --activation_checkpointing=full"),
+    ("train_shard.py", 4, "--domain_parallel=2x2 --activation_checkpointing=full --data_parallel=fsdp"),
+    ("train_shard.py", 4, "--domain_parallel=2 --tensor_parallel=2 --activation_checkpointing=full"),
+]
+QUICK = {"train.py": "quick", "train_mp.py": "mp_quick", "train_shard.py": "shard_quick"}
+
+
+def run(script, ranks, options, **environment):
+    words = ["-m", "tests.support.fake_accelerator", script, ranks, *options.split()]
+    done = programs.run(words, env=environment or None)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("options", ONE)
+def test_one_device(options):
+    status, errors = run("train.py", 1, f"--config=quick {options}")
+    assert status == 0, errors
+
+
+@pytest.mark.parametrize(("script", "ranks", "options"), LAYOUTS)
+def test_a_rank_of_a_layout(script, ranks, options):
+    status, errors = run(script, ranks, f"--config={QUICK[script]} {options}")
+    assert status == 0, errors
+
+
+def named_configs():
+    for name, script in SCRIPTS.items():
+        for config in read_mappings(script.yaml_config, "configs"):
+            yield pytest.param(name, config, id=config)
+
+
+@pytest.mark.slow("every config that ships, at its own size")
+@pytest.mark.parametrize(("script", "config"), list(named_configs()))
+def test_every_named_config(script, config):
+    options = ""
+    if script == "train_shard.py":  # the rules cast their inputs, and the autocast that casts weights is not there
+        options = "--activation_checkpointing=full --amp_mode=none"
+        if "classify" not in config:  # its head is a ShardTensor outside of blocks
+            options += " --domain_parallel=2"
+    status, errors = run(script, 2, f"--config={config} --no-enable_jit {options}")
+    assert status == 0, errors
+
+
+@pytest.mark.parametrize(
+    ("mutant", "line"),
+    [("item", "DataDependentOutputException"), ("buffer", "at least two devices, gpu:0 and cpu")],
+)
+def test_a_mistake_is_found(mutant, line):
+    status, errors = run("train.py", 1, "--config=quick", **(programs.os.environ | {"MUTANT": mutant}))
+    assert status != 0 and line in errors
