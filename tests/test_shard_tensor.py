@@ -1,5 +1,7 @@
 """ShardTensor itself: making one, rearranging it, what it answers, elementwise operations, and what it refuses."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,7 +138,7 @@ def told_apart():
 
 def Mesh2(mesh):
     found = as_mesh(mesh)
-    return found._replace(groups=found.groups * 2)
+    return dataclasses.replace(found, groups=found.groups * 2)
 
 
 def test_sizes_are_found_out_or_checked(ranks):

@@ -7,7 +7,9 @@ rows and columns, and can be unflattened exactly.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,8 @@ Axes = tuple[Axis, ...]  # of one dimension
 Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
 
 
-class Mesh(NamedTuple):
+@dataclass(frozen=True)
+class Mesh:
     """The properties of a DeviceMesh that a Spec needs, as plain values that torch.compile can trace."""
 
     device_mesh: DeviceMesh
@@ -38,19 +41,21 @@ class Mesh(NamedTuple):
     joint: Group  # of all ranks, in row-major order
 
 
-_meshes: dict[int, Mesh] = {}  # by id of the DeviceMesh
+# By id of the DeviceMesh, as long as a Spec uses it: a process group that outlives destroy_process_group hangs or aborts
+# the end of the process.
+_meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
 
 
 def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     """The Mesh of a DeviceMesh. The first call for a mesh of two dimensions is collective."""
     if isinstance(device_mesh, Mesh):
         return device_mesh
-    key = id(device_mesh)
-    if key not in _meshes or _meshes[key].device_mesh is not device_mesh:
+    mesh = _meshes.get(id(device_mesh))
+    if mesh is None:
         groups = tuple(as_group(device_mesh.get_group(i)) for i in range(device_mesh.ndim))
         joint = groups[0] if device_mesh.ndim == 1 else as_group(device_mesh._flatten().get_group())
-        _meshes[key] = Mesh(device_mesh, groups, joint)
-    return _meshes[key]
+        mesh = _meshes[id(device_mesh)] = Mesh(device_mesh, groups, joint)
+    return mesh
 
 
 class Spec:
