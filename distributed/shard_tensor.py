@@ -6,7 +6,8 @@ The class is in distributed/shard/tensor.py, and the rules of its operations are
 this module registers all of them.
 """
 
-from distributed.shard import rules  # noqa: F401
+from distributed.shard import guards, rules  # noqa: F401
+from distributed.shard.fallback import set_fallback  # noqa: F401
 from distributed.shard.spec import part_of  # noqa: F401
 from distributed.shard.tensor import (  # noqa: F401
     ShardTensor,

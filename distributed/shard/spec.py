@@ -20,6 +20,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
 
 
+class CannotSplit(ValueError):
+    """A dimension that is split in a way in which it cannot be used."""
+
+
 class Axis(NamedTuple):
     """A number of elements; if mesh_dim is not None, rank i of that mesh dimension holds sizes[i] of them."""
 
@@ -126,13 +130,13 @@ class Spec:
     def split(self, dim: int) -> tuple[Sizes, Group] | None:
         """(sizes of all ranks, Group) of a dimension that is split along its only axis; None if it is whole.
 
-        Raises ValueError for a split dimension of several axes, because a rank's part of it is not contiguous.
+        Raises CannotSplit for a split dimension of several axes, because a rank's part of it is not contiguous.
         """
         axes = self.dims[dim]
         if len(axes) == 1 and axes[0].sizes is not None:
             return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
         if any(axis.sizes is not None for axis in axes):
-            raise ValueError(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
+            raise CannotSplit(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
         return None
 
     def with_dims(self, dims: Iterable[Axes], partial: tuple[int, ...] | None = None) -> "Spec":
