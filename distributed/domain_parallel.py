@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed.context_parallel import check_attention
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
-from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, wrap
+from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
 from distributed.split import Split
 from distributed.tensor_parallel import check_transformer, tensor_parallel
 from networks.vit import Attention, PerAxis, Transformer
@@ -38,6 +38,7 @@ class DomainOptions:
     img_size: Sequence[int]
     config: str = "model"  # how messages call it
     domain_method: str = "gather"
+    domain_fallback: str = "error"
     data_parallel: str = "ddp"
     amp_mode: str = "none"
 
@@ -184,6 +185,7 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
 
 def _split(model: nn.Module, options: DomainOptions) -> Split:
     split, patch_size = Split(), getattr(model, "patch_size", 1)
+    set_fallback(options.domain_fallback)
     if comm.get_size("tp") > 1:
         split.dims = tensor_parallel(check_transformer(model, "tensor parallelism"), comm.get_group("tp"))
     domain = domain_parallel(model, options.img_size, patch_size, options.domain_method)

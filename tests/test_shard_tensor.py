@@ -271,13 +271,20 @@ def test_operands_meet_whatever_their_splits(ranks, size):
     ranks(4 if size == 22 else size, check_all, list(cases(size)))
 
 
+def of_all_ranks(value):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def dropped(splits):
     """Dropout where ranks hold copies, or parts."""
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0)
     x = split(torch.ones(64, 65, requires_grad=True), X((64, 65), splits), domain_mesh((2, 2)))
     y = F.dropout(x, 0.25)
     y.sum().backward()
     z = F.dropout(x.sum(0), 0.5)
+    assert len({*of_all_ranks(torch.rand(()).item())}) == 1, "the default generators are not alike any more"
     return y.full_tensor(), ShardTensor.from_local(local(x.grad), x.mesh, x.placements).full_tensor(), z.full_tensor()
 
 
