@@ -21,14 +21,16 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, name_of, repl
 FALLBACKS = "error", "gather"
 # What these change or return is memory, which no copy can stand for.
 OF_MEMORY = {"__set__", "__delete__", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "set_", "backward", "grad"}
-calls: Counter[str] = Counter()  # of each operation since the start of the process
+calls: Counter[str] = Counter()  # of each operation since set_fallback
 gathered: Counter[str] = Counter()  # bytes of the whole tensors that they were computed on
 
 
 def set_fallback(fallback: str) -> None:
-    """Choose what happens to an operation that no rule computes, from now on: "error", or "gather" (see above)."""
+    """Choose what happens to an operation that no rule computes: "error", or "gather" (see above); count from 0."""
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback: no '{fallback}', there are {', '.join(FALLBACKS)}")
+    calls.clear()
+    gathered.clear()
     shard_tensor.on_refusal = on_whole_tensors if fallback == "gather" else None
 
 

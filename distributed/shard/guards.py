@@ -9,16 +9,17 @@ return them as gradients of ShardTensors; a plain gradient of a plain tensor is 
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import eager_transforms, vmap
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import Function, _SingleLevelFunction
 
-from distributed.shard.rules.attributes import gradient_part
+from distributed.shard.rules.attributes import as_gradient
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import LocalTensors, ShardTensor, dispatch, flat, gradient_spec, wrap
+from distributed.shard.tensor import LocalTensors, ShardTensor, dispatch, flat, gradient_spec, local, wrap
 
 asks_torch_function = torch._C._is_torch_function_enabled  # not inside a rule
 SEES_PARTS: set[Callable] = set()  # for which no copy can stand either
@@ -60,21 +61,27 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     out = call(*(_enter(a) for a in args), **kwargs)
     made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, ShardTensor) and y.requires_grad]
     if made:
-        seen = {y.output_nr: (gradient_spec(y.spec), y.dtype, y.device) for y in made}
-        made[0].grad_fn.register_prehook(lambda grads: _wrapped(grads, seen))
+        seen = {y.output_nr: gradient_spec(y.spec) for y in made}
+        node, user = made[0].grad_fn, cls.backward if cls.vjp is Function.vjp else cls.vjp
+        node.register_prehook(lambda grads: _seen(grads, seen))
+        into = [gradient_spec(a.spec) if isinstance(a, ShardTensor) else None for a in args]
+        node._forward_cls = SimpleNamespace(vjp=Function.vjp, backward=functools.partial(_backward, user, seen, into))
     return out
 
 
 _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[assignment]
 
 
-def _wrapped(grads, seen):
+def _seen(grads, specs):
     """The gradients of a function's outputs, those of ShardTensors as ShardTensors."""
-    found = list(grads)
-    for i, (spec, dtype, device) in seen.items():
-        part = torch.zeros(spec.local_shape, dtype=dtype, device=device) if found[i] is None else found[i]
-        found[i] = wrap(part, spec)
-    return tuple(found)
+    return tuple(g if g is None or i not in specs else wrap(g, specs[i]) for i, g in enumerate(grads))
+
+
+def _backward(user, seen, into, ctx, *grads):
+    """The backward of a custom function; its results are brought to the specs of the inputs."""
+    with torch._C._EnableTorchFunction():
+        found = user(ctx, *_seen(grads, seen))
+    return tuple(map(as_gradient, found if isinstance(found, tuple) else (found,), into))
 
 
 def _enter(x):
@@ -93,4 +100,4 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gradient_part(grad, ctx.spec and gradient_spec(ctx.spec)), None
+        return local(as_gradient(grad, ctx.spec and gradient_spec(ctx.spec))), None

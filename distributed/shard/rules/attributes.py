@@ -61,8 +61,8 @@ def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
     return found if found is None else wrap(found, gradient_spec(x.spec))
 
 
-def gradient_part(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
-    """This rank's part of a gradient that user code returns. spec: of it; None for a plain tensor's, a part of a sum.
+def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
+    """A gradient that user code returns, split as `spec` says; None: of a plain tensor, as parts of a sum.
 
     Raises TypeError for a plain gradient of a ShardTensor, because nobody knows what it is a part of.
     """
@@ -71,10 +71,8 @@ def gradient_part(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
             return grad
         raise TypeError(f"the gradient of a ShardTensor, {spec}, must be a ShardTensor too, not a plain tensor")
     if spec is None:
-        grad = redistributed(grad, [Partial()] * len(grad.spec.mesh.groups))
-    elif not split_alike(grad.spec, spec):
-        grad = to_spec(grad, spec)
-    return local(grad)
+        return redistributed(grad, [Partial()] * len(grad.spec.mesh.groups))
+    return grad if split_alike(grad.spec, spec) else to_spec(grad, spec)
 
 
 @rule(Tensor.register_hook)
@@ -85,7 +83,7 @@ def register_hook(func: Callable, x: ShardTensor, hook: Callable[[Tensor], Tenso
     def on_part(grad: Tensor) -> Tensor | None:
         with torch._C._EnableTorchFunction():
             found = hook(wrap(grad, spec))
-        return gradient_part(found, spec)
+        return local(as_gradient(found, spec))
 
     return func(x, on_part)
 
