@@ -121,7 +121,6 @@ def ends(share: RankShare, stage: Stage) -> tuple[int, int, int]:
     if stage.first:
         begin = (share.width * share.inputs if share.low else 0) + copies(share, share.first_shapes[:1])
         begin += share.stream if share.config.dropout else 0
-        begin += FULL * (share.whole - share.stream)  # a slice of the tokens keeps all of them
         if share.classifies:  # around norm and ReLU
             begin += 2 * FULL * (share.whole + share.samples * share.tokens)
     if stage.last:
