@@ -108,9 +108,14 @@ def test_random_operations_on_whole_tensors_are_alike_on_all_ranks(ranks):
 
 def refused_in_place():
     x = split(draw((4, 6), torch.float32, 0), X((4, 6), (1,)), domain_mesh())
-    for code in ("x.reshape(3, 8).add_(1)", "x.detach().data.mul_(2)", "x.sum(1).cumprod_(0)", "x.detach().clone().resize_(2)"):
+    for code in (
+        "x.reshape(3, 8).add_(1)",
+        "x.detach().data.mul_(2)",
+        "x.sum(1).cumprod_(0)",
+        "x.detach().clone().resize_(2)",
+    ):
         with pytest.raises(NotImplementedError, match="ShardTensor: no rule"):
-            evaluate(x, code=code)
+            evaluate(y, code=code)
     with pytest.raises(NotImplementedError, match=r"no rule for torch.vmap"):
         torch.vmap(lambda a: a / a.norm())(x)
 

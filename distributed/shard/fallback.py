@@ -20,7 +20,17 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, name_of, repl
 
 FALLBACKS = "error", "gather"
 # What these change or return is memory, which no copy can stand for.
-OF_MEMORY = {"__set__", "__delete__", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "set_", "backward", "grad"}
+OF_MEMORY = {
+    "__set__",
+    "__delete__",
+    "untyped_storage",
+    "storage",
+    "_typed_storage",
+    "__dlpack__",
+    "set_",
+    "backward",
+    "grad",
+}
 calls: Counter[str] = Counter()  # of each operation since set_fallback
 gathered: Counter[str] = Counter()  # bytes of the whole tensors that they were computed on
 

@@ -18,6 +18,7 @@ from distributed.shard.tensor import ShardTensor, named, no_rule, reduced, rule,
 
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
+IN_PLACE = set(named("dropout_", "bernoulli_", "normal_", "uniform_"))
 
 
 def own_stream(spec: Spec, device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -38,8 +39,7 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
         return wrap(out, x.spec) if out is not x else x
     if "out" in kwargs or kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
         raise no_rule(func, (x, *args), kwargs, "with out=, a generator, or a tensor of parameters")
-    in_place = func.__name__.endswith("_") or kwargs.get("inplace")
-    if in_place and x.spec.partial:
+    if x.spec.partial and (func in IN_PLACE or kwargs.get("inplace") or args[2:] == (True,)):
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
     x = reduced(x)
     with own_stream(x.spec, x.device):
