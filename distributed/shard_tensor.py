@@ -8,6 +8,7 @@ this module registers all of them.
 
 from distributed.shard import guards, rules  # noqa: F401
 from distributed.shard.fallback import set_fallback  # noqa: F401
+from distributed.shard.scatter import scatter_tensor  # noqa: F401
 from distributed.shard.spec import part_of  # noqa: F401
 from distributed.shard.tensor import (  # noqa: F401
     ShardTensor,
@@ -19,7 +20,6 @@ from distributed.shard.tensor import (  # noqa: F401
     reduced,
     replicated,
     rule,
-    scatter_tensor,
     shared,
     wrap,
 )

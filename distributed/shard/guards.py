@@ -62,14 +62,15 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, ShardTensor) and y.requires_grad]
     if made:
         seen = {y.output_nr: gradient_spec(y.spec) for y in made}
-        node, user = made[0].grad_fn, cls.backward if cls.vjp is Function.vjp else cls.vjp
+        node: Any = made[0].grad_fn
+        user = cls.backward if cls.vjp is Function.vjp else cls.vjp
         node.register_prehook(lambda grads: _seen(grads, seen))
         into = [gradient_spec(a.spec) if isinstance(a, ShardTensor) else None for a in args]
         node._forward_cls = SimpleNamespace(vjp=Function.vjp, backward=functools.partial(_backward, user, seen, into))
     return out
 
 
-_SingleLevelFunction.apply = classmethod(apply)  # type: ignore[assignment]
+_SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
 
 
 def _seen(grads, specs):
@@ -99,5 +100,5 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x) if spec is None else wrap(x.view_as(x), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         return local(as_gradient(grad, ctx.spec and gradient_spec(ctx.spec))), None

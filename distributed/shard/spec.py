@@ -45,8 +45,8 @@ class Mesh:
     joint: Group  # of all ranks, in row-major order
 
 
-# By id of the DeviceMesh, as long as a Spec uses it: a process group that outlives destroy_process_group hangs or aborts
-# the end of the process.
+# By id of the DeviceMesh, as long as a Spec uses it: a process group that outlives destroy_process_group aborts the
+# process at its end, or lets it wait.
 _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distributed.collectives import all_to_all, reduce_from_region
+from distributed.collectives import reduce_from_region
 from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dtensor
-from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of
+from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of  # noqa: F401
 
 RULES: dict[Callable, Callable] = {}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
@@ -243,14 +243,14 @@ def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: st
     return NoRule(
         f"ShardTensor: no rule for {name_of(func)} of {', '.join(map(str, found))}{why and ': ' + why}. Either bring "
         "the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), register a rule with "
-        "@distributed.shard_tensor.rule (docs/domain_parallel.md shows how), or compute on whole tensors what has none: "
-        "--domain_fallback gather, set_fallback('gather')"
+        "@distributed.shard_tensor.rule (docs/domain_parallel.md shows how), or compute what has none on whole "
+        "tensors: --domain_fallback gather, set_fallback('gather')"
     )
 
 
 def name_of(func: Callable) -> str:
     """The name by which messages call a torch function."""
-    name = getattr(func, "__name__", None) or getattr(func, "name", str(func))
+    name: Any = getattr(func, "__name__", None) or getattr(func, "name", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
 
@@ -282,32 +282,3 @@ def flat(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield from flat(a, {})
         else:
             yield a
-
-
-def scatter_tensor(
-    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
-) -> ShardTensor:
-    """A ShardTensor from the data of one rank: every other rank receives only its own part.
-
-    x: the whole tensor on rank `src` of the mesh (counted in row-major order), ignored elsewhere. placements, sizes:
-    Shard or Replicate, as for ShardTensor.from_local; sizes are as even as possible by default. Differentiable: src
-    receives the gradient. All ranks call this together. Raises ValueError on every rank if sizes do not fit.
-    """
-    mesh = as_mesh(mesh)
-    group = mesh.joint
-    process_group = dist.distributed_c10d._resolve_process_group(dist.GroupName(group.name))
-    here = group.rank == src
-    facts: list[Any] = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
-    dist.broadcast_object_list(facts, src=dist.get_global_rank(process_group, src), group=process_group)
-    shape, dtype, device, differentiable = facts[0]
-    spec = spec_of(mesh, shape, placements, sizes)
-    if spec.partial:
-        raise ValueError("scatter_tensor: a tensor cannot be scattered as Partial()")
-    if here:
-        parts = [part_of(x, spec, rank).contiguous() for rank in range(group.size)]
-        flat, sent = torch.cat([part.flatten() for part in parts]), tuple(part.numel() for part in parts)
-    else:
-        flat, sent = torch.empty(0, dtype=dtype, device=device, requires_grad=differentiable), (0,) * group.size
-    received = tuple(spec.local_shape.numel() if rank == src else 0 for rank in range(group.size))
-    part = all_to_all(flat, sent, received, group).view(spec.local_shape)
-    return wrap(shared(part, spec), spec)

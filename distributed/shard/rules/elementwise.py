@@ -69,10 +69,13 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
         elif isinstance(x, Tensor):
             break
     else:
-        if spec is not None and plain_numbers(kwargs):
-            if not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))):
-                out = func(*args, **kwargs)  # the common case: all operands are split in the same way
-                return wrap(out, spec) if out is not args[0] else written(out)
+        if (
+            spec is not None
+            and plain_numbers(kwargs)
+            and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
+        ):
+            out = func(*args, **kwargs)  # the common case: all operands are split in the same way
+            return wrap(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
 
 
