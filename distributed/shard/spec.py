@@ -47,18 +47,20 @@ class Mesh:
 
 # By id of the DeviceMesh, as long as a Spec uses it: a process group that outlives destroy_process_group aborts the
 # process at its end, or lets it wait.
-_meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
+_meshes: dict[int, weakref.ref[Mesh]] = {}
 
 
 def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     """The Mesh of a DeviceMesh. The first call for a mesh of two dimensions is collective."""
     if isinstance(device_mesh, Mesh):
         return device_mesh
-    mesh = _meshes.get(id(device_mesh))
+    known = _meshes.get(id(device_mesh))
+    mesh = known() if known else None
     if mesh is None:
         groups = tuple(as_group(device_mesh.get_group(i)) for i in range(device_mesh.ndim))
         joint = groups[0] if device_mesh.ndim == 1 else as_group(device_mesh._flatten().get_group())
-        mesh = _meshes[id(device_mesh)] = Mesh(device_mesh, groups, joint)
+        mesh = Mesh(device_mesh, groups, joint)
+        _meshes[id(device_mesh)] = weakref.ref(mesh)
     return mesh
 
 
