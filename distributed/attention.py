@@ -109,21 +109,23 @@ class _Ring(torch.autograd.Function):
         for step in range(group.size):
             if step < group.size - 1:
                 arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
-            dkv = torch.zeros_like(kv, dtype=wide)
             if q.numel() and kv.numel():
-                dq_part, *dkv_part = attend.backward(
-                    grad, q, *kv.unbind(), out, lse, *_columns(mask, sizes, group, step)
-                )
-                dq, dkv = dq + dq_part, torch.stack(dkv_part).to(wide)
+                columns = _columns(mask, sizes, group, step)
+                dq_part, *dkv_part = attend.backward(grad, q, *kv.unbind(), out, lse, *columns)
+                dq += dq_part
+                dkv = torch.stack(dkv_part).to(wide)
+                del dq_part, dkv_part
+            else:
+                dkv = torch.zeros_like(kv, dtype=wide)
             if step == 0:
                 own = dkv
             else:
-                dkv = dkv if arrive_grad is None else dkv + arrive_grad()
+                dkv = dkv if arrive_grad is None else dkv.add_(arrive_grad())
                 arrive_grad = start_shift(dkv, _block_shape(dkv, sizes, group, step + 1), group)
             if step < group.size - 1:
                 kv = arrive()
         if arrive_grad is not None:
-            own = own + arrive_grad()
+            own += arrive_grad()
         dk, dv = own.to(k.dtype).unbind()
         return dq.to(q.dtype), dk, dv, None, None, None
 

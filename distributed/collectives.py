@@ -51,6 +51,11 @@ def as_group(group: AnyGroup) -> Group:
     return Group(group.group_name, dist.get_rank(group), group.size()) if group is not None else Group("", 0, 1)
 
 
+def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    """A small tensor of host values on a device; unlike torch.tensor(values, device=device) the host does not wait."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """View of the piece of a tensor for a rank of a group: (..., n, ...) -> (..., n_rank, ...)."""
     sizes = shard_sizes(full.shape[dim], size)

@@ -23,7 +23,7 @@ from distributed.context_parallel import check_attention
 from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
-from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, wrap
+from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
 from distributed.split import Split
 from distributed.tensor_parallel import tensor_parallel
 from networks.vit import PerAxis, Transformer
@@ -39,6 +39,7 @@ class DomainOptions:
     img_size: Sequence[int]
     config: str = "model"  # how messages call it
     domain_method: str = "gather"
+    domain_fallback: str = "error"
     data_parallel: str = "ddp"
     amp_mode: str = "none"
 
@@ -185,6 +186,7 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
 
 def _split(model: nn.Module, options: DomainOptions) -> Split:
     split, patch_size = Split(), points_kept_together(model)
+    set_fallback(options.domain_fallback)
     if comm.get_size("tp") > 1:
         split.dims = tensor_parallel(model, comm.get_group("tp"))
     domain = domain_parallel(model, options.img_size, patch_size, options.domain_method)

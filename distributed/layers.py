@@ -91,15 +91,15 @@ class RankRandom(nn.Module):
 
     @torch.compiler.disable(reason="dropout under tensor parallelism sets generators; sequence parallelism does not")
     def _forked(self, x, *args, **kwargs):
-        with rank_random(x.device, self.group):
+        with rank_random(x.device, self.group.rank):
             return self.inner(x, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def rank_random(device: torch.device, group: Group) -> Iterator[None]:
-    """A context in which the default generators, equal on all ranks of a group, give each rank its own numbers."""
+def rank_random(device: torch.device, stream: int) -> Iterator[None]:
+    """A context in which the default generators, equal on all ranks, give the numbers of a stream: 0, 1, ..."""
     seed = int(torch.randint(2**62, ()))
     on_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
-        torch.manual_seed(seed + group.rank)
+        torch.manual_seed(seed + stream)
         yield

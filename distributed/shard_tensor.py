@@ -6,7 +6,9 @@ The class is in distributed/shard/tensor.py, and the rules of its operations are
 this module registers all of them.
 """
 
-from distributed.shard import rules  # noqa: F401
+from distributed.shard import guards, rules  # noqa: F401
+from distributed.shard.fallback import set_fallback  # noqa: F401
+from distributed.shard.scatter import scatter_tensor  # noqa: F401
 from distributed.shard.spec import part_of  # noqa: F401
 from distributed.shard.tensor import (  # noqa: F401
     ShardTensor,
@@ -18,7 +20,6 @@ from distributed.shard.tensor import (  # noqa: F401
     reduced,
     replicated,
     rule,
-    scatter_tensor,
     shared,
     wrap,
 )

@@ -95,7 +95,7 @@ def _split_tokens(model, group, tokens):
 
 
 def _scatter_tokens(module, inputs, tokens, group):
-    return scatter_to_region(inputs[0], 1, tokens, group)
+    return scatter_to_region(inputs[0], 1, tokens, group).clone()  # a view would keep all tokens
 
 
 def _gather_tokens(module, inputs, output, tokens, group):

@@ -91,7 +91,8 @@ def attend_windows(
         dim = 2 + 2 * axis
         lengths = q.shape[dim], k.shape[dim]
         rows, columns, seen = (
-            part.to(q.device) for part in _cut_axis(starts[axis], kernel_size[axis], dilation[axis], tile, *lengths)
+            part.to(q.device, non_blocking=True)
+            for part in _cut_axis(starts[axis], kernel_size[axis], dilation[axis], tile, *lengths)
         )
         q = q.index_select(dim, rows.flatten()).unflatten(dim, rows.shape)
         k, v = (x.index_select(dim, columns.flatten()).unflatten(dim, columns.shape) for x in (k, v))

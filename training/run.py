@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
+from distributed.shard import fallback
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.clock import Clock
 from training.model import build_model
@@ -100,6 +101,8 @@ class Run:
         if self.summary and kind is None and comm.is_main():
             print(f"{self.folder.path} is a finished run; its result:")
         self.open.__exit__(kind, *error)
+        if fallback.calls:
+            log.info("Operations on whole tensors (--domain_fallback gather): %s", fallback.report())
         if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
             self.summary = self._summarize(self.result)
             self.folder.write_summary(self.summary)

@@ -139,9 +139,10 @@ def get_rank(name: str) -> int:
 def dropout_stream(sequence_parallel: bool = False) -> int:
     """A number to seed dropout with: the same on ranks that hold the same activations, another on all others.
 
-    Tensor-parallel ranks hold the same ones, except under sequence parallelism.
+    Tensor-parallel ranks hold the same ones, except under sequence parallelism. The domain-parallel ranks of an image
+    have one stream too: the rules of ShardTensor draw each rank's part from a stream of its own.
     """
-    stream = get_rank("dp_image") * get_size("pp") + get_rank("pp")
+    stream = (get_rank("dp") * get_size("cp") + get_rank("cp")) * get_size("pp") + get_rank("pp")
     return stream * get_size("tp") + get_rank("tp") if sequence_parallel else stream
 
 

@@ -139,6 +139,9 @@ class Config(BaseModel):
     domain_method: Literal["gather", "ring", "all_to_all"] = key(
         "domain parallel: how attention sees all tokens", "gather", "layout"
     )
+    domain_fallback: Literal["error", "gather"] = key(
+        "domain parallel: an operation that no rule computes is an error, or runs on whole tensors", "error", "layout"
+    )
     pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = key(
         "order of the micro-batches in the pipeline", "1f1b", "layout"
     )

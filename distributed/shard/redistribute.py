@@ -21,7 +21,7 @@ from distributed.collectives import (
     scatter_to_region,
     shard_sizes,
 )
-from distributed.shard.spec import Axis, Pieces, Spec, merged, spec_of, whole
+from distributed.shard.spec import Axis, CannotSplit, Pieces, Spec, merged, spec_of, whole
 
 
 def redistribute(
@@ -85,7 +85,7 @@ def _new_split(spec, dim, m, sizes):
     """(axes, sizes) of a dimension after mesh dimension m splits it."""
     size = spec.shape[dim]
     if any(axis.sizes for axis in spec.dims[dim]):
-        raise ValueError(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
+        raise CannotSplit(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
     sizes = tuple(sizes or shard_sizes(size, spec.mesh.groups[m].size))
     if sum(sizes) != size:
         raise ValueError(f"sizes {sizes} do not make up dimension {dim} of {size}")

@@ -7,7 +7,9 @@ rows and columns, and can be unflattened exactly.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
+
+
+class CannotSplit(ValueError):
+    """A dimension that is split in a way in which it cannot be used."""
 
 
 class Axis(NamedTuple):
@@ -30,7 +36,8 @@ Axes = tuple[Axis, ...]  # of one dimension
 Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
 
 
-class Mesh(NamedTuple):
+@dataclass(frozen=True)
+class Mesh:
     """The properties of a DeviceMesh that a Spec needs, as plain values that torch.compile can trace."""
 
     device_mesh: DeviceMesh
@@ -38,19 +45,23 @@ class Mesh(NamedTuple):
     joint: Group  # of all ranks, in row-major order
 
 
-_meshes: dict[int, Mesh] = {}  # by id of the DeviceMesh
+# By id of the DeviceMesh, as long as a Spec uses it: a process group that outlives destroy_process_group aborts the
+# process at its end, or lets it wait.
+_meshes: dict[int, weakref.ref[Mesh]] = {}
 
 
 def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     """The Mesh of a DeviceMesh. The first call for a mesh of two dimensions is collective."""
     if isinstance(device_mesh, Mesh):
         return device_mesh
-    key = id(device_mesh)
-    if key not in _meshes or _meshes[key].device_mesh is not device_mesh:
+    known = _meshes.get(id(device_mesh))
+    mesh = known() if known else None
+    if mesh is None:
         groups = tuple(as_group(device_mesh.get_group(i)) for i in range(device_mesh.ndim))
         joint = groups[0] if device_mesh.ndim == 1 else as_group(device_mesh._flatten().get_group())
-        _meshes[key] = Mesh(device_mesh, groups, joint)
-    return _meshes[key]
+        mesh = Mesh(device_mesh, groups, joint)
+        _meshes[id(device_mesh)] = weakref.ref(mesh)
+    return mesh
 
 
 class Spec:
@@ -121,13 +132,13 @@ class Spec:
     def split(self, dim: int) -> tuple[Sizes, Group] | None:
         """(sizes of all ranks, Group) of a dimension that is split along its only axis; None if it is whole.
 
-        Raises ValueError for a split dimension of several axes, because a rank's part of it is not contiguous.
+        Raises CannotSplit for a split dimension of several axes, because a rank's part of it is not contiguous.
         """
         axes = self.dims[dim]
         if len(axes) == 1 and axes[0].sizes is not None:
             return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
         if any(axis.sizes is not None for axis in axes):
-            raise ValueError(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
+            raise CannotSplit(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
         return None
 
     def with_dims(self, dims: Iterable[Axes], partial: tuple[int, ...] | None = None) -> "Spec":

@@ -13,7 +13,7 @@ parallelism does that once per step.
 PyTorch's notes on extending torch describe torch.Tensor.as_subclass and __torch_function__.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distributed.collectives import all_to_all, reduce_from_region
+from distributed.collectives import reduce_from_region
 from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dtensor
-from distributed.shard.spec import Axis, Mesh, Pieces, Spec, as_mesh, part_of, spec_of
+from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of  # noqa: F401
 
 RULES: dict[Callable, Callable] = {}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
@@ -37,14 +37,18 @@ class ShardTensor(torch.Tensor):
     """A split tensor, described at the top of this file. from_local, scatter_tensor and wrap make one."""
 
     spec: Spec
+    copied_from = ""  # the operation whose view this should be and, computed on whole tensors, is not
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         rule = RULES.get(func)
-        if rule is None:
-            raise no_rule(func, args, kwargs or {})
-        with LocalTensors():
-            return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+        try:
+            if rule is None:
+                raise no_rule(func, args, kwargs or {})
+            with LocalTensors():
+                return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+        except (NoRule, CannotSplit, AttributeError) as error:
+            return _refused(error, func, args, kwargs or {})
 
     @classmethod
     def from_local(
@@ -136,8 +140,11 @@ def _method(implementation, function):
     """The rule as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
 
     def method(self, *args, **kwargs):
-        with LocalTensors():
-            return implementation(function, self, *args, **kwargs)
+        try:
+            with LocalTensors():
+                return implementation(function, self, *args, **kwargs)
+        except (NoRule, CannotSplit, AttributeError) as error:
+            return _refused(error, function, (self, *args), kwargs)
 
     return method
 
@@ -170,6 +177,18 @@ def local(x: MaybeTensor) -> MaybeTensor:
     if isinstance(x, ShardTensor):
         with LocalTensors():
             return x.view_as(x)
+    return x
+
+
+def gradient_spec(spec: Spec) -> Spec:
+    """How the gradient of a tensor is split: as the tensor, and that of a partial tensor is whole on every rank."""
+    return spec.derived(("gradient",), lambda: spec.with_dims(spec.dims, ())) if spec.partial else spec
+
+
+def written(x: ShardTensor) -> ShardTensor:
+    """The tensor that an in-place operation has changed. Raises no_rule where another should have changed with it."""
+    if x.copied_from:
+        raise no_rule(torch.Tensor.copy_, (x,), {}, f"in place on what {x.copied_from} copied from whole tensors")
     return x
 
 
@@ -214,15 +233,39 @@ class _Share(torch.autograd.Function):
         return grad / ctx.copies, None
 
 
-def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> NotImplementedError:
+class NoRule(NotImplementedError):
+    """An operation that no rule computes."""
+
+
+def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> NoRule:
     """The error for an operation that no rule computes."""
-    name = getattr(func, "__name__", str(func))
-    found = [a.spec for a in _flat(args, kwargs) if isinstance(a, ShardTensor)]
-    return NotImplementedError(
-        f"ShardTensor: no rule for {name} of {', '.join(map(str, found))}{why and ': ' + why}. Either bring the tensor "
-        "into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), or register a rule with "
-        "@distributed.shard_tensor.rule (docs/domain_parallel.md shows how)"
+    found = [a.spec for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
+    return NoRule(
+        f"ShardTensor: no rule for {name_of(func)} of {', '.join(map(str, found))}{why and ': ' + why}. Either bring "
+        "the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), register a rule with "
+        "@distributed.shard_tensor.rule (docs/domain_parallel.md shows how), or compute what has none on whole "
+        "tensors: --domain_fallback gather, set_fallback('gather')"
     )
+
+
+def name_of(func: Callable) -> str:
+    """The name by which messages call a torch function."""
+    name: Any = getattr(func, "__name__", None) or getattr(func, "name", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+
+
+on_refusal: Callable[[Callable, Sequence[Any], dict[str, Any], Exception], Any] | None = None  # of shard/fallback.py
+
+
+def _refused(error, func, args, kwargs):
+    """Raise the error of a rule, or let on_refusal compute what it refuses."""
+    if isinstance(error, AttributeError):
+        if error.name != "spec":  # an error of another kind
+            raise error
+        error = no_rule(func, args, kwargs, "a plain tensor in the place of a ShardTensor")
+    if on_refusal is None:
+        raise error
+    return on_refusal(func, args, kwargs, error)
 
 
 def one_axis(func: Callable, x: ShardTensor, dim: int) -> Axis:
@@ -232,38 +275,10 @@ def one_axis(func: Callable, x: ShardTensor, dim: int) -> Axis:
     return x.spec.dims[dim][0]
 
 
-def _flat(args, kwargs):
+def flat(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments of a call, those in lists and tuples too."""
     for a in (*args, *kwargs.values()):
         if isinstance(a, list | tuple):
-            yield from _flat(a, {})
+            yield from flat(a, {})
         else:
             yield a
-
-
-def scatter_tensor(
-    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
-) -> ShardTensor:
-    """A ShardTensor from the data of one rank: every other rank receives only its own part.
-
-    x: the whole tensor on rank `src` of the mesh (counted in row-major order), ignored elsewhere. placements, sizes:
-    Shard or Replicate, as for ShardTensor.from_local; sizes are as even as possible by default. Differentiable: src
-    receives the gradient. All ranks call this together. Raises ValueError on every rank if sizes do not fit.
-    """
-    mesh = as_mesh(mesh)
-    group = mesh.joint
-    process_group = dist.distributed_c10d._resolve_process_group(dist.GroupName(group.name))
-    here = group.rank == src
-    facts: list[Any] = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
-    dist.broadcast_object_list(facts, src=dist.get_global_rank(process_group, src), group=process_group)
-    shape, dtype, device, differentiable = facts[0]
-    spec = spec_of(mesh, shape, placements, sizes)
-    if spec.partial:
-        raise ValueError("scatter_tensor: a tensor cannot be scattered as Partial()")
-    if here:
-        parts = [part_of(x, spec, rank).contiguous() for rank in range(group.size)]
-        flat, sent = torch.cat([part.flatten() for part in parts]), tuple(part.numel() for part in parts)
-    else:
-        flat, sent = torch.empty(0, dtype=dtype, device=device, requires_grad=differentiable), (0,) * group.size
-    received = tuple(spec.local_shape.numel() if rank == src else 0 for rank in range(group.size))
-    part = all_to_all(flat, sent, received, group).view(spec.local_shape)
-    return wrap(shared(part, spec), spec)

@@ -98,7 +98,7 @@ def check(case):
 
 
 def tolerance(case):
-    return TOLERANCE if case.dtype == torch.float32 else 5e-2
+    return {torch.float32: TOLERANCE, torch.float64: 1e-10}.get(case.dtype, 5e-2)
 
 
 def close(found, expected, case, what):

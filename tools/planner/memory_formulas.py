@@ -121,7 +121,6 @@ def ends(share: RankShare, stage: Stage) -> tuple[int, int, int]:
     if stage.first:
         begin = (share.width * share.inputs if share.low else 0) + copies(share, share.first_shapes[:1])
         begin += share.stream if share.config.dropout else 0
-        begin += FULL * (share.whole - share.stream)  # a slice of the tokens keeps all of them
         if share.classifies:  # around norm and ReLU
             begin += 2 * FULL * (share.whole + share.samples * share.tokens)
     if stage.last:
@@ -191,10 +190,10 @@ def exchanged(share: RankShare) -> float:
     if share.method == "all_to_all":
         return 3 * w * everything / ranks
     # A step of the ring holds, for a block: keys and values (with four ranks the next ones too), the gradients of both
-    # twice, once more in low precision, zeros, and the message under way. For the own tokens: the gradient of the own
-    # block, the gradient of the queries before and after the step, and the addend.
+    # twice, once more in low precision, the sum of two, and the message under way. For the own tokens: the gradients of
+    # the own block and of the queries; with few ranks the step's part of the latter too.
     block = (8 if ranks > 3 else 6) * w + (2 if ranks == 2 else 4) * FULL + (2 * FULL if share.low else 0)
-    return (4 * FULL + w + block * max(share.shares[1:]) / share.tokens) * whole
+    return ((3 if ranks > 3 else 4) * FULL + w + block * max(share.shares[1:]) / share.tokens) * whole
 
 
 def gathered(share: RankShare, later: bool = False) -> int:

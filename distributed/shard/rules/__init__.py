@@ -11,6 +11,7 @@ from distributed.shard.rules import (  # noqa: F401
     losses,
     neighborhood,
     normalization,
+    randomness,
     reductions,
     softmax,
     spatial,

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
+from distributed.shard.rules.randomness import own_stream
 from distributed.shard.tensor import ShardTensor, local, no_rule, part_of, reduced, replicated, rule, shared, wrap
 
 _chosen = "gather"
@@ -38,6 +39,13 @@ def attention(
     _check(func, q, k, v)
     if k.spec.is_split(2) and k.spec.dims[2] != q.spec.dims[2]:
         k, v = _whole_tokens(k), _whole_tokens(v)
+    if dropout_p:
+        with own_stream(q.spec, q.device):
+            return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     rows, columns = q.spec, k.spec
     out = rows.with_dims((*rows.dims[:3], columns.dims[3]))
     q, k, v, attn_mask = local(q), local(k), local(v), _of_own_heads(attn_mask, rows)

@@ -8,8 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Partial
 
-from distributed.shard.tensor import ShardTensor, local, named, replicated, rule, wrap
+from distributed.shard.rules.elementwise import split_alike, to_spec
+from distributed.shard.spec import Spec
+from distributed.shard.tensor import (
+    ShardTensor,
+    gradient_spec,
+    local,
+    named,
+    redistributed,
+    replicated,
+    rule,
+    wrap,
+)
 
 
 @rule(
@@ -18,8 +30,8 @@ from distributed.shard.tensor import ShardTensor, local, named, replicated, rule
     Tensor._version.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_sparse.__get__,
     Tensor.is_meta.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__, Tensor.retains_grad.__get__,
     Tensor._backward_hooks.__get__, Tensor._backward_hooks.__set__, Tensor.is_mps.__get__, Tensor.is_xpu.__get__,
-    *named("is_floating_point", "is_complex", "element_size", "get_device", "register_hook", "retain_grad",
-           "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "_is_view", "is_pinned"),
+    *named("is_floating_point", "is_complex", "element_size", "get_device", "retain_grad",
+           "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "is_pinned"),
 )  # fmt: skip
 def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """Properties that the whole tensor shares with the local part."""
@@ -46,7 +58,43 @@ def length(func: Callable, x: ShardTensor) -> int:
 def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
     """The gradient, split as x is: each rank has its part of the serial gradient."""
     found = func(x)
-    return found if found is None else wrap(found, x.spec)
+    return found if found is None else wrap(found, gradient_spec(x.spec))
+
+
+def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
+    """A gradient that user code returns, split as `spec` says; None: of a plain tensor, as parts of a sum.
+
+    Raises TypeError for a plain gradient of a ShardTensor, because nobody knows what it is a part of.
+    """
+    if not isinstance(grad, ShardTensor):
+        if grad is None or spec is None:
+            return grad
+        raise TypeError(f"the gradient of a ShardTensor, {spec}, must be a ShardTensor too, not a plain tensor")
+    if spec is None:
+        return redistributed(grad, [Partial()] * len(grad.spec.mesh.groups))
+    return grad if split_alike(grad.spec, spec) else to_spec(grad, spec)
+
+
+@rule(Tensor.register_hook)
+def register_hook(func: Callable, x: ShardTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Let a hook see, and replace, the gradient as a ShardTensor."""
+    spec = gradient_spec(x.spec)
+
+    def on_part(grad: Tensor) -> Tensor | None:
+        with torch._C._EnableTorchFunction():
+            found = hook(wrap(grad, spec))
+        return local(as_gradient(found, spec))
+
+    return func(x, on_part)
+
+
+@rule(Tensor._is_view)
+def is_view(func: Callable, x: ShardTensor) -> bool:
+    """Asked by torch.compile alone, of the inputs of a compiled region."""
+    raise NotImplementedError(
+        "a ShardTensor cannot be the input of a compiled function: compile a function of the local part that wraps it "
+        "inside, as distributed.domain_parallel.OnParts does"
+    )
 
 
 @rule(Tensor.grad.__set__)

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import copy_to_region, reduce_from_region
+from distributed.collectives import copy_to_region
 from distributed.shard.redistribute import sizes_over
 from distributed.shard.spec import Axes, Spec, whole
 from distributed.shard.tensor import (
     ShardTensor,
-    dispatch,
     local,
     named,
     no_rule,
@@ -22,6 +21,7 @@ from distributed.shard.tensor import (
     rule,
     shared,
     wrap,
+    written,
 )
 
 UNARY = named(
@@ -31,10 +31,9 @@ UNARY = named(
     "isnan", "isinf", "isfinite", "logical_not", "bitwise_not", "nan_to_num", "relu", "relu_", "relu6", "gelu", "silu",
     "mish", "elu", "elu_", "selu", "celu", "leaky_relu", "leaky_relu_", "softplus", "hardtanh", "hardswish",
     "hardsigmoid", "logsigmoid", "softsign", "tanhshrink", "softshrink", "threshold", "clone", "detach", "detach_",
-    "contiguous", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "zero_",
+    "contiguous", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "zero_",
     "fill_", "exp_", "sqrt_", "neg_", "abs_", "tanh_", "sigmoid_", "square_", "rsqrt_", "reciprocal_", "clamp_",
-    "log_", "floor_", "ceil_", "round_", "sin_", "cos_", "dropout", "alpha_dropout", "dropout_", "bernoulli", "normal_",
-    "uniform_", "cpu", "cuda", "pin_memory", "__invert__",
+    "log_", "floor_", "ceil_", "round_", "sin_", "cos_", "cpu", "cuda", "pin_memory", "__invert__",
 )  # fmt: skip
 BINARY = named(
     "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder",
@@ -52,9 +51,6 @@ IN_PLACE = {
     or (f.__name__.startswith("__i") and f.__name__ != "__invert__")
 }  # fmt: skip
 CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
-DROPOUT = set(named("dropout"))
-SHARED_RANDOM = DROPOUT | set(named("rand_like", "randn_like"))
-RANDOM = SHARED_RANDOM | set(named("dropout_", "alpha_dropout", "bernoulli", "normal_", "uniform_"))
 # Linear functions, f(a + b) = f(a) + f(b), keep a partial tensor partial.
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
@@ -73,30 +69,19 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
         elif isinstance(x, Tensor):
             break
     else:
-        if spec is not None and plain_numbers(kwargs):
-            if func in RANDOM and (spec.partial or spec.copies > 1):
-                return alike_on_copies(func, reduced(args[0]), *args[1:], **kwargs)
-            if not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))):
-                out = func(*args, **kwargs)  # the common case: all operands are split in the same way
-                return wrap(out, spec) if out is not args[0] else out
+        if (
+            spec is not None
+            and plain_numbers(kwargs)
+            and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
+        ):
+            out = func(*args, **kwargs)  # the common case: all operands are split in the same way
+            return wrap(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
 
 
 def plain_numbers(kwargs: Mapping[str, Any]) -> bool:
     """Whether no keyword argument is a tensor or out=."""
     return not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items())
-
-
-def alike_on_copies(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """Random numbers for a tensor of which several ranks hold a copy: all take the numbers of the first of them."""
-    if func not in SHARED_RANDOM:
-        raise no_rule(func, (x,), {}, "random numbers for a tensor of which several ranks hold a copy")
-    drawn = func(torch.ones_like(x), *args, **kwargs)
-    for placement, group in zip(x.spec.placements, x.spec.mesh.groups, strict=True):
-        if placement.is_replicate():
-            drawn = reduce_from_region(drawn if group.rank == 0 else torch.zeros_like(drawn), group)
-    drawn = wrap(drawn, x.spec)
-    return dispatch(torch.mul, x, drawn) if func in DROPOUT else drawn
 
 
 def scales(func: Callable, args: Sequence[Any]) -> bool:
@@ -120,7 +105,7 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
     if in_place and not isinstance(args[0], ShardTensor):
         raise no_rule(func, args, kwargs, "a plain tensor cannot take the values of a split one")
     out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
-    return args[0] if in_place else wrap(out, spec)
+    return written(args[0]) if in_place else wrap(out, spec)
 
 
 def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:

@@ -21,6 +21,7 @@ from distributed.shard.tensor import (
     rule,
     shared,
     wrap,
+    written,
 )
 
 
@@ -170,6 +171,7 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
             value = select(func, value, 0, 0) if isinstance(value, ShardTensor) else value[0]
         value = fitted(value, spec)
     x[own] = value
+    written(x)
 
 
 @rule(*named("select"))

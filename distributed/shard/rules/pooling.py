@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.collectives import tensor_on
 from distributed.halo import Fetch, Interval, bounds
 from distributed.shard.rules.windows import (
     DIMENSIONS,
@@ -115,14 +116,14 @@ def spread(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
     """Concatenate the rows of windows [a, b), all with one length: shorter windows repeat their last row."""
     longest = max(b - a for a, b in windows)
     rows = [min(a + t, b - 1) for a, b in windows for t in range(longest)]
-    return x.index_select(dim, torch.tensor(rows, device=x.device))
+    return x.index_select(dim, tensor_on(x.device, rows))
 
 
 def averages(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
     """The mean of each window, at least in float32."""
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     longest = max(b - a for a, b in windows)
-    counts = torch.tensor([b - a for a, b in windows], device=x.device)
+    counts = tensor_on(x.device, [b - a for a, b in windows])
     inside = torch.arange(longest, device=x.device) < counts[:, None]  # (windows, longest)
     behind = [1] * (x.ndim - 1 - dim)
     rows = spread(x, dim, windows).unflatten(dim, (len(windows), longest))

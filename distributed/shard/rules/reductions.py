@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, Sizes, all_gather, gather_from_region
+from distributed.collectives import Group, Sizes, all_gather, gather_from_region, tensor_on
 from distributed.shard.spec import Axes, Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, one_axis, reduced, rule, wrap
 
@@ -219,7 +219,7 @@ def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tenso
     group, counts = shared_by
     means, deviations = gathered(x, summary, group, counts, dims).unbind(1)
     count, present = sum(counts), [n for n in counts if n]
-    weight = torch.tensor(present, dtype=x.dtype, device=x.device).view(-1, *[1] * x.dim())
+    weight = tensor_on(x.device, present, x.dtype).view(-1, *[1] * x.dim())
     apart = means - means[:1]
     shift = (apart * weight).sum(0) / count
     return means[0] + shift, deviations.sum(0) + ((apart - shift).square() * weight).sum(0), count

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import Group, Sizes
+from distributed.collectives import Group, Sizes, tensor_on
 from distributed.halo import Fetch, Interval, bounds
 from distributed.shard.rules.windows import (
     Output,
@@ -71,7 +71,7 @@ def interpolate(
         else:
             mine = tuple(row - intervals[group.rank][0] for row in source[first:last])
             if mine != nearest_rows(mode, x.shape[dim], last - first, None):
-                x, resampled = x.index_select(dim, torch.tensor(mine, device=x.device)), True
+                x, resampled = x.index_select(dim, tensor_on(x.device, mine)), True
     shape = (*x.shape[:2], *lengths)
     if is_empty(shape, new):
         return no_outputs(x.to(dtype), shape), new
@@ -183,5 +183,5 @@ def mirrored(x: Tensor, dim: int, sizes: Sizes, group: Group, intervals: Sequenc
     coming, start = Fetch(x, dim, sizes, read, group), read[group.rank][0]
     if coming.joined and read[group.rank] == intervals[group.rank]:
         return coming.rows()
-    order = torch.tensor([row - start for row in rows[group.rank]], dtype=torch.long, device=x.device)
+    order = tensor_on(x.device, [row - start for row in rows[group.rank]], torch.long)
     return coming.rows().index_select(dim, order)

@@ -1,0 +1,125 @@
+"""--domain_fallback gather in training and in the planner; a program of one's own, which no trainer of ours starts."""
+
+import textwrap
+from collections import Counter
+
+import pytest
+import torch
+
+from distributed.shard import fallback
+from tests.support import programs
+from tests.support.launch import summary, torchrun
+from tests.support.layout_parity import own_part, train_steps
+from tests.support.programs import finish
+from tools.instruments.assembly import build_step, random_batch
+from tools.instruments.counting import CollectiveCounter
+from tools.planner.trace import trace_step
+from utils import comm
+
+SORTING = {"model": "tests.support.sorting:Sorting", "global_batch_size": 2}
+CPU = torch.device("cpu")
+
+
+def test_a_run_with_the_fallback_has_the_loss_of_one_device_and_says_what_was_whole(tiny_options, tmp_path):
+    options = SORTING | {"num_iters": 6, "global_batch_size": 4}
+    serial = programs.start(["train.py", *tiny_options(run_num="serial", **options)])
+    words = ["train_shard.py", "--yaml_config=config/ViT.yaml"]
+    refused = programs.start_ranks([*words, *tiny_options(run_num="no", domain_parallel=2, **options)])
+    status, output = finish(refused[0])
+    assert status != 0 and "no rule for sort" in output and "--domain_fallback gather" in output, output
+    gather = {"domain_parallel": 2, "domain_fallback": "gather", "run_num": "gather"}
+    status, output = finish(programs.start_ranks([*words, *tiny_options(**gather, **options)])[0])
+    assert status == 0, output
+    assert serial.wait() == 0
+    lines = [line for line in output.splitlines() if "Operations on whole tensors" in line]
+    assert len(lines) == 1 and "sort: " in lines[0] and "MB gathered" in lines[0], output
+    expected, found = summary(tmp_path, "serial"), summary(tmp_path, "gather")
+    for key in ("train_loss", "val_loss"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def messages_of_a_step(config):
+    """(kind, bytes sent): calls, of a real step, as tools.planner counts those of a traced one."""
+    comm.build_mesh(CPU, config.layout(comm.world_size()))
+    step = build_step(config, CPU)
+    x, y = random_batch(config, CPU)
+    step(0, x, y)
+    fallback.calls.clear()
+    with CollectiveCounter() as counter:
+        step(1, x, y)
+    return dict(counter.calls), dict(counter.bytes), fallback.report()
+
+
+def test_the_planner_knows_the_messages_of_the_fallback(ranks, tiny_config):
+    config = tiny_config(**SORTING, domain_parallel=2, domain_fallback="gather", data_parallel="ddp")
+    calls, sent, said = ranks(2, messages_of_a_step, config)[0]
+    assert said.startswith("sort: 1 calls")
+    (trace,) = trace_step(config, config.layout(2), "cpu")
+    planned_calls, planned_bytes = Counter(), Counter()
+    for message, n in trace.messages.items():
+        planned_calls[message.kind] += n
+        planned_bytes[message.kind] += n * message.sent
+    assert calls["all_gather"] == planned_calls["all_gather"] == 2
+    assert sent["all_gather"] == planned_bytes["all_gather"]
+
+
+def test_the_planner_knows_the_memory_of_the_fallback(tiny_config):
+    """The whole result of the sort, its order and what is sorted are there at once, on every rank."""
+    config = tiny_config(**SORTING, domain_parallel=2, domain_fallback="gather", data_parallel="ddp")
+    (trace,) = trace_step(config, config.layout(2), "cpu")
+    height, width = config.img_size
+    whole = config.global_batch_size * config.n_out_channels * height * width * 4
+    assert trace.memory["peak"] > 4 * whole  # values, order of 8 bytes, input
+
+
+OWN = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.nn.parallel import DistributedDataParallel
+    from distributed.shard_tensor import ShardTensor
+
+    def main():
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "domain"))
+        model = DistributedDataParallel(torch.nn.Conv2d(3, 3, 3, padding=1))
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            x = ShardTensor.from_local(torch.randn(1, 3, 8, 8), mesh["domain"], [Shard(2)])
+            model(x).square().mean().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+        print("left")
+
+    main()
+"""
+
+
+def test_a_program_of_ones_own_ends_well(tmp_path):
+    program = tmp_path / "own.py"
+    program.write_text(textwrap.dedent(OWN))
+    status, output = finish(torchrun([], 4, script=str(program), PYTHONPATH="."))
+    assert status == 0 and output.count("left") == 4, output
+
+
+def test_the_example_of_a_model_of_ones_own_ends_well():
+    status, output = finish(torchrun(["docs.examples.own_model"], 2, script="-m"))
+    assert status == 0 and "output and gradients are those of the whole image" in output, output
+
+
+def dropped_and_kept(config, steps=2):
+    """Training with dropout; afterwards the default generators of all ranks of an image are alike."""
+    comm.build_mesh(CPU, config.layout(comm.world_size()))
+    step = build_step(config, CPU)
+    losses = train_steps(step, config, 0, steps)
+    return losses.tolist(), torch.rand(4).tolist(), own_part(torch.zeros(4, 1, *config.img_size), config).shape
+
+
+@pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": "full"}, {"enable_jit": True}], ids=str)
+def test_default_generators_stay_alike_on_uneven_parts(ranks, tiny_config, extra):
+    config = tiny_config(
+        img_size=[36, 16], patch_size=4, domain_parallel=2, dropout=0.2, global_batch_size=4, depth=1, **extra
+    )
+    (losses, first, one), (others, second, two) = ranks(2, dropped_and_kept, config)
+    assert losses == others and first == second and one != two
