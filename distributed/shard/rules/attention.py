@@ -91,16 +91,8 @@ def _mask(mask, is_causal, rows, columns, device):
         return None
     for dim, spec in ((-2, rows), (-1, columns)):
         if mask.shape[dim] > 1 and len(spec.dims[2]) > 1:
-            mask = mask.index_select(dim, torch.cat([_tokens(spec, rank, device) for rank in _ranks(spec)]))
+            mask = mask.index_select(dim, torch.cat([_tokens(spec, rank, device) for rank in spec.ranks(2)]))
     return mask if mask.shape[-1] > 1 else mask.expand(*mask.shape[:-1], columns.shape[2])
-
-
-def _ranks(spec):
-    """The ranks of the mesh among which the tokens are split, as Spec.coordinate counts them."""
-    over = [axis.mesh_dim for axis in spec.dims[2] if axis.sizes is not None]
-    steps = 1 if len(over) > 1 else math.prod([group.size for group in spec.mesh.groups[over[0] + 1 :]] if over else [])
-    count = spec.shares(2)[1].size if over else 1
-    return [rank * steps for rank in range(count)]
 
 
 def _tokens(spec, rank, device):

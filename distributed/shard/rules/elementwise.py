@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import copy_to_region, reduce_from_region
-from distributed.shard.redistribute import sizes_over
+from distributed.shard.redistribute import recut, sizes_over
 from distributed.shard.spec import Axes, Spec, whole
 from distributed.shard.tensor import (
     ShardTensor,
@@ -181,7 +181,13 @@ def split_alike(spec: Spec, other: Spec) -> bool:
 
 
 def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
-    """The tensor redistributed to a spec. If that has dimensions of several axes, a slice of the whole is taken."""
+    """The tensor redistributed to a spec. If its axes are others and several a dimension, a slice of the whole."""
+    axes, wanted = ([a[:2] + a[3:] for d in s.dims for a in d if a.sizes is not None] for s in (x.spec, spec))
+    if axes == wanted and x.spec.partial == spec.partial and not any(ahead for _, _, ahead in axes):
+        cut = {m: sizes_over(spec, m) for m, placement in enumerate(spec.placements) if placement.is_shard()}
+        part, new = recut(local(x), x.spec, cut)
+        if split_alike(new, spec):
+            return wrap(part, spec)
     if all(len(axes) < 2 for axes in spec.dims):
         sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
         return redistributed(x, spec.placements, sizes)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.shard.rules.elementwise import fitted
-from distributed.shard.spec import Axis, whole
+from distributed.shard.spec import Axis, ahead_of, whole
 from distributed.shard.tensor import (
     ShardTensor,
     dispatch,
@@ -122,6 +122,12 @@ def _sliced(func, x, dim, item):
         return spec.dims[dim], slice(None)
     if not spec.is_split(dim):
         return whole(size), slice(start, stop, step)
+    ahead, first = spec.dims[dim][0].ahead, spec.is_first(spec.dims[dim])
+    if ahead and stop <= ahead:
+        return ahead_of(spec.dims[dim], size), slice(start, stop, step) if first else slice(0, 0)
+    if start <= ahead and stop == spec.shape[dim] and step == 1 and ahead:
+        left = spec.dims[dim][0]._replace(ahead=ahead - start)
+        return (left, *spec.dims[dim][1:]), slice(start if first else 0, None)
     axis = one_axis(func, x, dim)
     sizes, pieces, end = [], [], 0
     for rank_size in axis.sizes:
@@ -135,7 +141,10 @@ def _sliced(func, x, dim, item):
 
 def _place(spec, dim, index):
     """The position of a global index in this rank's piece of a dimension; None if another rank holds it."""
-    place, inner = 0, spec.shape[dim]
+    ahead, first = (spec.dims[dim][0].ahead, spec.is_first(spec.dims[dim])) if spec.dims[dim] else (0, True)
+    if index < ahead:
+        return index if first else None
+    index, place, inner = index - ahead, 0, spec.shape[dim] - ahead
     for axis in spec.dims[dim]:
         inner //= axis.size
         at = index // inner % axis.size - spec.offset(axis)
@@ -143,7 +152,7 @@ def _place(spec, dim, index):
         if not 0 <= at < size:
             return None
         place = place * size + at
-    return place
+    return place + ahead if first else place
 
 
 def _rows_of_plain(func, x, index):
