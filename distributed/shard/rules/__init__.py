@@ -1,6 +1,7 @@
 """The rules of ShardTensor: one for each torch function. Importing a module registers its rules."""
 
 from distributed.shard.rules import (  # noqa: F401
+    along,
     attention,
     attributes,
     elementwise,

@@ -34,7 +34,8 @@ UNARY = named(
     "contiguous", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "zero_",
     "fill_", "exp_", "sqrt_", "neg_", "abs_", "tanh_", "sigmoid_", "square_", "rsqrt_", "reciprocal_", "clamp_",
     "log_", "floor_", "ceil_", "round_", "sin_", "cos_", "dropout", "alpha_dropout", "dropout_", "bernoulli", "normal_",
-    "uniform_", "cpu", "cuda", "pin_memory", "__invert__",
+    "uniform_", "cpu", "cuda", "pin_memory", "__invert__", "conj", "conj_physical", "resolve_conj", "resolve_neg",
+    "angle", "real", "imag", "deg2rad", "rad2deg", "erfinv", "lgamma", "digamma", "sinc", "signbit",
 )  # fmt: skip
 BINARY = named(
     "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder",
@@ -45,6 +46,7 @@ BINARY = named(
     "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__div__", "__rdiv__",
     "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__ipow__", "__eq__", "__ne__",
     "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__",
+    "complex", "polar", "logaddexp", "logaddexp2", "copysign", "heaviside", "nextafter", "ldexp",
 )  # fmt: skip
 IN_PLACE = {
     f for f in (*UNARY, *BINARY)
@@ -55,13 +57,14 @@ CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "i
 DROPOUT = set(named("dropout"))
 SHARED_RANDOM = DROPOUT | set(named("rand_like", "randn_like"))
 RANDOM = SHARED_RANDOM | set(named("dropout_", "alpha_dropout", "bernoulli", "normal_", "uniform_"))
+ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and the one who asks
 # Linear functions, f(a + b) = f(a) + f(b), keep a partial tensor partial.
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 
 
-@rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__)
+@rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__, Tensor.real.__get__, Tensor.imag.__get__)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
     spec = None
@@ -109,6 +112,8 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
     if "out" in kwargs:
         raise no_rule(func, args, kwargs, "out= is not supported")
     in_place = func in IN_PLACE
+    if in_place and not isinstance(args[0], ShardTensor):
+        adopt(func, args[0], common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]))
     if kwargs or not all_partial_sums(func, args):  # rounding_mode= is not linear
         if in_place and isinstance(args[0], ShardTensor) and args[0].spec.partial:
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
@@ -117,10 +122,22 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
     fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
-    if in_place and not isinstance(args[0], ShardTensor):
-        raise no_rule(func, args, kwargs, "a plain tensor cannot take the values of a split one")
     out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
     return args[0] if in_place else wrap(out, spec)
+
+
+def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
+    """Make a plain tensor that is about to receive the values of a split one a ShardTensor itself, in place.
+
+    Models write so: out = torch.zeros(...), then out[...] = part. Each rank keeps its part of what the tensor held.
+    Refused for a tensor that has views or a graph, because these would keep the whole.
+    """
+    users = torch._C._storage_Use_Count(plain.untyped_storage()._cdata) if type(plain) is Tensor else 0
+    if users != ALONE or plain.requires_grad or plain.shape != spec.shape or torch.compiler.is_compiling():
+        raise no_rule(func, (wrap(plain, spec),), {}, "a plain tensor cannot take the values of a split one")
+    plain.data = part_of(plain, spec.with_dims(spec.dims, ())).clone()
+    plain.__class__ = ShardTensor
+    plain.spec = spec.with_dims(spec.dims, ())
 
 
 def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:

@@ -1,5 +1,6 @@
 """Indexing: each rank takes its own part of a slice of a split dimension, and nothing is communicated."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.rules.elementwise import fitted
-from distributed.shard.spec import Axis, ahead_of, whole
+from distributed.shard.rules.elementwise import adopt, fitted
+from distributed.shard.spec import Axis, ahead_of, shard_sizes, whole
 from distributed.shard.tensor import (
     ShardTensor,
     dispatch,
@@ -168,6 +169,9 @@ def _rows_of_plain(func, x, index):
 @rule(Tensor.__setitem__)
 def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     """Assign to slices of any dimension, and to rows of whole ones; every rank writes its part of the value."""
+    if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
+        value = reduced(value)
+        adopt(func, x, _spec_of_target(func, x, index, value.spec))
     if not isinstance(x, ShardTensor) or x.spec.partial:
         raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
     spec, own = _located(func, x, index)
@@ -179,6 +183,23 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
             value = select(func, value, 0, 0) if isinstance(value, ShardTensor) else value[0]
         value = fitted(value, spec)
     x[own] = value
+
+
+def _spec_of_target(func, x, index, value):
+    """The spec of a plain tensor of which x[index] is to hold a tensor with the spec `value`: split in the same way."""
+    target = value.with_dims(map(whole, x.shape), ())
+    items = [item for item in _items(func, wrap(x.detach(), target), index) if item is not None]
+    if any(isinstance(item, Tensor) for item in items):
+        raise no_rule(func, (wrap(x.detach(), target),), {}, "into a plain tensor, by a tensor of indices")
+    dims, left = list(target.dims), [dim for dim, item in enumerate(items) if isinstance(item, slice)]
+    for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
+        if any(axis.sizes is not None for axis in axes):
+            size, m = x.shape[dim], axes[0].mesh_dim
+            if math.prod([axis.size for axis in axes]) == size:
+                dims[dim] = axes
+            elif len(axes) == 1:
+                dims[dim] = (Axis(size, m, shard_sizes(size, value.mesh.groups[m].size)),)
+    return target.with_dims(dims)
 
 
 @rule(*named("select"))

@@ -176,7 +176,7 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
     return wrap(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
 
 
-@rule(Tensor.mT.__get__, *named("t", "adjoint"))
+@rule(Tensor.mT.__get__, *named("t"))
 def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     """Swap the last two dimensions; a vector stays as it is. t() accepts at most two dimensions."""
     count = len(input.spec.dims)
@@ -191,12 +191,21 @@ def reversed_dims(func: Callable, input: ShardTensor) -> ShardTensor:
     return permute(func, input, tuple(range(len(input.spec.dims)))[::-1])
 
 
-@rule(Tensor.H.__get__, Tensor.mH.__get__)
+@rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))
 def conjugate_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
-    """The transpose, for real numbers only."""
-    if input.is_complex():
-        raise no_rule(func, (input,), {}, "complex numbers")
-    return transpose(func, input, -2, -1)
+    """The transpose, of conjugate numbers."""
+    return dispatch(torch.conj, transpose(func, input, -2, -1))
+
+
+@rule(*named("view_as_real", "view_as_complex"))
+def complex_view(func: Callable, input: ShardTensor) -> ShardTensor:
+    """Complex numbers as a last dimension of 2, which must be whole, and back."""
+    spec = input.spec
+    if func is torch.view_as_real:
+        return wrap(func(input.resolve_conj()), spec.with_dims((*spec.dims, whole(2))))
+    if spec.is_split(-1):
+        raise no_rule(func, (input,), {}, "the last dimension is split")
+    return wrap(func(input), spec.with_dims(spec.dims[:-1]))
 
 
 @rule(*named("movedim", "moveaxis"))
