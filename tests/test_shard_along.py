@@ -58,10 +58,9 @@ FOURIER = [
     *(f"torch.fft.{name}(x)" for name in ("fft", "ifft", "rfft", "fft2", "ifft2", "rfft2", "fftn", "ifftn", "rfftn")),
     *(f"torch.fft.{name}(x, dim={dim})" for name in ("fft", "rfft", "ifft") for dim in (0, 1)),
     "torch.fft.irfft(x + 0j)", "torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:])",
-    "torch.fft.irfftn(x + 0j, dim=(1, 0))",
-    "torch.fft.rfft2(x, s=(6, 3), norm='ortho')", "torch.fft.irfft(x + 0j, n=9, dim=1)", "torch.fft.fft(x, 5, 1)",
-    "torch.fft.fftshift(x)", "torch.fft.ifftshift(x, dim=(0, 1))",
-    "torch.fft.fft2(x, norm='forward').abs().square().mean(1)",
+    "torch.fft.irfftn(x + 0j, dim=(1, 0))", "torch.fft.rfft2(x, s=(6, 3), norm='ortho')",
+    "torch.fft.irfft(x + 0j, n=9, dim=1)", "torch.fft.fft(x, 5, 1)", "torch.fft.fftshift(x)",
+    "torch.fft.ifftshift(x, dim=(0, 1))", "torch.fft.fft2(x, norm='forward').abs().square().mean(1)",
     "torch.fft.rfftn(x, dim=(1, 2)).conj() * 2j", "torch.complex(x, x * 2).angle()", "torch.view_as_real(x * 1j)",
     "torch.view_as_complex(torch.stack([x, -x], -1)).mH", "torch.polar(x.abs(), x)", "(x * 1j).imag + (x * 1j).real",
     "torch.einsum('abc,acd->abd', x * 1j, x.mT + 0j)", "torch.fft.fft(x, dim=1).sum(1)",
@@ -69,15 +68,13 @@ FOURIER = [
 ]  # fmt: skip
 SORTED = [
     "x.sort(1)", "x.sort(dim=2, descending=True)", "torch.sort(x, stable=True, dim=0)", "x.argsort(1)",
-    "torch.msort(x)",
-    "x.topk(2, 1)", "x.topk(2)", "x.kthvalue(2, 1)", "x.median(1)", "x.median()", "x.nanmedian(2, True)",
-    "x.median(1).values",
-    "x.quantile(0.3, 1)", "x.quantile(torch.tensor([0.1, 0.7], dtype=x.dtype), 2)", "torch.quantile(x, 0.5)",
+    "torch.msort(x)", "x.topk(2, 1)", "x.topk(2)", "x.kthvalue(2, 1)", "x.median(1)", "x.median()",
+    "x.nanmedian(2, True)", "x.median(1).values", "x.quantile(0.3, 1)",
+    "x.quantile(torch.tensor([0.1, 0.7], dtype=x.dtype), 2)", "torch.quantile(x, 0.5)",
     "x.quantile(0.25, dim=1, keepdim=True)", "x.cumprod(1)", "x.logcumsumexp(dim=1)", "x.cummax(1)",
-    "x.cummin(2).values",
-    "F.glu(torch.cat([x, x * 2], 2))", "F.glu(torch.cat([x, x * 2], 1), 1)", "torch.gradient(x)", "torch.gradient(x, spacing=0.5, dim=1)", "x.aminmax(dim=1)",
-    "x.unfold(1, 3, 1)", "x.unfold(1, 2, 3)", "x.unfold(2, 2, 2)", "x.unfold(1, 7, 1)",
-    "torch.unique((x.detach() * 2).round())",
+    "x.cummin(2).values", "F.glu(torch.cat([x, x * 2], 2))", "F.glu(torch.cat([x, x * 2], 1), 1)", "torch.gradient(x)",
+    "torch.gradient(x, spacing=0.5, dim=1)", "x.aminmax(dim=1)", "x.unfold(1, 3, 1)", "x.unfold(1, 2, 3)",
+    "x.unfold(2, 2, 2)", "x.unfold(1, 7, 1)", "torch.unique((x.detach() * 2).round())",
 ]  # fmt: skip
 
 

@@ -212,9 +212,8 @@ def without_a_rule():
     x = split(draw((4, 6), torch.float32, 0), X((4, 6), (1,)), domain_mesh())
     messages = []
     for operation in (
-        torch.fft.fft,
         torch.linalg.svd,
-        lambda x: x[[True, False, True, True]],
+        lambda x: x[x > 0],
         lambda x: F.cross_entropy(x, x.argmax(1)),
     ):
         with pytest.raises(NotImplementedError) as error:
@@ -225,9 +224,9 @@ def without_a_rule():
 
 def test_what_has_no_rule_is_refused_with_two_ways_out(ranks):
     for messages in ranks(2, without_a_rule):
-        assert "no rule for fft_fft of Spec((4, 6), S(1))" in messages[0]
+        assert "no rule for linalg_svd of Spec((4, 6), S(1))" in messages[0]
         assert all("redistribute" in message and "full_tensor" in message and "@" in message for message in messages)
-        assert "a mask" in messages[2] and "classes are split" in messages[3]
+        assert "a mask" in messages[1] and "classes are split" in messages[2]
 
 
 @st.composite

@@ -189,6 +189,14 @@ def fitted(x: Tensor, spec: Spec) -> Tensor:
     return part
 
 
+def copied(x: Tensor, spec: Spec) -> ShardTensor:
+    """A plain tensor as a ShardTensor on the mesh of `spec`, of which every rank holds a copy; others unchanged."""
+    if isinstance(x, ShardTensor):
+        return x
+    spec = spec.with_dims(map(whole, x.shape), ())
+    return wrap(shared(x, spec), spec)
+
+
 def split_alike(spec: Spec, other: Spec) -> bool:
     """Whether two tensors of one shape have the same elements on every rank; axes of whole dimensions may differ."""
     return spec.partial == other.partial and all(

@@ -22,6 +22,7 @@ from distributed.shard.tensor import (
     named,
     no_rule,
     reduced,
+    replicated,
     rule,
     shared,
     wrap,
@@ -229,8 +230,11 @@ def instance_norm(
     """Normalize each channel of each sample of (B, C, ...)."""
     if not use_input_stats:
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
-    if running_mean is not None:
-        raise no_rule(func, (input,), {}, "running statistics (track_running_stats) of instances")
+    if running_mean is not None and running_var is not None:
+        spatial = range(2, len(input.spec.dims))
+        for running, new in zip((running_var, running_mean), dispatch(torch.var_mean, input, spatial), strict=True):
+            average = local(replicated(dispatch(torch.mean, dispatch(torch.detach, new), 0)))  # over the samples
+            running.mul_(1 - momentum).add_(average.to(running.dtype), alpha=momentum)
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 

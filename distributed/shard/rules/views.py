@@ -83,7 +83,8 @@ def _regrouped_behind(dims, shape, at, cut):
 
 def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spec, Cut]:
     """The spec of x in a new global shape, and the sizes in which it must be cut before. One size may be -1."""
-    spec, cut = x.spec, Cut()
+    cut: Cut = {}
+    spec = x.spec
     if -1 in shape:
         known = -math.prod(shape)
         shape[shape.index(-1)] = spec.shape.numel() // known if known else 0
