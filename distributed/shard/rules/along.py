@@ -5,6 +5,7 @@ split moves to another dimension by one all-to-all, and moves back if the result
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,10 +121,8 @@ def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims 
     found = []
     for d, step in zip(dims, steps, strict=True):
         step = (step,) if isinstance(step, Tensor) else step
-        y = on_parts(
-            made_whole(input, (d,)), (d,),
-            lambda part, d=d, step=step: torch.gradient(part, spacing=step, dim=d, edge_order=edge_order)[0],
-        )  # fmt: skip
+        central = partial(torch.gradient, spacing=step, dim=d, edge_order=edge_order)
+        (y,) = on_parts(made_whole(input, (d,)), (d,), central)
         found.append(as_before(y, input.spec))
     return found
 
@@ -170,7 +169,7 @@ def fourier(
     x = input
     for i, (d, n) in enumerate(steps if inverse else steps[::-1]):
         single = last if real and i == (len(steps) - 1 if inverse else 0) else other
-        y = on_parts(made_whole(x, (d,)), (d,), lambda part, d=d, n=n, single=single: single(part, n, d, norm))
+        y = on_parts(made_whole(x, (d,)), (d,), partial(single, n=n, dim=d, norm=norm))
         x = as_before(y, x.spec)
     return x
 

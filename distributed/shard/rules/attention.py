@@ -49,7 +49,7 @@ def attention(
 
     Keys and values are brought to the queries' split of samples and heads.
     """
-    like = next((x for x in (q, k, v) if isinstance(x, ShardTensor)), attn_mask)
+    like = next(x for x in (q, k, v, attn_mask) if isinstance(x, ShardTensor))
     q, k, v = (made_whole(copied(x, like.spec), (len(global_shape(x)) - 1,)) for x in (q, k, v))
     if len(q.spec.dims) != 4:
         lead = tuple(torch.broadcast_shapes(*[x.spec.shape[:-2] for x in (q, k, v)]))

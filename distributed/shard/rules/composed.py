@@ -6,7 +6,7 @@ Those of BODIES are Python functions of torch: their bodies run as they are. The
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -101,11 +101,11 @@ def diff(
 @composed(*named("trapezoid", "trapz"))
 def trapezoid(func: Callable, y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
     """The integral along a dimension, by the trapezoidal rule. x: the places, one for each row or each element."""
-    rows = y.shape[dim]
+    rows, steps = y.shape[dim], cast("Any", dx)
     if x is not None:
         x = x.view(-1, *[1] * (y.dim() - 1 - dim % y.dim())) if x.dim() == 1 else x
-        dx = x.diff(dim=dim if x.dim() == y.dim() else 0)
-    return ((y.narrow(dim, 1, rows - 1) + y.narrow(dim, 0, rows - 1)) * dx / 2).sum(dim)
+        steps = x.diff(dim=dim if x.dim() == y.dim() else 0)
+    return ((y.narrow(dim, 1, rows - 1) + y.narrow(dim, 0, rows - 1)) * steps / 2).sum(dim)
 
 
 @composed(*named("cosine_similarity"))
@@ -152,7 +152,7 @@ def fold(
     return y.view(*input.shape[:-2], -1, *sizes)
 
 
-def channel_noise(x: ShardTensor, p: float, of_channels: bool) -> ShardTensor:
+def channel_noise(x: ShardTensor, p: float, of_channels: bool) -> Tensor:
     """1 / (1 - p) or 0, one number for each element or for each channel of each sample: (B, C, 1, ...)."""
     spec = kept(x.spec, range(2, len(x.spec.dims)), True) if of_channels else x.spec
     return F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)

@@ -1,5 +1,8 @@
 """Elementwise operations: operands are redistributed to one common split, then each rank computes its own part."""
 
+# mypy: disable-error-code="attr-defined"
+# (mypy takes Tensor.real for a value of the class, and a plain tensor for what it was before it became a ShardTensor)
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

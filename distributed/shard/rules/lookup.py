@@ -49,7 +49,7 @@ SCATTERS = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy
 @rule(*named(*SCATTERS, *(f"{name}_" for name in SCATTERS)))
 def scatter(
     func: Callable, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
-) -> ShardTensor:
+) -> Tensor:
     """Write or add along a dimension, at indices: of elements (scatter), or plain ones of rows (index_add)."""
     found = {name: kwargs.pop(name) for name in ("src", "value", "source") if name in kwargs}
     source = next(iter(found.values()), source)

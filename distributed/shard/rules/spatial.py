@@ -135,7 +135,7 @@ def interpolate(
 @rule(F.grid_sample)
 def grid_sample(func: Callable, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> ShardTensor:
     """Samples of images (B, C, ...) at places (B, ..., 2 or 3): split as the places are, of images made whole."""
-    like = (input if isinstance(input, ShardTensor) else grid).spec
+    like = next(y for y in (input, grid) if isinstance(y, ShardTensor)).spec
     x, places = reduced(copied(input, like)), reduced(copied(grid, like))
     places = made_whole(places, (len(places.spec.dims) - 1,))
     free = lambda axes, other: not any(a.mesh_dim in other for a in axes if a.sizes)  # noqa: E731
@@ -145,9 +145,9 @@ def grid_sample(func: Callable, input: Tensor, grid: Tensor, *args: Any, **kwarg
     channels = x.spec.dims[1] if free(x.spec.dims[1], used) else whole(x.spec.shape[1])
     images = x.spec.with_dims([samples, channels, *[whole(n) for n in x.spec.shape[2:]]])
     out = x.spec.with_dims([samples, channels, *rows])
-    parts = []
-    for y, spec in ((x, images), (places, places.spec)):
-        part = local(to_spec(y, spec))
+    parts: list[Tensor] = []
+    for operand, spec in ((x, images), (places, places.spec)):
+        part = local(to_spec(operand, spec))
         for mesh_dim in sorted(_mesh_dims(out) - _mesh_dims(spec)):  # each rank uses its copy with another part
             part = copy_to_region(part, spec.mesh.groups[mesh_dim])
         parts.append(part)

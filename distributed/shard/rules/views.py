@@ -45,7 +45,7 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int], cut: Cut) -> tuple[Axe
             elif axis.size and axis.size % missing == 0:
                 inner = axis.size // missing
                 sizes = axis.sizes and _multiples(axis.sizes, inner)
-                if sizes != axis.sizes:
+                if sizes is not None and sizes != axis.sizes:
                     cut[axis.mesh_dim] = sizes
                 taken.append(Axis(missing, axis.mesh_dim, sizes and tuple(n // inner for n in sizes)))
                 left.append(Axis(inner))
