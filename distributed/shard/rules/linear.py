@@ -102,12 +102,18 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
     if isinstance(bias, ShardTensor) or weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
-    if isinstance(weight, ShardTensor) or input.spec.is_split(-1):
+    out = None
+    if type(weight) is not ShardTensor:
+        spec, features = input.spec, weight.shape[0]
+        out = spec.derived(
+            ("linear", features),
+            lambda: None if spec.is_split(-1) else spec.with_dims((*spec.dims[:-1], whole(features))),
+        )
+    if out is None:
         rows = [f"b{i}" for i in range(input.dim() - 1)]
         return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
-    spec, features = input.spec, weight.shape[0]
-    out = spec.derived(("linear", features), lambda: spec.with_dims((*spec.dims[:-1], whole(features))))
-    weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
+    if out.copies > 1 or out.partial:
+        weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
     return wrap(F.linear(input, weight, bias), out)
 
 

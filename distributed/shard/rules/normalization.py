@@ -113,6 +113,12 @@ def layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
+    if type(input) is ShardTensor and type(weight) is not ShardTensor and type(bias) is not ShardTensor:
+        spec, shape = input.spec, tuple(normalized_shape)
+        if spec.derived(("layer", shape), lambda: _is_whole(spec, shape)):  # the common case
+            if spec.copies > 1:
+                weight, bias = shared(weight, spec), shared(bias, spec)
+            return wrap(torch.layer_norm(input, shape, weight, bias, eps), spec)
     x, dims = _layer(func, input, normalized_shape, weight, bias)
     spec, part = x.spec, local(x)
     weight, bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
@@ -142,6 +148,12 @@ def rms_norm(
         scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     found = torch.zeros_like(scale), scale
     return wrap(normalize(part, weight, None, dims, shared_by, found, centered=False), spec)
+
+
+def _is_whole(spec, shape):
+    """Whether the last dimensions have this shape, and none of them is split."""
+    first = len(spec.dims) - len(shape)
+    return not spec.partial and spec.shape[first:] == shape and all(dim < first for dim in spec.split_dims)
 
 
 def _layer(func, x, normalized_shape, *weights):

@@ -103,10 +103,13 @@ def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spe
 def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
     """The tensor in a new global shape. One size may be -1."""
     shape = tuple(shape)
-    new, cut = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
+    return in_spec(func, x, *x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape))))
+
+
+def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
+    """The tensor in a new spec, after it is cut in other sizes; see reshaped_spec."""
     part = recut(local(x), x.spec, cut)[0] if cut else x
-    out = part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape)
-    return wrap(out, new)
+    return wrap(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
@@ -134,11 +137,13 @@ def ravel(func: Callable, input: ShardTensor) -> ShardTensor:
 @rule(*named("flatten"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
-    count = len(x.spec.dims)
-    if not count:
-        return reshaped(func, x, (1,))
-    start, end, shape = start_dim % count, end_dim % count, x.spec.shape
-    return reshaped(func, x, (*shape[:start], shape[start : end + 1].numel(), *shape[end + 1 :]))
+
+    def flattened() -> tuple[Spec, Cut]:
+        shape = list(x.spec.shape) or [1]
+        start, end = start_dim % len(shape), end_dim % len(shape)
+        return reshaped_spec(func, x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+    return in_spec(func, x, *x.spec.derived(("flatten", start_dim, end_dim), flattened))
 
 
 @rule(*named("unflatten"))
