@@ -288,6 +288,8 @@ WITHOUT = [  # module, the collective that is taken out of it, an expression, wh
     ("softmax", "reduce_from_region", "x.softmax(1)", "gradient of input 0"),
     ("linear", "copy_to_region", "x @ x.mT", "gradient of input 0"),
     ("joining", "all_to_all", "x[:, :6].flip(1)", "output 0"),
+    ("attention", "copy_to_region", "F.scaled_dot_product_attention(x, x[:, 2:5], x[:, 2:5])", "gradient of input 0"),
+    ("spatial", "copy_to_region", "F.grid_sample(x[:, None], x[..., None, :2].tanh())", "gradient of input 0"),
 ]
 
 

@@ -138,7 +138,7 @@ def ravel(func: Callable, input: ShardTensor) -> ShardTensor:
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
 
-    def flattened() -> tuple[Spec, Cut]:
+    def flattened():
         shape = list(x.spec.shape) or [1]
         start, end = start_dim % len(shape), end_dim % len(shape)
         return reshaped_spec(func, x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
