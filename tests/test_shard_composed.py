@@ -180,6 +180,10 @@ def filled():
     total = torch.zeros(3, 7, 4, dtype=torch.float64)
     total += x
     assert isinstance(total, ShardTensor)
+    running = torch.zeros(4, dtype=torch.float64)
+    running.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+    assert type(running) is torch.Tensor
+    torch.testing.assert_close(running, x.full_tensor().mean((0, 1)).detach() * 0.1)
     seen = torch.zeros(3, 7, 4, dtype=torch.float64)
     view = seen[1:]
     for write in (

@@ -116,7 +116,10 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
         raise no_rule(func, args, kwargs, "out= is not supported")
     in_place = func in IN_PLACE
     if in_place and not isinstance(args[0], ShardTensor):
-        adopt(func, args[0], common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]))
+        spec = common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
+        if is_for_all(spec, args):  # running statistics
+            return func(*[local(reduced(x)) if isinstance(x, ShardTensor) else x for x in args], **kwargs)
+        adopt(func, args[0], spec)
     if kwargs or not all_partial_sums(func, args):  # rounding_mode= is not linear
         if in_place and isinstance(args[0], ShardTensor) and args[0].spec.partial:
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
@@ -127,6 +130,11 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
     fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
     out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
     return args[0] if in_place else wrap(out, spec)
+
+
+def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:
+    """Whether every rank holds the whole of a tensor without a gradient, which a plain tensor may then take."""
+    return not spec.split_dims and not any(isinstance(x, Tensor) and x.requires_grad for x in operands)
 
 
 def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:

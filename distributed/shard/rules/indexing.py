@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import adopt, fitted
+from distributed.shard.rules.elementwise import adopt, fitted, is_for_all
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.spec import Axis, ahead_of, shard_sizes, whole
 from distributed.shard.tensor import (
@@ -173,6 +173,9 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     """Assign to slices of any dimension, and to rows of whole ones; every rank writes its part of the value."""
     if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
         value = reduced(value)
+        if is_for_all(value.spec, (x, value)):
+            x[index] = local(value)
+            return
         adopt(func, x, _spec_of_target(func, x, index, value.spec))
     if not isinstance(x, ShardTensor) or x.spec.partial:
         raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
