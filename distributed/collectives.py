@@ -175,7 +175,10 @@ def _all_to_all(x, group, sent, received):
     return _finished(ops.all_to_all_single, x.contiguous(), received, sent, group.name)
 
 
-def _finished(collective, *args):
+def _finished(collective, x, *args):
+    if x.is_complex():
+        return torch.view_as_complex(_finished(collective, torch.view_as_real(x.resolve_conj()), *args))
+    args = (x, *args)
     if torch.compiler.is_compiling():
         return ops.wait_tensor(collective(*args))
     with torch._C._AutoDispatchBelowAutograd():  # skips torch's slow autograd wrapper; _Pair is ours

@@ -95,15 +95,35 @@ def _new_split(spec, dim, m, sizes):
 def _gather(local, spec, m):
     """Gather the axis that mesh dimension m splits."""
     dim = next(d for d, axes in enumerate(spec.dims) if any(a.mesh_dim == m for a in axes))
-    axes = spec.dims[dim]
+    axes, group = spec.dims[dim], spec.mesh.groups[m]
     place = next(i for i, a in enumerate(axes) if a.mesh_dim == m)
+    left = (*axes[:place], axes[place]._replace(mesh_dim=None, sizes=None), *axes[place + 1 :])
+    head = local.narrow(dim, 0, axes[0].ahead if spec.is_first(axes) else 0)
     if len(axes) > 1:
+        local = local.narrow(dim, head.shape[dim], local.shape[dim] - head.shape[dim])
         local = local.unflatten(dim, spec.local_axes(axes))
-    local = gather_from_region(local, dim + place, axes[place].sizes, spec.mesh.groups[m])
+    local = gather_from_region(local, dim + place, axes[place].sizes, group)
     if len(axes) > 1:
         local = local.flatten(dim, dim + len(axes) - 1)
-    axes = merged((*axes[:place], Axis(axes[place].size), *axes[place + 1 :]))
-    return local, spec.with_axes(dim, axes)
+    if axes[0].ahead and spec.is_first(left):
+        head = gather_from_region(head, dim, (axes[0].ahead, *[0] * (group.size - 1)), group)
+        local = torch.cat([head, local], dim)
+    return local, spec.with_axes(dim, merged(left))
+
+
+def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
+    """The same tensor with other sizes of the pieces of its axes, {mesh dimension: sizes}: one all-to-all for each.
+
+    Unlike redistribute it keeps dimensions that are products of axes.
+    """
+    axes = [axis for dim in spec.dims for axis in dim]
+    flat = spec.with_dims([(axis,) for axis in axes])
+    local, flat = redistribute(local.reshape(flat.local_shape), flat, flat.placements, cut)
+    new, left = [], iter(flat.dims)
+    for dim in spec.dims:
+        new.append(tuple([axis for _ in dim for axis in next(left)]))
+    spec = spec.with_dims(new)
+    return local.reshape(spec.local_shape), spec
 
 
 def _exchange(local, spec, m, dim, sizes):

@@ -3,14 +3,15 @@
 Every dimension of the tensor is a product of *axes*, outermost first. An axis is either whole on every rank, or split
 over one dimension of the mesh into contiguous pieces of any sizes, including 0. Each dimension of an image has one
 axis. If (H, W) is flattened, the result is one dimension with two axes. The tokens of a tile therefore remember their
-rows and columns, and can be unflattened exactly.
+rows and columns, and can be unflattened exactly. A class token stands *ahead* of such a product: the first of the ranks
+among which the axes are split holds it, and the outermost axis counts it.
 """
 
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ class Axis(NamedTuple):
     size: int
     mesh_dim: Any = None  # an int if sizes are given
     sizes: Sizes | None = None
+    ahead: int = 0  # of the outermost of several axes: elements in front of their product
 
 
+Derived = TypeVar("Derived")
 Axes = tuple[Axis, ...]  # of one dimension
 Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
 
@@ -73,7 +76,7 @@ class Spec:
 
     def __init__(self, mesh: Mesh, dims: tuple[Axes, ...], partial: tuple[int, ...] = ()):
         self.mesh, self.dims, self.partial = mesh, dims, partial
-        self._derived: dict[tuple, Spec] = {}
+        self._derived: dict[tuple, Any] = {}
         groups, shape, local, split, used = mesh.groups, [], [], [], []
         for dim, axes in enumerate(dims):
             size = own = 1
@@ -86,8 +89,9 @@ class Spec:
                     used.append(axis.mesh_dim)
                     if dim not in split:
                         split.append(dim)
-            shape.append(size)
-            local.append(own)
+            ahead = axes[0].ahead if axes else 0
+            shape.append(size + ahead)
+            local.append(own + ahead if ahead and self.is_first(axes) else own)
         self.shape, self.local_shape = torch.Size(shape), torch.Size(local)  # global, of this rank
         self.split_dims = tuple(split)
         self.copies = 1  # ranks that hold the same local tensor
@@ -114,7 +118,11 @@ class Spec:
         """Whether ranks hold different parts of a dimension, by any of its axes."""
         return dim % len(self.dims) in self.split_dims
 
-    def local_axes(self, axes: Axes) -> list[int]:
+    def is_first(self, axes: Axes, rank: int | None = None) -> bool:
+        """Whether a rank (by default this one) is the first of those among which axes are split."""
+        return all(axis.sizes is None or self.coordinate(axis.mesh_dim, rank) == 0 for axis in axes)
+
+    def local_axes(self, axes: Iterable[Axis]) -> list[int]:
         """The sizes of axes on this rank."""
         return [a.size if a.sizes is None else a.sizes[self.mesh.groups[a.mesh_dim].rank] for a in axes]
 
@@ -149,8 +157,8 @@ class Spec:
         """The spec with other axes for one dimension (not negative)."""
         return self.with_dims((*self.dims[:dim], axes, *self.dims[dim + 1 :]))
 
-    def derived(self, key: tuple, make: Callable[[], "Spec"]) -> "Spec":
-        """The Spec that make() returns, cached under a key because every training step repeats the same operations."""
+    def derived(self, key: tuple, make: Callable[[], Derived]) -> Derived:
+        """What make() returns, cached under a key because every training step repeats the same operations."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._derived:
@@ -166,15 +174,22 @@ class Spec:
 
     def shares(self, *dims: int) -> tuple[Sizes, Group]:
         """(elements of dims on each rank, Group) of the ranks among which dims, not all of them whole, are split."""
-        axes = [axis for dim in dims for axis in self.dims[dim]]
-        counts, over = [math.prod([a.size for a in axes if a.sizes is None])], {}
-        for axis in axes:
-            if axis.sizes is not None:
-                over[axis.mesh_dim] = axis.sizes
-        for mesh_dim in sorted(over):
-            counts = [count * size for count in counts for size in over[mesh_dim]]
-        joint = len(over) == len(self.mesh.groups)
-        return tuple(counts), self.mesh.joint if joint else self.mesh.groups[next(iter(over))]
+        over = {axis.mesh_dim for dim in dims for axis in self.dims[dim] if axis.sizes is not None}
+        group = self.mesh.joint if len(over) == len(self.mesh.groups) else self.mesh.groups[next(iter(over))]
+        return tuple([math.prod([self.held(self.dims[d], r) for d in dims]) for r in self.ranks(*dims)]), group
+
+    def ranks(self, *dims: int) -> list[int]:
+        """The ranks among which dims are split, counted in row-major order; [0] if they are whole."""
+        over = {axis.mesh_dim for dim in dims for axis in self.dims[dim] if axis.sizes is not None}
+        found = [0]
+        for mesh_dim, group in enumerate(self.mesh.groups):
+            found = [rank * group.size + i for rank in found for i in range(group.size if mesh_dim in over else 1)]
+        return found
+
+    def held(self, axes: Axes, rank: int) -> int:
+        """How many elements of a dimension with these axes a rank holds."""
+        sizes = [a.size if a.sizes is None else a.sizes[self.coordinate(a.mesh_dim, rank)] for a in axes]
+        return math.prod(sizes) + (axes[0].ahead if axes and self.is_first(axes, rank) else 0)
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
@@ -186,18 +201,31 @@ def whole(size: int) -> Axes:
 
 
 def merged(axes: Iterable[Axis]) -> Axes:
-    """The same dimension in as few axes as possible: an axis that is whole joins the axis outside of it."""
+    """The same dimension in as few axes as possible: an axis that is whole joins the axis outside of it.
+
+    If one axis is left, the elements ahead of it join it.
+    """
     found: list[Axis] = []
     for axis in axes:
-        if axis.size == 1 and axis.sizes is None:
+        if axis.size == 1 and axis.sizes is None and not axis.ahead:
             continue
         if found and axis.sizes is None:  # pieces of the outer axis stay contiguous
             last = found[-1]
             sizes = last.sizes and tuple(n * axis.size for n in last.sizes)
-            found[-1] = Axis(last.size * axis.size, last.mesh_dim, sizes)
+            found[-1] = last._replace(size=last.size * axis.size, sizes=sizes)
         else:
             found.append(axis)
+    if len(found) == 1 and found[0].ahead:
+        size, mesh_dim, sizes, ahead = found[0]
+        return (Axis(size + ahead, mesh_dim, sizes and (sizes[0] + ahead, *sizes[1:])),)
     return tuple(found)
+
+
+def ahead_of(axes: Axes, count: int) -> Axes:
+    """The axes of `count` elements, all of which the first of the ranks holds among which `axes` are split."""
+    split = [(a.mesh_dim, len(a.sizes)) for a in axes if a.sizes is not None]
+    sizes = [count, *[1] * (len(split) - 1)]
+    return tuple([Axis(n, m, (n, *[0] * (ranks - 1))) for n, (m, ranks) in zip(sizes, split, strict=True)])
 
 
 def spec_of(
@@ -234,6 +262,8 @@ def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
     """
     for dim, axes in enumerate(spec.dims):
         if dim in spec.split_dims and (full.shape[dim] != 1 or spec.shape[dim] == 1):
+            ahead, whole_dim = axes[0].ahead, full
+            full = full.narrow(dim, ahead, full.shape[dim] - ahead)
             if len(axes) > 1:
                 full = full.unflatten(dim, [axis.size for axis in axes])
             for place, axis in enumerate(axes):
@@ -242,4 +272,6 @@ def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
                     full = full.narrow(dim + place, sum(axis.sizes[:at]), axis.sizes[at])
             if len(axes) > 1:
                 full = full.flatten(dim, dim + len(axes) - 1)
+            if ahead and spec.is_first(axes, rank):
+                full = torch.cat([whole_dim.narrow(dim, 0, ahead), full], dim)
     return full

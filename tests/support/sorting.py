@@ -1,8 +1,7 @@
 """A model with an operation that has no rule along a split dimension."""
 
-from torch import nn
-
 from networks.initial_weights import InitialWeights
+from torch import nn
 
 
 class Sorting(InitialWeights):

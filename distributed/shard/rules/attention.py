@@ -13,8 +13,22 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
+from distributed.shard.rules.along import made_whole
+from distributed.shard.rules.elementwise import copied, to_spec
 from distributed.shard.rules.randomness import own_stream
-from distributed.shard.tensor import ShardTensor, local, no_rule, part_of, reduced, replicated, rule, shared, wrap
+from distributed.shard.spec import whole
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    global_shape,
+    local,
+    no_rule,
+    part_of,
+    replicated,
+    rule,
+    shared,
+    wrap,
+)
 
 _chosen = "gather"
 
@@ -32,12 +46,23 @@ def attention(
     func: Callable, q: ShardTensor, k: ShardTensor, v: ShardTensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> ShardTensor:  # fmt: skip
-    """Attention of q (B, heads, N, d) to k, v (B, heads, M, d). All three split samples and heads in the same way."""
-    if not all(isinstance(x, ShardTensor) and len(x.spec.dims) == 4 for x in (q, k, v)):
-        raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors of four dimensions")
-    q, k, v = reduced(q), reduced(k), reduced(v)
-    _check(func, q, k, v)
-    if k.spec.is_split(2) and k.spec.dims[2] != q.spec.dims[2]:
+    """Attention of q (..., heads, N, d) to k, v (..., heads, M, d), of which some may be plain tensors.
+
+    Keys and values are brought to the queries' split of samples and heads.
+    """
+    like = next(x for x in (q, k, v, attn_mask) if isinstance(x, ShardTensor))
+    q, k, v = (made_whole(copied(x, like.spec), (len(global_shape(x)) - 1,)) for x in (q, k, v))
+    if len(q.spec.dims) != 4:
+        lead = tuple(torch.broadcast_shapes(*[x.spec.shape[:-2] for x in (q, k, v)]))
+        q, k, v = (_as_four(x, lead) for x in (q, k, v))
+        if attn_mask is not None and len(global_shape(attn_mask)) > 2:
+            attn_mask = _as_four(attn_mask, lead)
+        y = attention(func, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return dispatch(torch.reshape, y, (*lead, *y.spec.shape[2:]))
+    k, v = _beside(func, q, k, enable_gqa), _beside(func, q, v, enable_gqa)
+    if k.spec.dims[2] != v.spec.dims[2]:
+        v = to_spec(v, v.spec.with_axes(2, k.spec.dims[2]))
+    if k.spec.is_split(2) and (k.spec.dims[2] != q.spec.dims[2] or k.spec.shape[3] != v.spec.shape[3]):
         k, v = _whole_tokens(k), _whole_tokens(v)
     if dropout_p:
         with own_stream(q.spec, q.device):
@@ -47,7 +72,7 @@ def attention(
 
 def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     rows, columns = q.spec, k.spec
-    out = rows.with_dims((*rows.dims[:3], columns.dims[3]))
+    out = rows.with_dims((*rows.dims[:3], v.spec.dims[3]))
     q, k, v, attn_mask = local(q), local(k), local(v), _of_own_heads(attn_mask, rows)
     if scale is not None:
         q = q * (scale * math.sqrt(q.shape[-1]))
@@ -64,12 +89,30 @@ def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     return wrap(F.scaled_dot_product_attention(q, k, v, _own_rows(mask, rows), dropout_p), out)
 
 
-def _check(func, q, k, v):
-    if k.spec.dims[:3] != v.spec.dims[:3] or any(x.spec.is_split(3) for x in (q, k, v)):
-        raise no_rule(func, (q, k, v), {}, "features must be whole, and keys split as values are")
-    for dim in (0, 1):
-        if (q.spec.is_split(dim) or k.spec.is_split(dim)) and q.spec.dims[dim] != k.spec.dims[dim]:
-            raise no_rule(func, (q, k, v), {}, "samples and heads must be split in the same way")
+def _as_four(x, shape):
+    """X (..., N, d) or a mask as (B, heads, N, d); shape: that of its leading dimensions after broadcasting."""
+    ahead = (math.prod(shape[:-1]), *shape[-1:]) if len(shape) > 1 else (*shape, *[1] * (2 - len(shape)))
+    rest = global_shape(x)[-2:]
+    if isinstance(x, ShardTensor):
+        return dispatch(torch.reshape, dispatch(torch.broadcast_to, x, (*shape, *rest)), (*ahead, *rest))
+    return x.expand(*shape, *rest).reshape(*ahead, *rest)
+
+
+def _beside(func, q, x, grouped):
+    """The keys or values x with the samples and heads of the queries, and their split of these."""
+    rows, spec = q.spec, x.spec
+    shape = [n if n > 1 or (grouped and d) else rows.shape[d] for d, n in enumerate(spec.shape[:2])]
+    if shape != list(spec.shape[:2]):
+        x = dispatch(torch.broadcast_to, x, (*shape, *spec.shape[2:]))
+    spec = x.spec
+    if spec.dims[:2] == rows.dims[:2] or not any(s.is_split(d) for d in (0, 1) for s in (rows, spec)):
+        return x
+    if spec.shape[1] != rows.shape[1] and (rows.is_split(1) or spec.is_split(1)):
+        raise no_rule(func, (q, x), {}, "split heads of which several share keys")
+    used = {axis.mesh_dim for axes in rows.dims[:2] for axis in axes}
+    tokens = spec.dims[2] if not any(a.mesh_dim in used for a in spec.dims[2] if a.sizes) else whole(spec.shape[2])
+    heads = rows.dims[1] if rows.is_split(1) else whole(spec.shape[1])
+    return to_spec(x, spec.with_dims((rows.dims[0], heads, tokens, spec.dims[3])))
 
 
 def _whole_tokens(x):
@@ -99,16 +142,8 @@ def _mask(mask, is_causal, rows, columns, device):
         return None
     for dim, spec in ((-2, rows), (-1, columns)):
         if mask.shape[dim] > 1 and len(spec.dims[2]) > 1:
-            mask = mask.index_select(dim, torch.cat([_tokens(spec, rank, device) for rank in _ranks(spec)]))
+            mask = mask.index_select(dim, torch.cat([_tokens(spec, rank, device) for rank in spec.ranks(2)]))
     return mask if mask.shape[-1] > 1 else mask.expand(*mask.shape[:-1], columns.shape[2])
-
-
-def _ranks(spec):
-    """The ranks of the mesh among which the tokens are split, as Spec.coordinate counts them."""
-    over = [axis.mesh_dim for axis in spec.dims[2] if axis.sizes is not None]
-    steps = 1 if len(over) > 1 else math.prod([group.size for group in spec.mesh.groups[over[0] + 1 :]] if over else [])
-    count = spec.shares(2)[1].size if over else 1
-    return [rank * steps for rank in range(count)]
 
 
 def _tokens(spec, rank, device):

@@ -112,6 +112,14 @@ def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *ar
         local(x).backward(local(gradient), *args, **kwargs)
 
 
+@rule(torch.autograd.backward)
+def backward_of(func: Callable, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Run the backward pass of several tensors, as reentrant checkpointing does. grad_tensors: split as these are."""
+    tensors, grads = ([x] if isinstance(x, Tensor) else x for x in (tensors, grad_tensors))
+    with torch._C._EnableTorchFunction():
+        func([local(x) for x in tensors], grads and [local(x) for x in grads], *args, **kwargs)
+
+
 @rule(*named("requires_grad_"))
 def in_place_flag(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
     """Set requires_grad of the local part; returns x."""

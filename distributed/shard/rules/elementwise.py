@@ -1,5 +1,8 @@
 """Elementwise operations: operands are redistributed to one common split, then each rank computes its own part."""
 
+# mypy: disable-error-code="attr-defined"
+# (mypy takes Tensor.real for a value of the class, and a plain tensor for what it was before it became a ShardTensor)
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import copy_to_region
-from distributed.shard.redistribute import sizes_over
+from distributed.shard.redistribute import recut, sizes_over
 from distributed.shard.spec import Axes, Spec, whole
 from distributed.shard.tensor import (
     ShardTensor,
@@ -33,7 +36,9 @@ UNARY = named(
     "hardsigmoid", "logsigmoid", "softsign", "tanhshrink", "softshrink", "threshold", "clone", "detach", "detach_",
     "contiguous", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "zero_",
     "fill_", "exp_", "sqrt_", "neg_", "abs_", "tanh_", "sigmoid_", "square_", "rsqrt_", "reciprocal_", "clamp_",
-    "log_", "floor_", "ceil_", "round_", "sin_", "cos_", "cpu", "cuda", "pin_memory", "__invert__",
+    "log_", "floor_", "ceil_", "round_", "sin_", "cos_", "cpu", "cuda", "pin_memory", "__invert__", "conj",
+    "conj_physical", "resolve_conj", "resolve_neg", "angle", "real", "imag", "deg2rad", "rad2deg", "erfinv", "lgamma",
+    "digamma", "sinc", "signbit",
 )  # fmt: skip
 BINARY = named(
     "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder",
@@ -44,6 +49,7 @@ BINARY = named(
     "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__div__", "__rdiv__",
     "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__ipow__", "__eq__", "__ne__",
     "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__",
+    "complex", "polar", "logaddexp", "logaddexp2", "copysign", "heaviside", "nextafter", "ldexp",
 )  # fmt: skip
 IN_PLACE = {
     f for f in (*UNARY, *BINARY)
@@ -51,13 +57,14 @@ IN_PLACE = {
     or (f.__name__.startswith("__i") and f.__name__ != "__invert__")
 }  # fmt: skip
 CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
+ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and the one who asks
 # Linear functions, f(a + b) = f(a) + f(b), keep a partial tensor partial.
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 
 
-@rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__)
+@rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__, Tensor.real.__get__, Tensor.imag.__get__)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
     spec = None
@@ -94,6 +101,11 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
     if "out" in kwargs:
         raise no_rule(func, args, kwargs, "out= is not supported")
     in_place = func in IN_PLACE
+    if in_place and not isinstance(args[0], ShardTensor):
+        spec = common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
+        if is_for_all(spec, args):  # running statistics
+            return func(*[local(reduced(x)) if isinstance(x, ShardTensor) else x for x in args], **kwargs)
+        adopt(func, args[0], spec)
     if kwargs or not all_partial_sums(func, args):  # rounding_mode= is not linear
         if in_place and isinstance(args[0], ShardTensor) and args[0].spec.partial:
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
@@ -102,10 +114,27 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
     fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
-    if in_place and not isinstance(args[0], ShardTensor):
-        raise no_rule(func, args, kwargs, "a plain tensor cannot take the values of a split one")
     out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
     return written(args[0]) if in_place else wrap(out, spec)
+
+
+def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:
+    """Whether every rank holds the whole of a tensor without a gradient, which a plain tensor may then take."""
+    return not spec.split_dims and not any(isinstance(x, Tensor) and x.requires_grad for x in operands)
+
+
+def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
+    """Make a plain tensor that is about to receive the values of a split one a ShardTensor itself, in place.
+
+    Models write so: out = torch.zeros(...), then out[...] = part. Each rank keeps its part of what the tensor held.
+    Refused for a tensor that has views or a graph, because these would keep the whole.
+    """
+    users = torch._C._storage_Use_Count(plain.untyped_storage()._cdata) if type(plain) is Tensor else 0
+    if users != ALONE or plain.requires_grad or plain.shape != spec.shape or torch.compiler.is_compiling():
+        raise no_rule(func, (wrap(plain, spec),), {}, "a plain tensor cannot take the values of a split one")
+    plain.data = part_of(plain, spec.with_dims(spec.dims, ())).clone()
+    plain.__class__ = ShardTensor
+    plain.spec = spec.with_dims(spec.dims, ())
 
 
 def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:
@@ -157,6 +186,14 @@ def fitted(x: Tensor, spec: Spec) -> Tensor:
     return part
 
 
+def copied(x: Tensor, spec: Spec) -> ShardTensor:
+    """A plain tensor as a ShardTensor on the mesh of `spec`, of which every rank holds a copy; others unchanged."""
+    if isinstance(x, ShardTensor):
+        return x
+    spec = spec.with_dims(map(whole, x.shape), ())
+    return wrap(shared(x, spec), spec)
+
+
 def split_alike(spec: Spec, other: Spec) -> bool:
     """Whether two tensors of one shape have the same elements on every rank; axes of whole dimensions may differ."""
     return spec.partial == other.partial and all(
@@ -166,7 +203,13 @@ def split_alike(spec: Spec, other: Spec) -> bool:
 
 
 def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
-    """The tensor redistributed to a spec. If that has dimensions of several axes, a slice of the whole is taken."""
+    """The tensor redistributed to a spec. If its axes are others and several a dimension, a slice of the whole."""
+    axes, wanted = ([a[:2] + a[3:] for d in s.dims for a in d if a.sizes is not None] for s in (x.spec, spec))
+    if axes == wanted and x.spec.partial == spec.partial and not any(ahead for _, _, ahead in axes):
+        cut = {m: sizes_over(spec, m) for m, placement in enumerate(spec.placements) if placement.is_shard()}
+        part, new = recut(local(x), x.spec, cut)
+        if split_alike(new, spec):
+            return wrap(part, spec)
     if all(len(axes) < 2 for axes in spec.dims):
         sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
         return redistributed(x, spec.placements, sizes)

@@ -1,14 +1,16 @@
 """Indexing: each rank takes its own part of a slice of a split dimension, and nothing is communicated."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from distributed.shard.rules.elementwise import fitted
-from distributed.shard.spec import Axis, whole
+from distributed.shard.rules.along import made_whole
+from distributed.shard.rules.elementwise import adopt, fitted, is_for_all
+from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
+from distributed.shard.spec import Axis, ahead_of, shard_sizes, whole
 from distributed.shard.tensor import (
     ShardTensor,
     dispatch,
@@ -19,7 +21,6 @@ from distributed.shard.tensor import (
     one_axis,
     reduced,
     rule,
-    shared,
     wrap,
     written,
 )
@@ -27,12 +28,16 @@ from distributed.shard.tensor import (
 
 @rule(Tensor.__getitem__)
 def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
-    """Index with numbers, slices, None and Ellipsis; dimensions that are not split also with tensors and lists.
+    """Index with numbers, slices, None and Ellipsis, with tensors and lists, or with a mask.
 
-    One row of a split dimension is a partial tensor: its owner holds the row, the other ranks hold zeros.
+    One row of a split dimension is a partial tensor: its owner holds the row, the other ranks hold zeros. For a tensor
+    of indices a split dimension is made whole.
     """
     if not isinstance(x, ShardTensor):
-        return _rows_of_plain(func, x, index)
+        return rows_of_plain(func, x, index)
+    if (mask := mask_of(x, index)) is not None:
+        return masked(func, x, mask)
+    x = made_whole(x, _by_tensors(func, x, index))
     spec, own = _located(func, x, index)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
@@ -89,6 +94,12 @@ def _located(func, x, index):
     return spec.with_dims(dims, tuple(sorted(partial))), tuple(own) if owned else None
 
 
+def _by_tensors(func, x, index):
+    """The dimensions of x that a tensor indexes."""
+    items = [item for item in _items(func, x, index) if item is not None]
+    return [dim for dim, item in enumerate(items) if isinstance(item, Tensor)]
+
+
 def _items(func, x, index):
     """A slice, a number or an index tensor for each dimension of x, and None for each new dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
@@ -97,6 +108,8 @@ def _items(func, x, index):
             items[i] = item = torch.as_tensor(list(item))
         if isinstance(item, ShardTensor):
             raise no_rule(func, (x, item), {}, "indices that are a ShardTensor; take their full_tensor()")
+        if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() == 1:
+            items[i] = item = item.nonzero().squeeze(1)
         if isinstance(item, bool) or (isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)):
             raise no_rule(func, (x,), {}, "the number of elements that a mask selects is not known")
         if isinstance(item, Tensor) and item.dim() > 0:
@@ -123,6 +136,12 @@ def _sliced(func, x, dim, item):
         return spec.dims[dim], slice(None)
     if not spec.is_split(dim):
         return whole(size), slice(start, stop, step)
+    ahead, first = spec.dims[dim][0].ahead, spec.is_first(spec.dims[dim])
+    if ahead and stop <= ahead:
+        return ahead_of(spec.dims[dim], size), slice(start, stop, step) if first else slice(0, 0)
+    if start <= ahead and stop == spec.shape[dim] and step == 1 and ahead:
+        left = spec.dims[dim][0]._replace(ahead=ahead - start)
+        return (left, *spec.dims[dim][1:]), slice(start if first else 0, None)
     axis = one_axis(func, x, dim)
     sizes, pieces, end = [], [], 0
     for rank_size in axis.sizes:
@@ -136,7 +155,10 @@ def _sliced(func, x, dim, item):
 
 def _place(spec, dim, index):
     """The position of a global index in this rank's piece of a dimension; None if another rank holds it."""
-    place, inner = 0, spec.shape[dim]
+    ahead, first = (spec.dims[dim][0].ahead, spec.is_first(spec.dims[dim])) if spec.dims[dim] else (0, True)
+    if index < ahead:
+        return index if first else None
+    index, place, inner = index - ahead, 0, spec.shape[dim] - ahead
     for axis in spec.dims[dim]:
         inner //= axis.size
         at = index // inner % axis.size - spec.offset(axis)
@@ -144,22 +166,18 @@ def _place(spec, dim, index):
         if not 0 <= at < size:
             return None
         place = place * size + at
-    return place
-
-
-def _rows_of_plain(func, x, index):
-    """Look up rows of a plain table by a ShardTensor of indices."""
-    index = index if isinstance(index, tuple) else (index,)
-    if len(index) != 1 or index[0].dtype == torch.bool:
-        raise no_rule(func, (x, *index), {}, "of a plain tensor, by more than one ShardTensor of indices")
-    index = reduced(index[0])
-    spec = index.spec.with_dims((*index.spec.dims, *map(whole, x.shape[1:])))
-    return wrap(shared(x, spec)[local(index)], spec)
+    return place + ahead if first else place
 
 
 @rule(Tensor.__setitem__)
 def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     """Assign to slices of any dimension, and to rows of whole ones; every rank writes its part of the value."""
+    if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
+        value = reduced(value)
+        if is_for_all(value.spec, (x, value)):
+            x[index] = local(value)
+            return
+        adopt(func, x, _spec_of_target(func, x, index, value.spec))
     if not isinstance(x, ShardTensor) or x.spec.partial:
         raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
     spec, own = _located(func, x, index)
@@ -172,6 +190,23 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
         value = fitted(value, spec)
     x[own] = value
     written(x)
+
+
+def _spec_of_target(func, x, index, value):
+    """The spec of a plain tensor of which x[index] is to hold a tensor with the spec `value`: split in the same way."""
+    target = value.with_dims(map(whole, x.shape), ())
+    items = [item for item in _items(func, wrap(x.detach(), target), index) if item is not None]
+    if any(isinstance(item, Tensor) for item in items):
+        raise no_rule(func, (wrap(x.detach(), target),), {}, "into a plain tensor, by a tensor of indices")
+    dims, left = list(target.dims), [dim for dim, item in enumerate(items) if isinstance(item, slice)]
+    for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
+        if any(axis.sizes is not None for axis in axes):
+            size, m = x.shape[dim], axes[0].mesh_dim
+            if math.prod([axis.size for axis in axes]) == size:
+                dims[dim] = axes
+            elif len(axes) == 1:
+                dims[dim] = (Axis(size, m, shard_sizes(size, value.mesh.groups[m].size)),)
+    return target.with_dims(dims)
 
 
 @rule(*named("select"))
@@ -193,7 +228,7 @@ def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int
 
 @rule(*named("index_select"))
 def index_select(func: Callable, input: Tensor, dim: int, index: Tensor) -> ShardTensor:
-    """Select rows of a whole dimension by plain indices."""
+    """Select rows by plain indices."""
     if not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor")
     return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), index.reshape(-1)))
@@ -258,43 +293,3 @@ def _pieces(func, x, dim, sizes):
         return tuple([getitem(func, x, (*before, slice(a, a + n))) for a, n in zip(starts, sizes, strict=True)])
     parts = local(x).split(list(sizes), dim)
     return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
-
-
-@rule(*named("gather", "take_along_dim"))
-def gather(
-    func: Callable, input: Tensor, dim: Any, index: Any = None, *, sparse_grad: bool = False, **kwargs: Any
-) -> ShardTensor:
-    """Gather along a whole dimension. The indices have the tensor's size and split in all other dimensions."""
-    if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
-        dim, index = kwargs.get("dim", index), dim
-    if dim is None or not isinstance(input, ShardTensor) or input.spec.is_split(dim):
-        raise no_rule(func, (input, index), {}, "of a plain tensor, or along a split dimension")
-    dim, x = dim % len(input.spec.dims), reduced(input)
-    if any(d != dim and size != x.spec.shape[d] for d, size in enumerate(global_shape(index))):
-        raise no_rule(func, (input, index), {}, "the indices must have the tensor's size in all other dimensions")
-    out = x.spec.with_dims([whole(global_shape(index)[d]) if d == dim else axes for d, axes in enumerate(x.spec.dims)])
-    index = fitted(reduced(index) if isinstance(index, ShardTensor) else index, out)
-    return wrap(local(x).gather(dim, index.expand(out.local_shape)), out)
-
-
-@rule(F.embedding)
-def embedding(
-    func: Callable, input: ShardTensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> ShardTensor:  # fmt: skip
-    """Look up split indices in a plain table: (...) -> (..., D)."""
-    if isinstance(weight, ShardTensor) or max_norm is not None or scale_grad_by_freq:
-        raise no_rule(func, (input, weight), {}, "indices must be a ShardTensor, the table plain, without max_norm")
-    input = reduced(input)
-    spec = input.spec.with_dims((*input.spec.dims, whole(weight.shape[1])))
-    return wrap(F.embedding(local(input), shared(weight, spec), padding_idx, sparse=sparse), spec)
-
-
-@rule(F.one_hot)
-def one_hot(func: Callable, tensor: ShardTensor, num_classes: int = -1) -> ShardTensor:
-    """Add a dimension of num_classes; -1 takes the largest index of all ranks plus one."""
-    if num_classes == -1:
-        num_classes = int(local(dispatch(torch.amax, tensor))) + 1
-    tensor = reduced(tensor)
-    spec = tensor.spec.with_dims((*tensor.spec.dims, whole(num_classes)))
-    return wrap(F.one_hot(local(tensor), num_classes), spec)

@@ -10,7 +10,7 @@ from distributed.collectives import Sizes, all_to_all
 from distributed.shard.redistribute import redistribute
 from distributed.shard.rules.elementwise import common_spec, fitted
 from distributed.shard.rules.reductions import numpy_names
-from distributed.shard.spec import Axis, Spec, merged, shard_sizes, whole
+from distributed.shard.spec import Axis, Spec, ahead_of, merged, shard_sizes, whole
 from distributed.shard.tensor import (
     ShardTensor,
     dispatch,
@@ -67,9 +67,27 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
         specs = [base.with_axes(dim, whole(global_shape(x)[dim])) for x in tensors]
         out = torch.cat([_brought(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
         return wrap(out, base.with_axes(dim, whole(out.size(dim))))
+    if len(cut[-1].spec.dims[dim]) > 1:
+        return put_ahead(func, tensors, dim, base)
     axes = [one_axis(func, x, dim) for x in cut]
     mesh_dim = axes[0].mesh_dim
     return joined(tensors, dim, mesh_dim, _new_sizes(tensors, dim, mesh_dim, base), base)
+
+
+def put_ahead(func: Callable, tensors: Sequence[Tensor], dim: int, base: Spec) -> ShardTensor:
+    """Concatenate tensors (class tokens) and one whose dimension is a product of axes (tokens of tiles), the last.
+
+    The rank with the first of its rows holds the others, and nothing is communicated for plain ones.
+    """
+    *before, last = tensors
+    axes = last.spec.dims[dim] if isinstance(last, ShardTensor) else ()
+    base = base.with_axes(dim, axes)
+    if not base.is_split(dim):
+        raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
+    counts = [global_shape(x)[dim] for x in before]
+    parts = [_brought(x, base.with_axes(dim, ahead_of(axes, n))) for x, n in zip(before, counts, strict=True)]
+    out = torch.cat([*parts, _brought(last, base)], dim)
+    return wrap(out, base.with_axes(dim, (axes[0]._replace(ahead=axes[0].ahead + sum(counts)), *axes[1:])))
 
 
 def _others(parts, dim, base):
@@ -186,6 +204,8 @@ def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -
             raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")
         repeats = (*[1] * (count - len(repeats)), *repeats)
     ahead = len(repeats) - count
+    if any(axes and axes[0].ahead and n > 1 for axes, n in zip(input.spec.dims, repeats[ahead:], strict=True)):
+        raise no_rule(func, (input,), {}, "of class tokens and tiles")
     dims = [merged((Axis(n), *(input.spec.dims[d - ahead] if d >= ahead else ()))) for d, n in enumerate(repeats)]
     return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
 
@@ -200,6 +220,8 @@ def repeat_interleave(
     if dim is None:
         input, dim = dispatch(torch.flatten, input), 0
     spec, dim = input.spec, dim % len(input.spec.dims)
+    if spec.dims[dim] and spec.dims[dim][0].ahead:
+        raise no_rule(func, (input,), {}, "of class tokens and tiles")
     return wrap(input.repeat_interleave(repeats, dim), spec.with_axes(dim, merged((*spec.dims[dim], Axis(repeats)))))
 
 

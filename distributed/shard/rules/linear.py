@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import copy_to_region
+from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.elementwise import split_alike, to_spec
 from distributed.shard.spec import Spec, part_of, whole
 from distributed.shard.tensor import (
@@ -101,12 +102,18 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
     if isinstance(bias, ShardTensor) or weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
-    if isinstance(weight, ShardTensor) or input.spec.is_split(-1):
+    out = None
+    if type(weight) is not ShardTensor:
+        spec, features = input.spec, weight.shape[0]
+        out = spec.derived(
+            ("linear", features),
+            lambda: None if spec.is_split(-1) else spec.with_dims((*spec.dims[:-1], whole(features))),
+        )
+    if out is None:
         rows = [f"b{i}" for i in range(input.dim() - 1)]
         return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
-    spec, features = input.spec, weight.shape[0]
-    out = spec.derived(("linear", features), lambda: spec.with_dims((*spec.dims[:-1], whole(features))))
-    weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
+    if out.copies > 1 or out.partial:
+        weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
     return wrap(F.linear(input, weight, bias), out)
 
 
@@ -121,6 +128,15 @@ def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
     ahead = _batch(input if input.dim() > other.dim() else other)
     result = [*ahead, *["n"] * rows, *["m"] * columns]
     return contracted(torch.matmul, (input, other), (first, second), result)
+
+
+@rule(torch.cdist)
+def distances(func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Distances of all pairs: (..., N, D) x (..., M, D) -> (..., N, M), where D is made whole."""
+    x1, x2 = (made_whole(x, (x.dim() - 1,)) if isinstance(x, ShardTensor) else x for x in (x1, x2))
+    first, second = [*_batch(x1), "n", "d"], [*_batch(x2), "m", "d"]
+    ahead = _batch(x1 if x1.dim() > x2.dim() else x2)
+    return contracted(lambda a, b: torch.cdist(a, b, p, *args, **kwargs), (x1, x2), (first, second), [*ahead, "n", "m"])
 
 
 def _batch(x):

@@ -22,6 +22,7 @@ from distributed.shard.tensor import (
     named,
     no_rule,
     reduced,
+    replicated,
     rule,
     shared,
     wrap,
@@ -112,6 +113,12 @@ def layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
+    if type(input) is ShardTensor and type(weight) is not ShardTensor and type(bias) is not ShardTensor:
+        spec, shape = input.spec, tuple(normalized_shape)
+        if spec.derived(("layer", shape), lambda: _is_whole(spec, shape)):  # the common case
+            if spec.copies > 1:
+                weight, bias = shared(weight, spec), shared(bias, spec)
+            return wrap(torch.layer_norm(input, shape, weight, bias, eps), spec)
     x, dims = _layer(func, input, normalized_shape, weight, bias)
     spec, part = x.spec, local(x)
     weight, bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
@@ -141,6 +148,12 @@ def rms_norm(
         scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     found = torch.zeros_like(scale), scale
     return wrap(normalize(part, weight, None, dims, shared_by, found, centered=False), spec)
+
+
+def _is_whole(spec, shape):
+    """Whether the last dimensions have this shape, and none of them is split."""
+    first = len(spec.dims) - len(shape)
+    return not spec.partial and spec.shape[first:] == shape and all(dim < first for dim in spec.split_dims)
 
 
 def _layer(func, x, normalized_shape, *weights):
@@ -229,8 +242,11 @@ def instance_norm(
     """Normalize each channel of each sample of (B, C, ...)."""
     if not use_input_stats:
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
-    if running_mean is not None:
-        raise no_rule(func, (input,), {}, "running statistics (track_running_stats) of instances")
+    if running_mean is not None and running_var is not None:
+        spatial = range(2, len(input.spec.dims))
+        for running, new in zip((running_var, running_mean), dispatch(torch.var_mean, input, spatial), strict=True):
+            average = local(replicated(dispatch(torch.mean, dispatch(torch.detach, new), 0)))  # over the samples
+            running.mul_(1 - momentum).add_(average.to(running.dtype), alpha=momentum)
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 

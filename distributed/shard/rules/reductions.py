@@ -250,6 +250,8 @@ def var(
         correction = 1
     input = reduced(input)
     spec, part = input.spec, local(input)
+    if part.is_complex():
+        raise no_rule(func, (input,), {}, "of complex numbers")
     dims = dims_of(spec, dim)
     average, deviations, count = moments(at_least_float32(part), dims, sharers(spec, dims))
     out = deviations / (count - correction) if count > correction else deviations * math.nan

@@ -83,6 +83,40 @@ def interpolate(
     return x.to(dtype), new
 
 
+def by_matrix(
+    x: Tensor, splits: Splits, size: PerAxis | None, scale_factor: float | Sequence[float] | None, mode: str,
+    align_corners: bool | None, recompute_scale_factor: bool | None, antialias: bool,
+) -> Output:  # fmt: skip
+    """F.interpolate of images in any mode that weights rows and columns one after the other: bicubic, antialiased."""
+    lengths, scales = wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor)
+    new = {}
+    for dim in range(2, x.ndim):
+        rows, length = whole_length(x, dim, splits), lengths[dim - 2]
+        weights = row_weights(mode, rows, length, scales[dim - 2], align_corners, antialias)
+        if dim in splits:
+            sizes, group = splits[dim]
+            new[dim] = in_proportion(sizes, length)
+            outputs, intervals = bounds(new[dim]), []
+            for first, last in outputs:
+                read = weights[first:last].any(0).nonzero().flatten().tolist() or [0, -1]
+                intervals.append((read[0], read[-1] + 1))
+            x = Fetch(x, dim, sizes, intervals, group).rows()
+            weights = weights[slice(*outputs[group.rank]), slice(*intervals[group.rank])]
+        x = (x.movedim(dim, -1) @ weights.to(x).mT).movedim(-1, dim)
+    return x, new
+
+
+@lru_cache(maxsize=64)
+def row_weights(
+    mode: str, rows: int, length: int, scale: float | None, align_corners: bool | None, antialias: bool
+) -> Tensor:
+    """The weight of each row in each output, (length, rows), which the plain operation gives to unit vectors."""
+    # Two columns: of one column torch 2.13 computes every output as the first.
+    units = torch.eye(rows, dtype=torch.float64).view(1, rows, rows, 1).repeat(1, 1, 1, 2)
+    how = {"size": (length, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
+    return F.interpolate(units, mode=mode, align_corners=align_corners, antialias=antialias, **how)[0, :, :, 0].mT
+
+
 def supported(mode: str, count: int) -> bool:
     """Whether interpolate has this mode for this number of spatial dimensions."""
     return mode in NEAREST or list(LINEAR)[count - 1] == mode

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import Sizes
+from distributed.collectives import Sizes, copy_to_region
 from distributed.shard.rules import resampling
+from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.convolution import convolve, convolve_transposed
+from distributed.shard.rules.elementwise import copied, to_spec
 from distributed.shard.rules.pooling import adaptive_pool, avg_pool, max_pool
-from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, of_kind
+from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, no_outputs, of_kind
 from distributed.shard.spec import Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, shared, wrap
 from networks.vit import PerAxis
@@ -110,7 +112,7 @@ def interpolate(
     scale_factor: float | Sequence[float] | None = None, mode: str = "nearest", align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> ShardTensor:  # fmt: skip
-    """Modes nearest, nearest-exact, linear, bilinear, trilinear and area; any mode if no spatial dimension is split."""
+    """Every mode; of split images with two rows of weights a row, bilinear and bicubic, antialiased too."""
     x, dims = reduced(input), range(2, len(input.spec.dims))
     splits, part = splits_of(func, x, dims), local(x)
     if not splits:
@@ -119,10 +121,43 @@ def interpolate(
     if mode == "area":
         lengths, _ = resampling.wanted_lengths(part, splits, size, scale_factor, True)
         return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{len(dims)}d"), x, lengths)
+    if len(dims) == 2 and (mode == "bicubic" or antialias):
+        y, sizes = resampling.by_matrix(
+            part, splits, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+        )
+        return result(x, y, sizes, dims)
     if antialias or not resampling.supported(mode, len(dims)):
         raise no_rule(func, (x,), {}, f"mode '{mode}'" + antialias * " with antialias")
     y, sizes = resampling.interpolate(part, splits, size, scale_factor, mode, align_corners, recompute_scale_factor)
     return result(x, y, sizes, dims)
+
+
+@rule(F.grid_sample)
+def grid_sample(func: Callable, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Samples of images (B, C, ...) at places (B, ..., 2 or 3): split as the places are, of images made whole."""
+    like = next(y for y in (input, grid) if isinstance(y, ShardTensor)).spec
+    x, places = reduced(copied(input, like)), reduced(copied(grid, like))
+    places = made_whole(places, (len(places.spec.dims) - 1,))
+    free = lambda axes, other: not any(a.mesh_dim in other for a in axes if a.sizes)  # noqa: E731
+    if free(x.spec.dims[0], _mesh_dims(places.spec)):
+        places = to_spec(places, places.spec.with_axes(0, x.spec.dims[0]))
+    used, (samples, *rows, _) = _mesh_dims(places.spec), places.spec.dims
+    channels = x.spec.dims[1] if free(x.spec.dims[1], used) else whole(x.spec.shape[1])
+    images = x.spec.with_dims([samples, channels, *[whole(n) for n in x.spec.shape[2:]]])
+    out = x.spec.with_dims([samples, channels, *rows])
+    parts: list[Tensor] = []
+    for operand, spec in ((x, images), (places, places.spec)):
+        part = local(to_spec(operand, spec))
+        for mesh_dim in sorted(_mesh_dims(out) - _mesh_dims(spec)):  # each rank uses its copy with another part
+            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
+        parts.append(part)
+    y = func(*parts, *args, **kwargs) if out.local_shape.numel() else no_outputs(parts[0], out.local_shape, parts[1])
+    return wrap(y, out)
+
+
+def _mesh_dims(spec):
+    """The mesh dimensions that split a tensor."""
+    return {axis.mesh_dim for axes in spec.dims for axis in axes if axis.sizes is not None}
 
 
 @rule(*named("pad"))

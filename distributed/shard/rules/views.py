@@ -1,23 +1,33 @@
-"""Views: reshape and reorder dimensions by regrouping their axes. Nothing is communicated."""
+"""Views: reshape and reorder dimensions by regrouping their axes.
+
+Nothing is communicated, except where a new shape would break up the ranks' pieces: windows of 4 rows in pieces of 6 and
+10. Then the tensor is first cut at the nearest multiples, 8 and 8, and stays so: one all-to-all.
+"""
 
 # mypy: disable-error-code="attr-defined"
 # (mypy takes Tensor.mT for a value of the class; it is a descriptor)
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distributed.collectives import Sizes
+from distributed.shard.redistribute import recut
 from distributed.shard.spec import Axes, Axis, Spec, merged, whole
-from distributed.shard.tensor import ShardTensor, dispatch, global_shape, named, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, global_shape, local, named, no_rule, rule, wrap
+
+Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
 
-def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | None:
+def regrouped(axes: Iterable[Axis], shape: Sequence[int], cut: Cut) -> tuple[Axes, ...] | None:
     """The axes of each dimension of a new `shape` with the same elements in the same order.
 
-    Returns None if the new shape would break up a piece of a split axis.
+    If the new shape breaks up pieces of a split axis, `cut` receives the sizes that its pieces must have. Returns None
+    if no sizes would do.
     """
     left, dims = list(axes)[::-1], []
     for size in shape:
@@ -34,10 +44,10 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | 
                 missing //= axis.size
             elif axis.size and axis.size % missing == 0:
                 inner = axis.size // missing
-                if axis.sizes is not None and any(n % inner for n in axis.sizes):
-                    return None
-                sizes = axis.sizes and tuple(n // inner for n in axis.sizes)
-                taken.append(Axis(missing, axis.mesh_dim, sizes))
+                sizes = axis.sizes and _multiples(axis.sizes, inner)
+                if sizes is not None and sizes != axis.sizes:
+                    cut[axis.mesh_dim] = sizes
+                taken.append(Axis(missing, axis.mesh_dim, sizes and tuple(n // inner for n in sizes)))
                 left.append(Axis(inner))
                 missing = 1
             else:
@@ -50,26 +60,56 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | 
     return tuple(merged(taken) for taken in dims)
 
 
-def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> Spec:
-    """The spec of x in a new global shape. One size may be -1."""
+def _multiples(sizes, n):
+    """The sizes nearest to `sizes` that are multiples of n."""
+    return tuple([b - a for a, b in pairwise([0, *[(end + n // 2) // n * n for end in accumulate(sizes)]])])
+
+
+def _regrouped_behind(dims, shape, at, cut):
+    """Regroup the dimensions in front of dimension `at`, which has elements ahead, and all others behind it."""
+    front = math.prod([axis.size for axes in dims[:at] for axis in axes])
+    place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == front and shape[i] != 1), None)
+    axes, behind = [axis for axes in dims[at:] for axis in axes], [axis for axes in dims[at + 1 :] for axis in axes]
+    if place is None or any(axis.sizes is not None for axis in behind):
+        return None
+    inner, ahead = math.prod(shape[place + 1 :]), axes[0].ahead * math.prod([axis.size for axis in behind])
+    outer = math.prod([axis.size for axis in axes]) // max(inner, 1)
+    new = regrouped([axes[0]._replace(ahead=0), *axes[1:]], (outer, *shape[place + 1 :]), cut)
+    before = regrouped([axis for axes in dims[:at] for axis in axes], shape[:place], cut)
+    if before is None or new is None or not new[0] or cut or ahead % inner or outer + ahead // inner != shape[place]:
+        return None
+    return (*before, (new[0][0]._replace(ahead=ahead // inner), *new[0][1:]), *new[1:])
+
+
+def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spec, Cut]:
+    """The spec of x in a new global shape, and the sizes in which it must be cut before. One size may be -1."""
+    cut: Cut = {}
     spec = x.spec
     if -1 in shape:
         known = -math.prod(shape)
         shape[shape.index(-1)] = spec.shape.numel() // known if known else 0
     if math.prod(shape) != spec.shape.numel():
         raise RuntimeError(f"shape '{shape}' is invalid for input of size {spec.shape.numel()}")
-    dims = regrouped([axis for axes in spec.dims for axis in axes], shape)
+    at = next((d for d, axes in enumerate(spec.dims) if axes and axes[0].ahead), None)
+    if at is None:
+        dims = regrouped([axis for axes in spec.dims for axis in axes], shape, cut)
+    else:
+        dims = _regrouped_behind(spec.dims, shape, at, cut)
     if dims is None:
         raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
-    return spec.with_dims(dims)
+    return spec.with_dims(dims), cut
 
 
 def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
     """The tensor in a new global shape. One size may be -1."""
     shape = tuple(shape)
-    new = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
-    out = x.view(new.local_shape) if func == Tensor.view else x.reshape(new.local_shape)
-    return wrap(out, new)
+    return in_spec(func, x, *x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape))))
+
+
+def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
+    """The tensor in a new spec, after it is cut in other sizes; see reshaped_spec."""
+    part = recut(local(x), x.spec, cut)[0] if cut else x
+    return wrap(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
@@ -97,11 +137,13 @@ def ravel(func: Callable, input: ShardTensor) -> ShardTensor:
 @rule(*named("flatten"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
-    count = len(x.spec.dims)
-    if not count:
-        return reshaped(func, x, (1,))
-    start, end, shape = start_dim % count, end_dim % count, x.spec.shape
-    return reshaped(func, x, (*shape[:start], shape[start : end + 1].numel(), *shape[end + 1 :]))
+
+    def flattened():
+        shape = list(x.spec.shape) or [1]
+        start, end = start_dim % len(shape), end_dim % len(shape)
+        return reshaped_spec(func, x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+    return in_spec(func, x, *x.spec.derived(("flatten", start_dim, end_dim), flattened))
 
 
 @rule(*named("unflatten"))
@@ -140,7 +182,7 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
     return wrap(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
 
 
-@rule(Tensor.mT.__get__, *named("t", "adjoint"))
+@rule(Tensor.mT.__get__, *named("t"))
 def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     """Swap the last two dimensions; a vector stays as it is. t() accepts at most two dimensions."""
     count = len(input.spec.dims)
@@ -155,12 +197,21 @@ def reversed_dims(func: Callable, input: ShardTensor) -> ShardTensor:
     return permute(func, input, tuple(range(len(input.spec.dims)))[::-1])
 
 
-@rule(Tensor.H.__get__, Tensor.mH.__get__)
+@rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))
 def conjugate_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
-    """The transpose, for real numbers only."""
-    if input.is_complex():
-        raise no_rule(func, (input,), {}, "complex numbers")
-    return transpose(func, input, -2, -1)
+    """The transpose, of conjugate numbers."""
+    return dispatch(torch.conj, transpose(func, input, -2, -1))
+
+
+@rule(*named("view_as_real", "view_as_complex"))
+def complex_view(func: Callable, input: ShardTensor) -> ShardTensor:
+    """Complex numbers as a last dimension of 2, which must be whole, and back."""
+    spec = input.spec
+    if func is torch.view_as_real:
+        return wrap(func(input.resolve_conj()), spec.with_dims((*spec.dims, whole(2))))
+    if spec.is_split(-1):
+        raise no_rule(func, (input,), {}, "the last dimension is split")
+    return wrap(func(input), spec.with_dims(spec.dims[:-1]))
 
 
 @rule(*named("movedim", "moveaxis"))

@@ -1,0 +1,182 @@
+"""Operations along one dimension, alike for all others: sorting, cumulative products, Fourier transforms.
+
+Where that dimension is whole, each rank computes its part and nothing is communicated. A split one is made whole: its
+split moves to another dimension by one all-to-all, and moves back if the result has rows to split.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from distributed.halo import Fetch, bounds
+from distributed.shard.redistribute import sizes_over
+from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept_dims
+from distributed.shard.rules.windows import Window, no_outputs
+from distributed.shard.spec import Spec, whole
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    local,
+    named,
+    no_rule,
+    one_axis,
+    redistributed,
+    reduced,
+    rule,
+    wrap,
+)
+
+# {name: (position of dim among the arguments, its default; None: all dimensions)}
+ALONG: dict[str, tuple[int, Dims]] = {
+    "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0), "topk": (2, -1), "kthvalue": (2, -1), "mode": (1, -1),
+    "median": (1, None), "nanmedian": (1, None), "quantile": (2, None), "nanquantile": (2, None), "cumprod": (1, None),
+    "logcumsumexp": (1, None), "cummax": (1, None), "cummin": (1, None), "glu": (1, -1), "unique": (9, None),
+    "unique_consecutive": (9, None), "aminmax": (9, None),
+}  # fmt: skip
+
+
+def made_whole(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
+    """The tensor with whole dims: another dimension, the longest whole one, is split instead.
+
+    Costs one all-to-all for each mesh dimension that splits dims, or one all-gather if there is no other dimension.
+    """
+    x, dims = reduced(x), tuple(dims)
+    for m, placement in enumerate(x.spec.placements):
+        if isinstance(placement, Shard) and placement.dim in dims:
+            free = [d for d, n in enumerate(x.spec.shape) if d not in dims and not x.spec.is_split(d) and n > 1]
+            target: Placement = Shard(max(free, key=x.spec.shape.__getitem__)) if free else Replicate()
+            x = redistributed(x, [target if i == m else p for i, p in enumerate(x.spec.placements)])
+    return x
+
+
+def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
+    """The tensor split as one of as many dimensions was, in the same sizes where the dimensions are as long."""
+    if y.spec.placements == before.placements:
+        return y
+    sizes = {}
+    for m, placement in enumerate(before.placements):
+        if isinstance(placement, Shard) and y.spec.shape[placement.dim] == before.shape[placement.dim]:
+            sizes[m] = sizes_over(before, m)
+    return redistributed(y, before.placements, sizes)
+
+
+def on_parts(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any]) -> Any:
+    """compute(local part of x), whose dims are whole, as ShardTensors with x's split of the other dimensions.
+
+    A result has all dimensions of x, perhaps with other sizes of dims, or it lacks dims. A rank without elements
+    computes with a placeholder, because many functions reject empty tensors.
+    """
+    part, spec = local(x), x.spec
+    empty = [d for d, n in enumerate(part.shape) if n == 0 and d not in dims]
+    out = compute(part.sum(empty, keepdim=True, dtype=part.dtype) if empty else part)
+
+    def wrapped(y: Tensor) -> ShardTensor:
+        keepdim = y.dim() == part.dim()
+        if len(dims) == part.dim():
+            return wrap(y, spec.with_dims(map(whole, y.shape)))
+        for d in empty:
+            y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
+        found = kept_dims(spec, dims, keepdim)
+        return wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in enumerate(found)]))
+
+    if isinstance(out, Tensor):
+        return wrapped(out)
+    found = [wrapped(y) for y in out]
+    return tuple(found) if type(out) in (tuple, list) else type(out)(found)
+
+
+@rule(*named(*ALONG))
+def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    """The functions of ALONG. Without dim they see the whole tensor, which every rank gathers."""
+    kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if "out" in kwargs or any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
+        raise no_rule(func, (input, *args), kwargs, "of two ShardTensors, or with out=")
+    place, dim = ALONG[func.__name__]
+    dim = kwargs.get("dim", args[place - 1] if len(args) >= place else dim)
+    dims = dims_of(input.spec, dim)
+    out = on_parts(made_whole(input, dims), dims, lambda part: func(part, *args, **kwargs))
+    back = lambda y: as_before(y, input.spec) if y.spec.shape == input.spec.shape else y  # noqa: E731
+    if isinstance(out, ShardTensor):
+        return back(out)
+    return tuple(map(back, out)) if type(out) is tuple else type(out)(list(map(back, out)))
+
+
+@rule(*named("quantile", "nanquantile"))
+def quantile(func: Callable, input: ShardTensor, q: Any, *args: Any, **kwargs: Any) -> ShardTensor:
+    """One quantile, or several as a new first dimension."""
+    if isinstance(q, Tensor) and q.dim():
+        return dispatch(torch.stack, [along(func, input, each, *args, **kwargs) for each in q.unbind()])
+    return along(func, input, q, *args, **kwargs)
+
+
+@rule(torch.gradient)
+def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims = None, edge_order: int = 1) -> list:
+    """Central differences along each of the dimensions."""
+    dims = dims_of(input.spec, dim)
+    steps = spacing if isinstance(spacing, list | tuple) else [spacing] * len(dims)
+    found = []
+    for d, step in zip(dims, steps, strict=True):
+        step = (step,) if isinstance(step, Tensor) else step
+        central = partial(torch.gradient, spacing=step, dim=d, edge_order=edge_order)
+        (y,) = on_parts(made_whole(input, (d,)), (d,), central)
+        found.append(as_before(y, input.spec))
+    return found
+
+
+@rule(Tensor.unfold)
+def unfold(func: Callable, input: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
+    """Windows of a dimension, whose rows become the last dimension: each rank fetches the rows of its windows."""
+    x, dim = reduced(input), dimension % len(input.spec.dims)
+    spec, part, window = x.spec, local(x), Window(size, step)
+    count = window.length(spec.shape[dim])
+    if not spec.is_split(dim) or count < 1:  # the plain function says what is wrong
+        return wrap(part.unfold(dim, size, step), spec.with_dims((*spec.resized({dim: count}).dims, whole(size))))
+    one_axis(func, x, dim)  # or no rule
+    sizes, group = spec.shares(dim)
+    cut = window.output_sizes(sizes, count)
+    part = Fetch(part, dim, sizes, [window.interval(*b) for b in bounds(cut)], group, fill=None).rows()
+    out = spec.with_dims((*spec.resized({dim: cut}).dims, whole(size)))
+    return wrap(part.unfold(dim, size, step) if cut[group.rank] else no_outputs(part, out.local_shape), out)
+
+
+FOURIER = [getattr(torch.fft, i + r + "fft" + n) for i in ("", "i") for r in ("", "r") for n in ("", "2", "n")]
+
+
+@rule(*FOURIER)
+def fourier(
+    func: Callable, input: ShardTensor, s: Any = None, dim: Dims = None, norm: str | None = None, **keywords: Any
+) -> ShardTensor:
+    """Fourier transforms of one or more dimensions: two all-to-alls for each that is split.
+
+    The last dimension of a real transform comes first, that of the inverse last.
+    """
+    if "out" in keywords:
+        raise no_rule(func, (input,), keywords, "out= is not supported")
+    name, s = func.__name__.removeprefix("fft_"), keywords.get("n", s)
+    if name.endswith("fft"):
+        s, dim = None if s is None else (s,), -1 if dim is None else dim
+    if dim is None:
+        dim = (-2, -1) if name.endswith("2") else range(-len(s or input.spec.shape), 0)
+    dims, real, inverse = dims_of(input.spec, dim), "rfft" in name, name.startswith("i")
+    lengths = [None if n == -1 else n for n in s] if s is not None else [None] * len(dims)
+    steps = list(zip(dims, lengths, strict=True))
+    last = torch.fft.irfft if inverse else torch.fft.rfft
+    other = torch.fft.ifft if inverse else torch.fft.fft
+    x = input
+    for i, (d, n) in enumerate(steps if inverse else steps[::-1]):
+        single = last if real and i == (len(steps) - 1 if inverse else 0) else other
+        y = on_parts(made_whole(x, (d,)), (d,), partial(single, n=n, dim=d, norm=norm))
+        x = as_before(y, x.spec)
+    return x
+
+
+@rule(torch.fft.fftshift, torch.fft.ifftshift)
+def fourier_shift(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
+    """Roll the frequency 0 to the middle, and back."""
+    dims, shape = dims_of(input.spec, dim), input.spec.shape
+    shifts = [shape[d] // 2 if func is torch.fft.fftshift else -(shape[d] // 2) for d in dims]
+    return dispatch(torch.roll, input, shifts, dims)
