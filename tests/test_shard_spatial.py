@@ -152,8 +152,6 @@ def check_refusals():
     for refused, why in (
         (lambda: F.max_pool2d(image, 2, return_indices=True), "return_indices"),
         (lambda: F.adaptive_max_pool2d(image, 2, return_indices=True), "return_indices"),
-        (lambda: F.interpolate(image, scale_factor=2, mode="bicubic"), "mode 'bicubic'"),
-        (lambda: F.interpolate(image, scale_factor=2, mode="bilinear", antialias=True), "with antialias"),
         (lambda: F.conv2d(channels, weight), "channels are split"),
         (lambda: F.conv1d(tokens, weight[0]), r"product of axes \[8, 6\]"),
         (lambda: F.pad(tokens, (1, 1)), r"product of axes \[8, 6\]"),

@@ -116,8 +116,10 @@ def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *ar
 def backward_of(func: Callable, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """Run the backward pass of several tensors, as reentrant checkpointing does. grad_tensors: split as these are."""
     tensors, grads = ([x] if isinstance(x, Tensor) else x for x in (tensors, grad_tensors))
+    with torch.enable_grad():  # a view without a graph has no backward pass
+        tensors = [local(x) for x in tensors]
     with torch._C._EnableTorchFunction():
-        func([local(x) for x in tensors], grads and [local(x) for x in grads], *args, **kwargs)
+        func(tensors, grads and [local(x) for x in grads], *args, **kwargs)
 
 
 @rule(*named("requires_grad_"))
