@@ -3,6 +3,7 @@
 import pytest
 
 import train_mp
+from tests.support.compilation import TRACED
 from tests.support.layout_parity import check_training
 from tests.test_domain_parallel import SIZES
 from utils.errors import UsageError
@@ -29,7 +30,7 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, model, layout):
 
 def test_neighborhood_blocks_are_recomputed_and_compiled_on_tiles(ranks, tiny_config):
     extra = {"activation_checkpointing": "full", "enable_jit": True}
-    check_training(ranks, tiny_config, LAYOUTS["domain2x2"], MODELS["neighborhood"], steps=4, **extra)
+    check_training(ranks, tiny_config, LAYOUTS["domain2x2"], MODELS["neighborhood"], 4, TRACED, **extra)
 
 
 @pytest.mark.parametrize("model", MODELS)

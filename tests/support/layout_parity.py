@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from distributed.collectives import shard
 from distributed.global_view import global_view, take_parts
 from distributed.shard_tensor import wrap
+from tests.support.compilation import GENERATED, compile_by
 from tests.test_data_parallel import train as train_data_parallel
 from tools.instruments.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
@@ -41,9 +42,13 @@ def train_steps(step, config, start, stop):
     return comm.all_reduce(torch.stack(losses)) / comm.world_size()
 
 
-def train(config, steps=10):
-    """Losses, this rank's part of the weights: {name: (value, dim that is split over tp or None)}, tp rank and size."""
-    step, whole = build(config), {}
+def train(config, steps=10, backend=GENERATED):
+    """Losses, this rank's part of the weights: {name: (value, dim that is split over tp or None)}, tp rank and size.
+
+    backend: of torch.compile, where layers are compiled.
+    """
+    with compile_by(backend):
+        step, whole = build(config), {}
     losses, split = train_steps(step, config, 0, steps), step.parallel.split
     for name, p in step.parallel.model.named_parameters():
         value = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
@@ -93,13 +98,14 @@ def assert_serial(results, serial, tolerance=1e-5):
     assert seen == set(serial[1])
 
 
-def check_training(ranks, tiny_config, layout, options, steps=10, **extra):
+def check_training(ranks, tiny_config, layout, options, steps=10, backend=GENERATED, **extra):
     """Losses and weights are those of one device.
 
     layout: (number of ranks, its options). options: of the layout and of one device. extra: of the layout alone.
+    backend: of torch.compile.
     """
     size, own = layout
-    results = ranks(size, train, tiny_config(**options, **own, **extra), steps=steps)
+    results = ranks(size, train, tiny_config(**options, **own, **extra), steps, backend)
     assert_serial(results, train_serially(tiny_config, options, steps))
 
 
