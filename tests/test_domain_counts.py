@@ -50,9 +50,9 @@ def batch_of(config):
 
 
 def counted_step(config):
-    """(calls, bytes) of this rank in the third training step: of the forward pass, and of all that follows."""
+    """(calls, bytes) of this rank in a later training step: of the forward pass, and of all that follows."""
     step, (x, y) = build(config), batch_of(config)
-    for i in range(2):  # DDP has arranged its buckets
+    for i in range(4 if config.data_parallel == "ddp" else 2):  # DDP has arranged its buckets
         step(i, x, y)
     found = {"forward": Ledger(), "backward": Ledger()}
     for phase, messages in messages_of_a_step(step, x, y).items():

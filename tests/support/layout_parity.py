@@ -26,19 +26,24 @@ def build(config):
     return build_step(config, CPU)
 
 
-def own_part(batch, config):
-    """This rank's samples of a global batch, and its part of them."""
-    rows, columns = own_window(config.img_size, patch_size(config))
+def window_of(config):
+    """Rows and columns of images that this rank has."""
+    return own_window(config.img_size, patch_size(config))
+
+
+def own_part(batch, config, window=None):
+    """This rank's samples of a global batch, and its part of them. window: of the config, where it is known already."""
+    rows, columns = window or window_of(config)
     return batch[comm.get_rank("dp") :: comm.get_size("dp"), :, rows, columns]
 
 
 def train_steps(step, config, start, stop):
     """Losses of the steps from start to stop, averaged over the ranks; a step's batch is the same in every layout."""
-    random, losses = torch.Generator().manual_seed(1), []
+    random, losses, window = torch.Generator().manual_seed(1), [], window_of(config)
     for i in range(stop):
-        x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
+        batch = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
         if i >= start:
-            losses.append(step(i, own_part(x, config), own_part(y, config)))
+            losses.append(step(i, *(own_part(part, config, window) for part in batch)))
     return comm.all_reduce(torch.stack(losses)) / comm.world_size()
 
 
