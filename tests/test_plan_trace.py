@@ -57,7 +57,7 @@ DEEP = {
     "tp": "--depth=10 --tensor_parallel=4 --sequence_parallel",
     "cp": "--depth=6 --context_parallel=4 --cp_method=ring --data_parallel=zero2",
     "recomputed": "--depth=10 --activation_checkpointing=full --checkpointing_interval=2 --data_parallel=fsdp",
-    "pp": "--depth=10 --pipeline_parallel=2 --gradient_accumulation=4 --data_parallel=fsdp",
+    "pp": "--depth=10 --pipeline_parallel=2 --gradient_accumulation=2 --data_parallel=fsdp",
 }
 
 
