@@ -29,7 +29,7 @@ class History:
 
     def seconds_at(self, iteration: int) -> float:
         """Time in training steps up to an iteration: without validations, checkpoints and the start of processes."""
-        return float(self.steps["seconds"].loc[:iteration].sum())
+        return float(self.steps.loc[self.steps.index <= iteration, "seconds"].sum())
 
     def epoch_speeds(self) -> list[float]:
         """Samples/s in each epoch, without the first WARMUP_ITERATIONS steps, unless the run has no others."""
