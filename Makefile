@@ -24,7 +24,7 @@ setup: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS) $(FILES)
 
-test-all: .venv/installed-dev
+test-all: .venv/installed-dev .venv/installed-models
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(FILES)
 
 lint: .venv/installed-dev
@@ -68,4 +68,8 @@ clean:
 .venv/installed-dev: requirements-dev.txt requirements-era5.txt requirements-dali.txt .venv/installed
 	$(PIP) -r requirements-dev.txt -r requirements-era5.txt
 	$(PIP) -r requirements-dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
+	touch $@
+
+.venv/installed-models: requirements-models.txt .venv/installed
+	$(PIP) -r requirements-models.txt || echo "no public models for this machine: their tests will be skipped"
 	touch $@

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.data_parallel import sharded_units
+from tests.support.compilation import GENERATED, TRACED, compile_by
 from tests.support.marks import slow_but
 from tools.instruments.assembly import build_step
 from tools.instruments.counting import CollectiveCounter
@@ -32,9 +33,13 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(config, steps=STEPS):
-    """Losses, averaged over the ranks, and the whole weights after some steps over the same global batches."""
-    model, step = build(config)
+def train(config, steps=STEPS, backend=GENERATED):
+    """Losses, averaged over the ranks, and the whole weights after some steps over the same global batches.
+
+    backend: of torch.compile, where layers are compiled.
+    """
+    with compile_by(backend):
+        model, step = build(config)
     random, losses = torch.Generator().manual_seed(1), []
     for i in range(steps):
         x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
@@ -75,7 +80,7 @@ def assert_nearly_same_training(results, serial, config, tolerance):
 
 
 # Adam divides by the root of a gradient's square: where a gradient is rounding noise alone, its sign decides.
-PARITY = {"global_batch_size": 12, "depth": 3, "optimizer": "AdamW", "num_iters": 50}
+PARITY = {"global_batch_size": 12, "depth": 2, "optimizer": "AdamW", "num_iters": 50}
 VARIANTS = {
     "plain": {},
     "accumulation": {"gradient_accumulation": 3},
@@ -120,11 +125,11 @@ ON_FOUR_RANKS = pytest.mark.slow("sharded parameters on four ranks, also in grou
 SHARDED = [("zero2", 2), ("fsdp", 2), *(pytest.param(s, 4, marks=ON_FOUR_RANKS) for s in ("fsdp", "hsdp"))]
 
 
-def check_options(ranks, tiny_config, strategy, size, options):
+def check_options(ranks, tiny_config, strategy, size, options, backend=GENERATED):
     serial = train_alone(tiny_config, PARITY)
     dp_shard = 2 if strategy == "hsdp" else None
     config = tiny_config(**PARITY, **options, data_parallel=strategy, dp_shard=dp_shard)
-    assert_same_training(ranks(size, train, config), serial)
+    assert_same_training(ranks(size, train, config, backend=backend), serial)
 
 
 @pytest.mark.parametrize("variant", SHARDED_OPTIONS)
@@ -137,7 +142,13 @@ def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, stra
 @pytest.mark.parametrize("variant", COMPILED_OPTIONS)
 @pytest.mark.parametrize(("strategy", "size"), SHARDED)
 def test_compiled_blocks_with_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
-    check_options(ranks, tiny_config, strategy, size, COMPILED_OPTIONS[variant])
+    check_options(ranks, tiny_config, strategy, size, COMPILED_OPTIONS[variant], TRACED)
+
+
+@pytest.mark.slow("the code that is generated for layers whose gradients are reduced in buckets, or that are gathered")
+@pytest.mark.parametrize(("strategy", "variant"), [("ddp", "compiled blocks"), ("fsdp", "compiled, recomputed")])
+def test_generated_code_changes_no_number(ranks, tiny_config, strategy, variant):
+    check_options(ranks, tiny_config, strategy, 2, COMPILED_OPTIONS[variant])
 
 
 IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in buckets")
@@ -148,8 +159,7 @@ IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in bu
 )
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, strategy, options):
-    serial = train_alone(tiny_config, PARITY)
-    assert_same_training(ranks(2, train, tiny_config(**PARITY, **options, data_parallel=strategy)), serial)
+    check_options(ranks, tiny_config, strategy, 2, options, TRACED)
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "hsdp"])

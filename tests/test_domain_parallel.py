@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.compilation import TRACED
 from tests.support.layout_parity import (
     COMPILED,
     CPU,
@@ -78,14 +79,19 @@ def test_recomputed_activations_change_no_number(ranks, tiny_config, layout):
 
 
 def test_a_compiled_block_changes_no_number(ranks, tiny_config):
-    check_training(ranks, tiny_config, LAYOUTS["domain2"], SIZES | {"depth": 1}, steps=4, **COMPILED)
+    check_training(ranks, tiny_config, LAYOUTS["domain2"], SIZES | {"depth": 1}, 4, TRACED, **COMPILED)
 
 
 @pytest.mark.slow("compiled layers in other layouts: tiles, the ring, tensor parallelism and sharded weights")
 @pytest.mark.parametrize("extra", [COMPILED, RECOMPUTED | COMPILED], ids=["compiled", "recomputed, compiled"])
 @pytest.mark.parametrize("layout", SEVERAL)
 def test_compiled_layers_change_no_number(ranks, tiny_config, layout, extra):
-    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **extra)
+    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, backend=TRACED, **extra)
+
+
+@pytest.mark.slow("the code that is generated for layers of split images")
+def test_generated_code_changes_no_number(ranks, tiny_config):
+    check_training(ranks, tiny_config, LAYOUTS["domain2"], SIZES | {"depth": 1}, **COMPILED)
 
 
 def test_a_fused_optimizer_takes_split_and_sharded_parameters(ranks, tiny_config):

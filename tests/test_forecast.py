@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 import xarray
+from matplotlib.figure import Figure
 from PIL import Image
 
 import forecast
 import train
+import training.pictures
 from tests.conftest import TINY
 from tests.support import programs
 from tools.checkpoint import load_weights
+from tools.forecasting import skill_report
 from tools.forecasting.rollout import LeadTimeSkill, own_batches
 from tools.forecasting.trained_run import run_config
 from training.model import build_model
@@ -56,6 +59,30 @@ def run(settings):
     """The folder of a tiny trained run."""
     train.main(words_of(settings))
     return settings["expdir"] / "quick/00"
+
+
+@contextlib.contextmanager
+def no_pictures():
+    """Forecasts draw nothing: drawing takes longer than all the rest."""
+    with (
+        unittest.mock.patch.object(skill_report, "skill_figure", lambda *_: Figure()),
+        unittest.mock.patch.object(skill_report, "lead_time_figure", lambda *_: Figure()),
+        unittest.mock.patch.object(skill_report, "animate", lambda *_: None),
+    ):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pictures():
+    with no_pictures():
+        yield
+
+
+@pytest.fixture(name="pictures")
+def _pictures(monkeypatch):
+    """Forecasts of this test draw pictures."""
+    for name in ("skill_figure", "lead_time_figure", "animate"):
+        monkeypatch.setattr(skill_report, name, getattr(training.pictures, name))
 
 
 def forecast_of(run, out, *words):
@@ -141,6 +168,7 @@ def outcome(words):
         unittest.mock.patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}),
         unittest.mock.patch.object(comm, "init", return_value=torch.device("cpu")),
         contextlib.redirect_stderr(said),
+        no_pictures(),
         pytest.raises(SystemExit) as end,
     ):
         run_main(lambda: forecast.main(words))
@@ -245,7 +273,7 @@ def test_several_files_open_as_one_and_as_a_zarr_store(run, tmp_path, capsys):
     assert not (tmp_path / "forecast.zarr").exists() and len(list(tmp_path.glob("*.nc"))) == 1  # the earlier went
 
 
-def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(run, tmp_path):
+def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(pictures, run, tmp_path):
     forecast_of(run, tmp_path, "--lead_hours", 30, "--starts", 1, "--channel", "t2m", "--skill_only")
     assert Image.open(tmp_path / "t2m.gif").n_frames == 5
     for name in ("t2m.png", "skill.png"):
@@ -335,7 +363,7 @@ def test_a_classifier_forecasts_nothing(run, tmp_path):
         forecast.main(["--run", str(tmp_path)])
 
 
-def test_fewer_channels_out_than_in_allow_one_step(settings, tmp_path):
+def test_fewer_channels_out_than_in_allow_one_step(pictures, settings, tmp_path):
     train.main(words_of(settings | {"n_out_channels": 3, "num_iters": 2, "warmup": 0, "expdir": tmp_path}))
     run = tmp_path / "quick/00"
     with pytest.raises(UsageError, match="takes 20 channels and forecasts 3, not enough for a second step"):

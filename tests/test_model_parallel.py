@@ -6,6 +6,7 @@ import unittest.mock
 import pytest
 import torch
 
+from tests.support.compilation import TRACED
 from tests.support.layout_parity import (
     COMPILED,
     CPU,
@@ -27,7 +28,7 @@ from weather.dataset import FieldDataset
 SIZES = {
     "img_size": [36, 40],
     "num_heads": 4,
-    "depth": 4,
+    "depth": 2,
     "global_batch_size": 8,
     "optimizer": "AdamW",
     "num_iters": 50,
@@ -83,6 +84,11 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def sizes(name):
+    """Options of a layout, or of a chain of them, and of one device: a block for each of up to four stages."""
+    return SIZES | {"depth": 4 if "pp" in name else 2}
+
+
 # Each kind of parallelism with each of its methods and schedules, and beside each of the others.
 QUICK = [
     "tp2", "tp2 sequence", "tp2 dtensor", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x cp2", "tp2 x dp2, dp adjacent",
@@ -92,7 +98,7 @@ QUICK = [
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other combinations of the same"))
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES)
+    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout))
 
 
 CLIPPED = [
@@ -102,7 +108,7 @@ CLIPPED = [
 
 @pytest.mark.parametrize("layout", slow_but(["tp2 dtensor", "tp2 x fsdp", "pp2"], CLIPPED, "the norm in other layouts"))
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES | {"clip_grad_norm": 0.05}, steps=4)
+    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout) | {"clip_grad_norm": 0.05}, steps=4)
 
 
 MIXED = ["tp2", "tp2 sequence", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x fsdp", "pp2"]
@@ -111,12 +117,12 @@ MIXED = ["tp2", "tp2 sequence", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x fsdp
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", slow_but(["tp2 x fsdp", "pp2"], MIXED, "half precision in other layouts"))
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
-    check_mixed_precision(ranks, tiny_config, LAYOUTS[layout], SIZES, amp_mode)
+    check_mixed_precision(ranks, tiny_config, LAYOUTS[layout], sizes(layout), amp_mode)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2 dtensor x fsdp"])
 def test_a_fused_optimizer_takes_what_a_rank_holds(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, enable_fused=True)
+    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout), enable_fused=True)
 
 
 def test_a_fused_optimizer_takes_what_the_scaler_of_several_ranks_found(ranks, tiny_config):
@@ -128,13 +134,18 @@ SEVERAL = ["tp2", "tp2 sequence", "cp3", "tp2 x fsdp", "pp2"]
 
 @pytest.mark.parametrize("layout", slow_but(["tp2 sequence", "pp2"], SEVERAL, "recomputation in other layouts"))
 def test_recomputed_activations_change_no_number(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **RECOMPUTED)
+    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout), **RECOMPUTED)
 
 
 @pytest.mark.slow("compiled layers of models that are split by tensor, context and pipeline parallelism")
 @pytest.mark.parametrize("layout", SEVERAL)
 def test_compiled_layers_change_no_number(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], SIZES, **COMPILED)
+    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout), backend=TRACED, **COMPILED)
+
+
+@pytest.mark.slow("the code that is generated for layers of split models")
+def test_generated_code_changes_no_number(ranks, tiny_config):
+    check_training(ranks, tiny_config, LAYOUTS["tp2 x fsdp"], SIZES, **COMPILED)
 
 
 def batches_read(config):
@@ -229,8 +240,8 @@ WHOLE = pytest.mark.slow("the same where every rank has all tokens")
     ],
 )
 def test_shared_weights_stay_equal_to_the_bit(ranks, tiny_config, options):
-    config = tiny_config(**SIZES | {"num_iters": 200, "img_size": [16, 32]}, tensor_parallel=2, **options)
-    (_, one), (_, other) = ranks(2, losses_and_shared_weights, config, 200)
+    config = tiny_config(**SIZES | {"img_size": [16, 32]}, tensor_parallel=2, **options)
+    (_, one), (_, other) = ranks(2, losses_and_shared_weights, config, 50)
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
 
@@ -268,4 +279,4 @@ CHAINS = {
 @pytest.mark.parametrize("chain", slow_but(list(CHAINS)[:1], CHAINS, "other layouts before and after a checkpoint"))
 def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
     layouts = LAYOUTS | OTHERS
-    check_chain(ranks, tiny_config, [layouts[name] for name in CHAINS[chain]], SIZES, tmp_path)
+    check_chain(ranks, tiny_config, [layouts[name] for name in CHAINS[chain]], sizes(chain), tmp_path)

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 import train_mp
 from distributed.global_view import global_view
+from tests.support.compilation import TRACED
 from tests.support.layout_parity import build, check_training, train_steps
 from tests.test_domain_parallel import SIZES
 from training.checkpoint import collect_state
@@ -58,7 +59,8 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, model, layout):
 
 def test_neighborhood_blocks_are_recomputed_and_compiled_on_tiles(ranks, tiny_config):
     extra = {"activation_checkpointing": "full", "enable_jit": True}
-    check_training(ranks, tiny_config, LAYOUTS["domain2x2"], MODELS["neighborhood"], steps=4, **extra)
+    options = MODELS["neighborhood"] | {"depth": 1}
+    check_training(ranks, tiny_config, LAYOUTS["domain2x2"], options, 4, TRACED, **extra)
 
 
 @pytest.mark.parametrize("model", MODELS)

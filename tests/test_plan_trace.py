@@ -53,11 +53,11 @@ def test_the_published_failure_does_not_fit_and_tensor_parallelism_does():
 
 
 DEEP = {
-    "fsdp": "--data_parallel=fsdp",
-    "tp": "--tensor_parallel=4 --sequence_parallel",
-    "cp": "--context_parallel=4 --cp_method=ring --data_parallel=zero2",
-    "recomputed": "--activation_checkpointing=full --checkpointing_interval=2 --data_parallel=fsdp",
-    "pp": "--pipeline_parallel=2 --gradient_accumulation=4 --data_parallel=fsdp",
+    "fsdp": "--depth=6 --data_parallel=fsdp",
+    "tp": "--depth=10 --tensor_parallel=4 --sequence_parallel",
+    "cp": "--depth=6 --context_parallel=4 --cp_method=ring --data_parallel=zero2",
+    "recomputed": "--depth=10 --activation_checkpointing=full --checkpointing_interval=2 --data_parallel=fsdp",
+    "pp": "--depth=10 --pipeline_parallel=2 --gradient_accumulation=2 --data_parallel=fsdp",
 }
 
 
@@ -68,7 +68,7 @@ MORE = pytest.mark.slow("extrapolation in depth of every kind of parallelism")
     "words", [pytest.param(words, marks=[MORE] * (name != "cp"), id=name) for name, words in DEEP.items()]
 )
 def test_a_few_blocks_tell_of_many(words, monkeypatch):
-    config, layout = settings("config/mp.yaml", f"--config=mp --depth=10 {words}", 8)
+    config, layout = settings("config/mp.yaml", f"--config=mp {words}", 8)
     few = trace_step(config, layout)
     monkeypatch.setattr("tools.planner.trace.MOST", 99)
     for short, whole in zip(few, trace_step(config, layout), strict=True):

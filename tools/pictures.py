@@ -53,12 +53,13 @@ def finish(axes: Axes, **labels: Any) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize="small", frameon=False)
 
 
-def write_bars(path: str | Path, title: str, labels: Sequence[str], values: Sequence[float], unit: str) -> None:
-    """A horizontal bar chart with the value at each bar."""
-    figure, (axes,) = panels(labels)
-    bars = axes.barh(range(len(labels)), values, color=COLORS[0])
-    axes.bar_label(bars, fmt="%.3g", padding=3)
+def bars(
+    labels: Sequence[str], values: Sequence[float], unit: str, color: Any = COLORS[0], row: float = 0.4, title: str = ""
+) -> Figure:
+    """A horizontal bar chart with the value at each bar, the first one on top. color: one, or one for each bar."""
+    figure, (axes,) = panels(labels, row=row)
+    axes.bar_label(axes.barh(range(len(labels)), values, color=color), fmt="%.3g", padding=3)
     axes.margins(x=0.12)
     axes.set(title=title, xlabel=unit)
     axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
+    return figure

@@ -1,12 +1,12 @@
 """Tables, CSV and JSON of benchmarks."""
 
-import csv
 import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 
 from utils.files import whole_file
@@ -53,10 +53,8 @@ def in_mib(size: float | None) -> float | None:
 
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Write a file of CSV, whole or not at all: of each row the values with these names."""
-    with whole_file(Path(path)) as part, part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    with whole_file(Path(path)) as part:
+        pandas.DataFrame(rows, columns=list(names), dtype=object).to_csv(part, index=False)
 
 
 def write_json(path: str | Path, result: Any) -> None:

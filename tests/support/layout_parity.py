@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from distributed.collectives import shard
 from distributed.global_view import global_view, take_parts
 from distributed.shard_tensor import wrap
+from tests.support.compilation import GENERATED, compile_by
 from tests.test_data_parallel import train as train_data_parallel
 from tools.instruments.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
@@ -25,25 +26,34 @@ def build(config):
     return build_step(config, CPU)
 
 
-def own_part(batch, config):
-    """This rank's samples of a global batch, and its part of them."""
-    rows, columns = own_window(config.img_size, patch_size(config))
+def window_of(config):
+    """Rows and columns of images that this rank has."""
+    return own_window(config.img_size, patch_size(config))
+
+
+def own_part(batch, config, window=None):
+    """This rank's samples of a global batch, and its part of them. window: of the config, where it is known already."""
+    rows, columns = window or window_of(config)
     return batch[comm.get_rank("dp") :: comm.get_size("dp"), :, rows, columns]
 
 
 def train_steps(step, config, start, stop):
     """Losses of the steps from start to stop, averaged over the ranks; a step's batch is the same in every layout."""
-    random, losses = torch.Generator().manual_seed(1), []
+    random, losses, window = torch.Generator().manual_seed(1), [], window_of(config)
     for i in range(stop):
-        x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
+        batch = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
         if i >= start:
-            losses.append(step(i, own_part(x, config), own_part(y, config)))
+            losses.append(step(i, *(own_part(part, config, window) for part in batch)))
     return comm.all_reduce(torch.stack(losses)) / comm.world_size()
 
 
-def train(config, steps=10):
-    """Losses, this rank's part of the weights: {name: (value, dim that is split over tp or None)}, tp rank and size."""
-    step, whole = build(config), {}
+def train(config, steps=10, backend=GENERATED):
+    """Losses, this rank's part of the weights: {name: (value, dim that is split over tp or None)}, tp rank and size.
+
+    backend: of torch.compile, where layers are compiled.
+    """
+    with compile_by(backend):
+        step, whole = build(config), {}
     losses, split = train_steps(step, config, 0, steps), step.parallel.split
     for name, p in step.parallel.model.named_parameters():
         value = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
@@ -93,13 +103,14 @@ def assert_serial(results, serial, tolerance=1e-5):
     assert seen == set(serial[1])
 
 
-def check_training(ranks, tiny_config, layout, options, steps=10, **extra):
+def check_training(ranks, tiny_config, layout, options, steps=10, backend=GENERATED, **extra):
     """Losses and weights are those of one device.
 
     layout: (number of ranks, its options). options: of the layout and of one device. extra: of the layout alone.
+    backend: of torch.compile.
     """
     size, own = layout
-    results = ranks(size, train, tiny_config(**options, **own, **extra), steps=steps)
+    results = ranks(size, train, tiny_config(**options, **own, **extra), steps, backend)
     assert_serial(results, train_serially(tiny_config, options, steps))
 
 

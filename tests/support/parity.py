@@ -73,7 +73,7 @@ def images(model, count=2, seed=2):
     return torch.randn(count, CHANNELS, rows, columns, generator=random)
 
 
-def check_parity(tp=1, cp=1, method="gather", sequence_parallel=False, grid=UNEVEN, steps=10, **changes):
+def check_parity(tp=1, cp=1, method="gather", sequence_parallel=False, grid=UNEVEN, steps=4, **changes):
     """Run on every rank: output, input gradient, all weight gradients, and the weights after Adam, are the serial ones.
 
     Returns the losses and a hash of the weights that are whole on every rank.

@@ -2,6 +2,8 @@
 
 import gc
 
+import torch._inductor.compile_fx  # noqa: F401  what the first compilation of every process would import
+
 from tests.support.pictures import draw_none
 
 draw_none()

@@ -18,9 +18,13 @@ import socket
 import sys
 import time
 import traceback
+from itertools import count
 from multiprocessing.connection import wait
 
 import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import forked
 
@@ -30,11 +34,16 @@ NAME = "rank of the tests"
 
 
 class Workers:
-    """Starts processes as they are asked for; a call uses the first ones, joined in a process group of that size."""
+    """Starts processes as they are asked for; a call uses the first ones, joined in a process group of that size.
+
+    Process groups are formed by way of one store in this process, each under a name of its own: a store for each of
+    them would be waited for half a second by the ranks that ask before it is there.
+    """
 
     def __init__(self):
         self.processes, self.pipes = [], []
         self.size = 0  # of the process group that they form now
+        self.store, self.names = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), count(1)
         atexit.register(self.close)
 
     def __call__(self, world_size, function, *args, timeout=PATIENCE_SECONDS, **kwargs):
@@ -42,13 +51,13 @@ class Workers:
         if self.processes and psutil.Process(self.processes[0].pid).num_threads() > MOST_THREADS:
             self.close()
         self._start(world_size)
-        port = free_port() if world_size != self.size else None
+        name = next(self.names) if world_size != self.size else None
         called = list(range(world_size))
         for rank, pipe in enumerate(self.pipes):
             if rank in called:
-                pipe.send_bytes(pickle.dumps((port, world_size, function, args, kwargs)))
-            elif port and rank < self.size:  # leaves the group that is given up
-                pipe.send_bytes(pickle.dumps((port, 1, None, (), {})))
+                pipe.send_bytes(pickle.dumps((name, world_size, function, args, kwargs)))
+            elif name and rank < self.size:  # leaves the group that is given up
+                pipe.send_bytes(pickle.dumps((name, 1, None, (), {})))
                 called.append(rank)
         self.size = world_size
         answers, problems = {}, []
@@ -74,7 +83,8 @@ class Workers:
         while len(self.processes) < count:
             ours, theirs = context.Pipe()
             number = len(self.processes)
-            process = context.Process(target=_serve, args=(number, theirs), name=f"{NAME} {number}", daemon=True)
+            serve = {"target": _serve, "args": (number, theirs, self.store.port)}
+            process = context.Process(**serve, name=f"{NAME} {number}", daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -105,9 +115,6 @@ def free_port():
 
 def leave_groups():
     """End all process groups but that of all ranks: each has threads of its own, which add up over the tests."""
-    import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
     if not dist.is_initialized():
         return
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
@@ -122,28 +129,24 @@ def leave_groups():
         gc.collect()  # models that refer to themselves keep their groups
 
 
-def _serve(rank, pipe):
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
+def _serve(rank, pipe, port):
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    patience = datetime.timedelta(seconds=PATIENCE_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
     while True:
         try:
-            join, world_size, function, args, kwargs = pickle.loads(pipe.recv_bytes())
+            name, world_size, function, args, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            if join:
+            if name:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                     _clear_sharding_prop_cache()  # DTensor would remember the old group
                 if world_size > 1:
-                    dist.init_process_group(
-                        "gloo", init_method=f"tcp://127.0.0.1:{join}", rank=rank, world_size=world_size,
-                        timeout=datetime.timedelta(seconds=PATIENCE_SECONDS),
-                    )  # fmt: skip
+                    own = dist.PrefixStore(str(name), store)
+                    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=patience)
             torch.manual_seed(0)
             answer = True, function(*args, **kwargs) if function else None
             leave_groups()

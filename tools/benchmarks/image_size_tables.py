@@ -1,9 +1,10 @@
 """Tables, CSV and picture of `benchmark.py domain`, from its rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from pandas import DataFrame, Series
 
 from tools import tables
 from tools.pictures import COLORS, save
@@ -19,31 +20,28 @@ TABLES = {  # title: (figure of a row, factor, format)
 }
 
 
+POINT = ["mode", "precision", "batch", "image"]
+PLACE = ["mode", "precision", "image", "layout", "devices_of_an_image", "ranks"]
+
+
 def print_tables(results: list[dict[str, Any]]) -> None:
     """A table of each figure, image sizes x layouts; with several batches, one of throughput."""
-    points: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for r in results:
-        points.setdefault((r["mode"], r["precision"], r["batch"], in_points(r["image"])), {})[r["layout"]] = r
-    points = dict(sorted(points.items(), key=lambda item: item[0][0]))  # forward, training; else as measured
-    layouts = list(next(iter(points.values())))
-    for title, (name, factor, spec) in TABLES.items():
-        rows = [
-            (*point, *(_cell(of_layout[layout], name, factor, spec) for layout in layouts))
-            for point, of_layout in points.items()
-            if name != "activations" or point[0] == "training"
-        ]
-        print_table(title, dict.fromkeys(("", "precision", "batch", "image", *layouts), ""), rows)
-    batches = list(dict.fromkeys(r["batch"] for r in results))
+    frame = DataFrame([r | {"image": in_points(r["image"])} for r in results], dtype=object)
+    frame = frame.sort_values("mode", kind="stable")  # forward, training; else as measured
+
+    def print_wide(title: str, heads: Iterable[str], keys: list[str], name: str, factor: float, spec: str) -> None:
+        shown = frame[frame["mode"] == "training"] if name == "activations" else frame
+        words = shown.apply(_cell, axis=1, args=(name, factor, spec))
+        rows = words.groupby([shown[key] for key in keys], sort=False).agg(list)
+        print_table(title, dict.fromkeys(heads, ""), [(*key, *cells) for key, cells in rows.items()])
+
+    for title, figure in TABLES.items():
+        print_wide(title, ("", *POINT[1:], *frame["layout"].unique()), POINT, *figure)
+    batches = frame["batch"].unique()
     if len(batches) > 1:
-        rows = [
-            (mode, precision, image, layout, r["devices_of_an_image"], r["ranks"],
-             *(_cell(points[mode, precision, n, image][layout], "images_per_sec", 1, ".2f") for n in batches))
-            for (mode, precision, batch, image), of_layout in points.items() if batch == batches[0]
-            for layout, r in of_layout.items()
-        ]  # fmt: skip
-        columns = ("", "precision", "image", "layout", "devices of an image", "all", *(f"batch {n}" for n in batches))
+        heads = ("", "precision", "image", "layout", "devices of an image", "all", *(f"batch {n}" for n in batches))
         title = "Throughput: images/s of all devices; batch: what those of one image take at a time"
-        print_table(title, dict.fromkeys(columns, ""), rows)
+        print_wide(title, heads, PLACE, "images_per_sec", 1, ".2f")
 
 
 def in_points(image: Sequence[int]) -> str:
@@ -51,7 +49,7 @@ def in_points(image: Sequence[int]) -> str:
     return " x ".join(map(str, image))
 
 
-def _cell(row: dict[str, Any], name: str, factor: float, spec: str) -> str:
+def _cell(row: Series, name: str, factor: float, spec: str) -> str:
     if row["out_of_memory"]:
         return "out of memory"
     return "-" if row[name] is None else format(row[name] * factor, spec)
@@ -66,24 +64,19 @@ def write_csv(path: str, figures: dict[str, Any]) -> None:
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Time and memory over the size of an image: a forward pass above, a training step below."""
-    results = figures["rows"]
+    frame = DataFrame(figures["rows"])
     figure = Figure(figsize=(11, 8), layout="constrained")
     grid = figure.subplots(2, 2, sharex=True)
-    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for r in results:
-        lines.setdefault((r["layout"], r["precision"], r["batch"]), []).append(r)
-    layouts = list(dict.fromkeys(r["layout"] for r in results))
-    sides = {r["tokens"]: in_points(r["image"]) for r in results}
-    styles = list(dict.fromkeys((r["precision"], r["batch"]) for r in results))
+    layouts, styles = (list(frame.groupby(keys, sort=False).groups) for keys in ("layout", ["precision", "batch"]))
+    sides = dict(zip(frame["tokens"], frame["image"].map(in_points), strict=True))
+    drawn = (("seconds", 1e3, "ms"), ("peak", 1 / MIB, "MiB at most, of a rank"))
     for row, mode in zip(grid, ("forward", "training"), strict=True):
-        for axes, (name, factor, label) in zip(
-            row, (("seconds", 1e3, "ms"), ("peak", 1 / MIB, "MiB at most, of a rank")), strict=True
-        ):
-            for (layout, precision, batch), rows in lines.items():
-                fit = [r for r in rows if r["mode"] == mode and not r["out_of_memory"]]
-                words = f"{layout}{f', {precision}, batch {batch}' if len(styles) > 1 else ''}"
+        fit = frame[(frame["mode"] == mode) & ~frame["out_of_memory"]]
+        for axes, (name, factor, label) in zip(row, drawn, strict=True):
+            for (layout, precision, batch), rows in fit.groupby(["layout", "precision", "batch"], sort=False):
                 axes.plot(
-                    [r["tokens"] for r in fit], [r[name] * factor for r in fit], marker="o", label=words,
+                    rows["tokens"], rows[name] * factor, marker="o",
+                    label=f"{layout}{f', {precision}, batch {batch}' if len(styles) > 1 else ''}",
                     color=COLORS[layouts.index(layout) % len(COLORS)],
                     linestyle=("-", "--", ":", "-.")[styles.index((precision, batch)) % 4],
                 )  # fmt: skip

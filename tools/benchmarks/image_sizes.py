@@ -67,25 +67,19 @@ class ImageCase(Case):
 def run(
     words: list[str],
     layouts: Sequence[str] = LAYOUTS,
-    sizes: Sequence[int] = SIZES,
-    dims: int = 2,
-    precisions: Sequence[str] = ("none",),
     batches: Sequence[int] = (1,),
     memory_limit_gib: float | None = None,
     steps: int = 3,
     rounds: int = 3,
+    **sweep: Any,
 ) -> dict[str, Any]:
-    """Measure and print the tables.
+    """Measure and print the tables; returns the figures, as JSON has them. Arguments as of build_points.
 
-    words: options of the config. layouts: sizes joined by x, as domain2xdp2, with options of their own after commas:
-    'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
-    precisions: values of amp_mode. batches: images that a device, or those that share an image, takes at a time.
-    Returns the figures, as JSON has them.
     Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
     if min(steps, rounds, *batches) < 1 or (memory_limit_gib is not None and memory_limit_gib <= 0):
         raise UsageError("--batches, --steps and --rounds are 1 or more, --memory_limit_gib more than 0")
-    points = build_points(words, layouts, sizes, dims, precisions, batches, memory_limit_gib)
+    points = build_points(words, layouts, batches=batches, memory_limit_gib=memory_limit_gib, **sweep)
     device, config = check_machine("domain", points[0], "--layouts"), points[0][0].config
     results = []
     with Teams(config) as teams:
@@ -111,7 +105,12 @@ def build_points(
     batches: Sequence[int] = (1,),
     memory_limit_gib: float | None = None,
 ) -> list[list[ImageCase]]:
-    """The points of the sweep, checked: at each of them the cases of all layouts, one device first."""
+    """The points of the sweep, checked: at each of them the cases of all layouts, one device first.
+
+    words: options of the config. layouts: sizes joined by x, as domain2xdp2, with options of their own after commas:
+    'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
+    precisions: values of amp_mode. batches: images that a device, or those that share an image, takes at a time.
+    """
     words = [f"--config={NAME}", *words]
     ways = [build_case(ONE, words, 1, SCRIPT)]
     for text in dict.fromkeys(layouts):

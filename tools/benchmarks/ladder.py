@@ -12,11 +12,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
-from tools.pictures import write_bars
+from tools.pictures import bars, save
 from tools.tables import format_table, machine
 from training.model import build_model
 from training.step import AMP_DTYPES
@@ -98,7 +99,8 @@ def run(
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Samples/s of each step."""
     speeds = {step["step"]: step["samples_per_sec"] for step in figures["steps"]}
-    write_bars(path, f"{figures['config']}: samples/s, step by step", list(speeds), list(speeds.values()), "samples/s")
+    title = f"{figures['config']}: samples/s, step by step"
+    save(bars(list(speeds), list(speeds.values()), "samples/s", title=title), path)
 
 
 def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) -> None:
@@ -190,11 +192,5 @@ def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int 
     """
     n = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(repeats + 1):
-        synchronize(device)
-        started = time.perf_counter()
-        torch.mm(a, b)
-        synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * n**3 / best
+    timer = Timer("torch.mm(a, b)", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / min(timer.timeit(1).median for _ in range(repeats))

@@ -158,7 +158,7 @@ def _compare(family: list[tuple[Row, float]]) -> None:
 def _reach(row: Row, history: History, target: Target) -> None:
     row.seconds_to_target = history.seconds_to(target.field, target.rmse)
     if row.seconds_to_target is not None:
-        row.at_first = history.errors[target.field][0][1] <= target.rmse
+        row.at_first = bool(history.errors[target.field].iloc[0] <= target.rmse)
         row.device_hours_to_target = device_hours(row.ranks, row.seconds_to_target)
 
 
@@ -176,7 +176,7 @@ def _choose(histories: dict[int, History]) -> Target | None:
     if not fields:
         return None
     field = USUAL_FIELD if USUAL_FIELD in fields else min(fields)
-    worst = max(min(error for _, error in history.errors[field]) for history in histories.values())
+    worst = max(history.errors[field].min() for history in histories.values())
     digit = 10.0 ** (math.floor(math.log10(worst)) - 2)
     reason = "chosen afterwards: what the worst of these runs reaches at its best, rounded up"
     return Target(field, float(f"{math.ceil(worst / digit) * digit:.6g}"), reason)

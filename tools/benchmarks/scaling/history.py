@@ -4,11 +4,11 @@ A run that was stopped and continued has several event files. TensorBoard's read
 computed twice.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
+import numpy
+from pandas import DataFrame, Series
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
 from training.clock import WARMUP_ITERATIONS
@@ -18,43 +18,28 @@ ALL = 0  # events to keep
 
 @dataclass(frozen=True)
 class History:
-    """Readings of a run, by iteration, ascending.
+    """Readings of a run.
 
-    speeds: (iteration, samples/s of the steps since the reading before). epochs: their last iterations.
-    errors: {field: (iteration, RMSE)} of every validation.
+    steps: the training steps from reading to reading, indexed by the last iteration of each piece; columns `samples`,
+    `seconds`, `first` (iteration - 1) and `epoch`. errors: {field: RMSE of every validation, by iteration}.
     """
 
-    batch: int
-    speeds: list[tuple[int, float]]
-    epochs: list[int]
-    errors: dict[str, list[tuple[int, float]]]
-
-    def steps(self) -> list[tuple[int, int, float]]:
-        """(first iteration - 1, last iteration, seconds) from reading to reading.
-
-        Steps whose reading was lost with a killed process count with the speed of the next reading.
-        """
-        ends = [(0, 0.0), *self.speeds]
-        return [(before, done, (done - before) * self.batch / speed) for (before, _), (done, speed) in pairwise(ends)]
+    steps: DataFrame
+    errors: dict[str, Series]
 
     def seconds_at(self, iteration: int) -> float:
         """Time in training steps up to an iteration: without validations, checkpoints and the start of processes."""
-        return sum(seconds for _, done, seconds in self.steps() if done <= iteration)
+        return float(self.steps.loc[self.steps.index <= iteration, "seconds"].sum())
 
     def epoch_speeds(self) -> list[float]:
         """Samples/s in each epoch, without the first WARMUP_ITERATIONS steps, unless the run has no others."""
-        steps = self.steps()
-        steady = [step for step in steps if step[0] >= WARMUP_ITERATIONS] or steps
-        samples, seconds = [0] * (len(self.epochs) + 1), [0.0] * (len(self.epochs) + 1)
-        for before, done, took in steady:
-            epoch = bisect_left(self.epochs, done)  # a reading ends with each epoch: none is in two
-            samples[epoch] += (done - before) * self.batch
-            seconds[epoch] += took
-        return [count / took for count, took in zip(samples, seconds, strict=True) if took]
+        steady = self.steps[self.steps["first"] >= WARMUP_ITERATIONS]
+        epochs = (self.steps if steady.empty else steady).groupby("epoch")[["samples", "seconds"]].sum()
+        return (epochs["samples"] / epochs["seconds"]).tolist()
 
     def error_over_time(self, field: str) -> list[tuple[float, float]]:
         """(seconds in training steps, RMSE) of every validation."""
-        return [(self.seconds_at(iteration), error) for iteration, error in self.errors[field]]
+        return [(self.seconds_at(iteration), error) for iteration, error in self.errors[field].items()]
 
     def seconds_to(self, field: str, target: float) -> float | None:
         """Seconds in training steps until the RMSE of a field first falls to `target`; None where it never does.
@@ -62,26 +47,30 @@ class History:
         The RMSE is interpolated linearly between two validations. A run whose first validation is below the target has
         reached it then.
         """
-        earlier: tuple[float, float] | None = None
-        for seconds, error in self.error_over_time(field):
-            if error <= target:
-                if earlier is None:
-                    return seconds
-                share = (earlier[1] - target) / (earlier[1] - error)
-                return earlier[0] + share * (seconds - earlier[0])
-            earlier = seconds, error
-        return None
+        seconds, errors = numpy.array(self.error_over_time(field)).T
+        if not (errors <= target).any():
+            return None
+        first = int((errors <= target).argmax())
+        around = slice(max(0, first - 1), first + 1)
+        return float(numpy.interp(-target, -errors[around], seconds[around]))  # the errors fall, interp wants a rise
 
 
 def read_history(folder: Path, batch: int) -> History:
-    """The History in the events of a run folder. batch: samples of an optimizer step."""
+    """The History in the events of a run folder. batch: samples of an optimizer step.
+
+    Steps whose reading was lost with a killed process count with the speed of the next reading.
+    """
     events = EventAccumulator(str(folder), {SCALARS: ALL})
     events.Reload()
-
-    def scalars(tag: str) -> list[tuple[int, float]]:
-        return [(event.step, event.value) for event in events.Scalars(tag)] if tag in tags else []
-
     tags = events.Tags()[SCALARS]
-    errors = {tag.partition("_")[2]: scalars(tag) for tag in tags if tag.startswith("rmse/")}
-    ends = [iteration for iteration, _ in scalars("loss/train_epoch")]
-    return History(batch, scalars("speed/samples_per_sec"), ends, errors)
+
+    def scalars(tag: str) -> Series:
+        read = events.Scalars(tag) if tag in tags else []
+        return Series([event.value for event in read], index=[event.step for event in read], dtype=float)
+
+    speeds, ends = scalars("speed/samples_per_sec"), scalars("loss/train_epoch").index
+    steps = DataFrame({"first": [0, *speeds.index[:-1]][: len(speeds)]}, index=speeds.index)
+    steps["samples"] = (steps.index - steps["first"]) * batch
+    steps["seconds"] = steps["samples"] / speeds
+    steps["epoch"] = ends.searchsorted(steps.index)  # a reading ends with each epoch: none is in two
+    return History(steps, {tag.partition("_")[2]: scalars(tag) for tag in tags if tag.startswith("rmse/")})

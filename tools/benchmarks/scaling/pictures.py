@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tools.benchmarks.scaling.figures import Figures, Row
-from tools.pictures import COLORS, panels
+from tools.pictures import COLORS, bars
 
 
 def pictures(figures: Figures) -> dict[str, str]:
@@ -27,8 +27,12 @@ def pictures(figures: Figures) -> dict[str, str]:
     return drawn
 
 
-def _families(rows: list[Row]) -> dict[str, list[Row]]:
-    return {name: [row for row in rows if row.family == name] for name in dict.fromkeys(row.family for row in rows)}
+def _panels(rows: list[Row]) -> tuple[Figure, list[tuple[Axes, str, list[Row]]]]:
+    """A figure, and a panel for each family: (axes, name, rows)."""
+    names = dict.fromkeys(row.family for row in rows)
+    figure = Figure(figsize=(4.6 * len(names), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    return figure, [(a, n, [row for row in rows if row.family == n]) for a, n in zip(axes, names, strict=True)]
 
 
 def _color(rows: list[Row], layout: str) -> str:
@@ -37,9 +41,8 @@ def _color(rows: list[Row], layout: str) -> str:
 
 def _speed(rows: list[Row]) -> str:
     """Samples/s over ranks, one panel for each family: a line for each layout, and the ideal line."""
-    families = _families(rows)
-    figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
-    for axes, (name, family) in zip(figure.subplots(1, len(families), squeeze=False)[0], families.items(), strict=True):
+    figure, panels = _panels(rows)
+    for axes, name, family in panels:
         base = next(row for row in family if row.run == row.relative_to)
         for layout in dict.fromkeys(row.layout for row in family):
             points = {base.ranks: base} | {row.ranks: row for row in family if row.layout == layout}
@@ -58,22 +61,15 @@ def _speed(rows: list[Row]) -> str:
 
 
 def _bars(rows: list[Row], values: list[float], unit: str) -> str:
-    """A bar for each run, first one on top."""
-    figure, (axes,) = panels([row.run for row in rows], row=0.26)
-    bars = axes.barh(range(len(rows)), values, color=[_color(rows, row.layout) for row in rows])
-    axes.bar_label(bars, fmt="%.3g", padding=3, fontsize="small")
-    axes.margins(x=0.12)
-    axes.set_xlabel(unit)
-    axes.spines[["top", "right"]].set_visible(False)
-    return _svg(figure)
+    """A bar for each run."""
+    return _svg(bars([row.run for row in rows], values, unit, [_color(rows, row.layout) for row in rows], row=0.26))
 
 
 def _error(figures: Figures, rows: list[Row]) -> str:
     """RMSE over training time, one panel a family, and the target."""
     assert figures.target
-    families, target = _families(rows), figures.target
-    figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
-    for axes, (name, family) in zip(figure.subplots(1, len(families), squeeze=False)[0], families.items(), strict=True):
+    target, (figure, panels) = figures.target, _panels(rows)
+    for axes, name, family in panels:
         for row in family:
             points = figures.histories[row.number].error_over_time(target.field)
             color, label = _color(rows, row.layout), f"{row.layout}-{row.ranks}"
