@@ -169,7 +169,7 @@ class CheckpointFolder:
         """
         hush_single_process_warning()
         if self._group is None and comm.world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = comm.new_cpu_group()
 
     def _write(self, tensors: State, marker: Marker, final: Path) -> None:
         """In the background, on every rank."""

@@ -22,6 +22,6 @@ def start(script: str, argv: list[str] | None, description: str | None) -> tuple
     config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
     layout, task = config.layout(launch.world_size, launch.ranks_per_node), build_task(config)
     restart_under_nsys()
-    device = comm.init(config.device, config.comm_timeout)
+    device = comm.init(config.device, config.comm_timeout, config.cpu_offload)
     comm.build_mesh(device, layout)
     return config, device, task

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from utils.device import select_device
+from utils.device import physical_name, select_device
 from utils.errors import ArgumentParser, UsageError, first_line, run_main
-from utils.launch import read_launch
+from utils.launch import interface_towards, read_launch
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FailureListener
 
@@ -38,39 +39,62 @@ COMBINED = {
 DATA_PARALLEL = ("dp", "dp_shard", "dp_image", "dp_shard_image")  # all ranks, until a mesh is built
 T = TypeVar("T")
 _listener: FailureListener | None = None
+_patience = datetime.timedelta(seconds=600)  # of every group
 _meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
 
 
-def init(device_name: str = "auto", timeout: float = 600) -> torch.device:
+def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = False) -> torch.device:
     """Connect the processes of this run; returns this one's device.
 
-    timeout: a rank waits so many seconds for another. The backend is NCCL on CUDA devices, gloo elsewhere.
-    Raises UsageError for launch variables that contradict each other, and where other ranks do not arrive in time.
+    timeout: a rank waits so many seconds for another. The backend is NCCL on CUDA devices, gloo elsewhere; with
+    cpu_offload tensors in host memory are reduced too, by gloo beside NCCL.
+    Raises UsageError for launch variables that contradict each other, where other ranks do not arrive in time, and
+    where two ranks have the same GPU.
     """
+    global _listener, _patience
     launch = read_launch()
     device = select_device(device_name, launch.local_rank if launch.world_size > 1 else 0)
     if launch.world_size == 1:
         return device
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
-    if launch.nodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve
-    cuda, patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
+    interface = "lo" if launch.nodes == 1 else interface_towards(launch.master_addr)
+    if interface:  # a host name need not resolve, or resolves to an address that other nodes cannot reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    cuda, _patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
     try:
-        store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
+        store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=_patience))
         # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
         store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        check_devices(store, launch.world_size, physical_name(device))
+        backend = ("cpu:gloo,cuda:nccl" if cpu_offload else "nccl") if cuda else "gloo"
         dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience,
-            device_id=device if cuda else None,
+            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=_patience,
+            device_id=device if backend == "nccl" else None,
         )  # fmt: skip
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise UsageError(
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {first_line(error)}"
         ) from None
-    global _listener
     _listener = FailureListener(store.clone(), launch.rank)  # type: ignore[attr-defined]  # not in torch's stubs
     return device
+
+
+def check_devices(store: dist.Store, ranks: int, name: str) -> None:
+    """Raise UsageError, on every rank, where two ranks have the same GPU: NCCL would wait for what cannot connect.
+
+    name: of this rank's device on its machine, '' for one that ranks may share. Waits for all ranks.
+    """
+    if name and store.add(f"device {name}", 1) > 1:
+        store.add("devices shared", 1)
+    if store.add("devices named", 1) == ranks:
+        store.set("devices known", "")
+    store.wait(["devices known"])
+    if shared := store.add("devices shared", 0):
+        raise UsageError(
+            f"{ranks} ranks have {ranks - shared} GPUs, and each needs one of its own: start fewer ranks, or give "
+            "--device cpu"
+        )
 
 
 def shutdown(timeout: float = 10) -> None:
@@ -100,6 +124,14 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
             _meshes[name] = mesh[several[0]]
         else:
             _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
+    for group in {mesh.get_group() for mesh in _meshes.values() if mesh.ndim == 1}:
+        if "fake" not in dist.get_backend(group):
+            _set_pg_timeout(_patience, group)  # torch has no public way: a mesh's groups wait for ten minutes
+
+
+def new_cpu_group() -> dist.ProcessGroup | None:
+    """A process group of all ranks of its own, for tensors in host memory."""
+    return dist.new_group(backend="gloo", timeout=_patience)
 
 
 def swap_meshes(meshes: dict[str, DeviceMesh]) -> dict[str, DeviceMesh]:

@@ -1,11 +1,16 @@
 """The device of this process: the accelerator that torch.accelerator finds, or the CPU."""
 
+import os
 import resource
+import socket
 import sys
+from pathlib import Path
 
 import torch
 
 from utils.errors import UsageError
+
+DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/sys/module/amdgpu/version": "AMD"}
 
 
 def select_device(name: str, local_rank: int = 0) -> torch.device:
@@ -13,10 +18,16 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
 
     local_rank: number of this process on its node, which chooses among its accelerators where `name` has no number.
     Where each process sees one device only, it gets that one.
-    Raises UsageError for a name torch does not know or a device this machine lacks.
+    Raises UsageError for a name torch does not know or a device this machine lacks, and where 'auto' finds no GPU
+    although there are some.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
+        if accelerator is None and (there := promised_gpus()):
+            raise UsageError(
+                f"{there}, but torch {torch.__version__} sees none: it takes a build of torch for this machine's driver, "
+                "in a container also the option for GPUs (--nv, --rocm); --device cpu trains on the CPU"
+            )
         name = accelerator.type if accelerator else "cpu"
     present = f"this machine has cpu{f' and {accelerator.type}' if accelerator else ' only'}"
     try:
@@ -34,6 +45,23 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
         raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def promised_gpus() -> str:
+    """What says that this process should have GPUs: a Slurm job with some, or a driver; '' where nothing does."""
+    if count := os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK"):
+        return f"Slurm gave this job GPUs ({count} on this node)"
+    for path, what in DRIVERS.items():
+        if Path(path).exists():
+            return f"this machine has a driver of {what}"
+    return ""
+
+
+def physical_name(device: torch.device) -> str:
+    """What no two processes on one GPU can say of their devices; '' for a device that is no GPU of CUDA or ROCm."""
+    if device.type != "cuda":
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def synchronize(device: torch.device) -> None:

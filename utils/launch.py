@@ -1,13 +1,17 @@
 """Which rank this process is, as plain python, torchrun, srun or export_DDP_vars.sh started it."""
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from utils.errors import UsageError
 
+SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,6 +64,23 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     if not 0 <= launch.rank < launch.world_size:
         raise UsageError(f"RANK {launch.rank} is not one of the {launch.world_size} ranks of WORLD_SIZE")
     return launch
+
+
+def interface_towards(address: str) -> str:
+    """Name of the network interface by which this machine reaches an address; '' where that cannot be told."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # chooses a route; nothing is sent
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex() if family == socket.AF_INET else ():
+                with contextlib.suppress(OSError):
+                    found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))[20:24]
+                    if socket.inet_ntoa(found) == own:
+                        return name
+    except OSError:
+        pass
+    return ""
 
 
 def _nodes(env: Mapping[str, str], size: int) -> int:
