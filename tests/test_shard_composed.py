@@ -135,7 +135,7 @@ def dropped():
     x = split(torch.ones(64, 8, 6, 2, dtype=torch.float64), X((64, 8, 6, 2), (2,)), domain_mesh())
     found = []
     for name in ("dropout2d", "feature_alpha_dropout", "alpha_dropout"):
-        torch.manual_seed(dist.get_rank())
+        torch.manual_seed(0)  # the default generators of ranks that share an image are alike
         y = getattr(F, name)(x, 0.25, True)
         assert isinstance(y, ShardTensor) and y.shape == x.shape
         whole = y.full_tensor()

@@ -25,7 +25,7 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "auto":
         if accelerator is None and (there := promised_gpus()):
             raise UsageError(
-                f"{there}, but torch {torch.__version__} sees none: it takes a build of torch for this machine's driver, "
+                f"{there}, but torch {torch.__version__} sees none: take a build of torch for this machine's driver, "
                 "in a container also the option for GPUs (--nv, --rocm); --device cpu trains on the CPU"
             )
         name = accelerator.type if accelerator else "cpu"

@@ -58,6 +58,8 @@ for _function in BODIES:
 @rule(*named("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"))
 def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor:
     """A plain tensor of a global shape, with the dtype and device of the input."""
+    if any(isinstance(x, ShardTensor) for x in args):  # new_tensor would copy the part
+        raise no_rule(func, (input, *args), kwargs, "it copies numbers, of which a rank has a part")
     return func(local(input), *args, **kwargs)
 
 
