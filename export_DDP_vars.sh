@@ -2,8 +2,8 @@
 # Sourced in each task of a Slurm job step: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for torch.
 # Sourced in the batch script: MASTER_ADDR and MASTER_PORT, which srun then hands to the tasks. Outside Slurm: nothing.
 #
-# The device of a task is LOCAL_RANK modulo the number of devices it sees: --gpus-per-node shows all of the node's
-# devices to each task, --gpus-per-task each its own.
+# The device of a task is LOCAL_RANK modulo the number of devices it sees. sites/launch.sh shows all of the job's devices
+# on a node to each task there.
 
 if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
     export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_STEP_NUM_TASKS"

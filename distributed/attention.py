@@ -174,9 +174,17 @@ def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> ty
         return Plain
     if device_type == "cpu":
         return CpuFlash
-    if device_type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256:
+    half = q.dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256
+    if device_type == "cuda" and half and has_flash(q.device):
         return CudaFlash
     return CudaEfficient if device_type == "cuda" and q.dtype == torch.float32 and d % 4 == 0 else Plain
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether a GPU has the flash kernel: NVIDIA's from the A100 on. ROCm's builds say so themselves."""
+    if device.type != "cuda" or torch.version.hip:  # an imagined GPU of the planner is a new one
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # In each kernel, forward returns the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n) for a
@@ -228,7 +236,8 @@ class CudaEfficient:
     @staticmethod
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """This block's part of the gradients of q, k, v."""
-        lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
+        if not torch.version.hip:  # whose kernel does not pad
+            lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of the dropout
         return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False]

@@ -87,6 +87,8 @@ cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / per_node))}
 layout+=("--cpus-per-task=$((cpus > 0 ? cpus : 1))")
 unset SLURM_CPUS_PER_GPU # excludes --cpus-per-task
 if [[ ${SLURM_GPUS_PER_TASK:-} == 0 ]]; then unset SLURM_GPUS_PER_TASK; fi # srun refuses a 0 that sbatch accepts
+# A task that sees its own GPU alone cannot copy to its neighbours' directly: it sees all, and takes LOCAL_RANK's.
+if [[ ${SLURM_GPUS_PER_TASK:-} ]]; then layout+=("--gpu-bind=none"); fi
 
 source ./export_DDP_vars.sh # the address and the port, the same for all tasks
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
 
@@ -60,7 +61,7 @@ def restart_under_nsys() -> None:
 
 
 def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profiler | None":
-    """The profiler of a run: Nsight Systems where nsys started the process, else the one that --profile names.
+    """The profiler of a run: Nsight Systems where nsys started the process, else on rank 0 the one of --profile.
 
     folder: where --profile torch writes. Raises UsageError where the device cannot be profiled so.
     """
@@ -68,7 +69,7 @@ def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profi
         if device.type != "cuda":
             raise UsageError(f"ENABLE_PROFILING=1 records a GPU, this run is on {device}: use --profile torch")
         return Profiler(config, torch.cuda.profiler.start, torch.cuda.profiler.stop)
-    if config.profile == "torch":
+    if config.profile == "torch" and comm.is_main():
         recorder = TorchRecorder(device, folder)
         return Profiler(config, recorder.start, recorder.stop)
     return None

@@ -83,7 +83,7 @@ class Run:
             return self
         self._resume()
         profile = self.folder.path / "profile"
-        self.profiler = build_profiler(self.config, self.device, profile) if comm.is_main() else None
+        self.profiler = build_profiler(self.config, self.device, profile)
         if self.profiler:
             self.profiler.check(self.config.num_iters - self.iteration)
         self._log_memory()

@@ -34,6 +34,11 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
         raise UsageError(
             f"--enable_cuda_graphs captures the step of one device; this run has {comm.world_size()} ranks"
         )
+    if config.enable_cuda_graphs and config.data_loader_config == "dali":
+        raise UsageError(
+            "--enable_cuda_graphs goes without --data_loader_config=dali: DALI's threads use the device while the step "
+            "is captured; use --data_loader_config=pytorch"
+        )
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.enable_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.enable_tf32

@@ -1,4 +1,4 @@
-"""Image sizes x ways to use several devices, for the classifier of rung 4: time, memory and throughput.
+"""Image sizes x ways to use several devices, for a model of rung 4: time, memory and throughput.
 
 The same image on one device, whole images on every device (DDP), or one image over several devices (domain), whose
 weights are sharded too (fsdp). A forward pass and a training step are measured apart, because one may fit where the
@@ -13,7 +13,6 @@ from itertools import chain, product
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from networks.vit import patch_grid
 from tools.benchmarks.cases import (
@@ -185,7 +184,7 @@ def _measure_once(rank: Rank, case: ImageCase, steps: int, memory: bool) -> dict
 
 
 class RankImageCase(RankCase):
-    """A case on one rank: a classifier, and a batch of random images with random classes."""
+    """A case on one rank: a model, and a batch of random images with random targets."""
 
     def __init__(self, rank: Rank, case: ImageCase):
         super().__init__(rank, case)
@@ -195,7 +194,7 @@ class RankImageCase(RankCase):
 
     @torch.no_grad()
     def forward(self) -> torch.Tensor:
-        """Logits of this rank's images, (batch, classes), without gradients."""
+        """The model's output for this rank's images, without gradients."""
         with self.step.autocast():
             return self.module(self.x)
 
@@ -212,7 +211,7 @@ class RankImageCase(RankCase):
 
         activations: bytes kept for the backward pass; None in a forward pass alone.
         """
-        loss = F.cross_entropy(self.forward().float(), self.y)
+        loss = self.step.loss(self.forward(), self.y).detach()
         figures: dict[str, Any] = {"loss": comm.global_mean(loss[None]).item(), "activations": None}
         self.train(1)
         there = [*self.module.parameters(), *optimizer_states(self.step.optimizer), self.x]

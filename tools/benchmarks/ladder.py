@@ -157,6 +157,7 @@ def _turn(rank: Rank, steps: int) -> dict[str, float]:
     started = time.perf_counter()
     wait = _train(rank, steps)
     seconds = time.perf_counter() - started
+    rank.kept["memory"] = max(rank.kept.get("memory", 0), peak_memory_bytes(rank.device))  # before the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
     return {"seconds": seconds, "wait": wait}
@@ -167,7 +168,7 @@ def _end(rank: Rank) -> dict[str, Any]:
     rank.kept["batches"].close()
     rank.kept["loader"].close()
     return {
-        "peak_memory_bytes": peak_memory_bytes(rank.device), "matmul_flops_per_sec": rank.kept["peak"],
+        "peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": rank.kept["peak"],
         "losses": torch.stack(rank.kept["losses"]).tolist(),
     }  # fmt: skip
 

@@ -1,14 +1,20 @@
-"""What a GPU user meets at the start of a run, shown without a GPU."""
+"""What a GPU user meets, shown without a GPU."""
 
 import datetime
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from distributed import attention
 from tests.support import programs
+from training import profiling
+from training.model import build_model
+from training.profiling import build_profiler
+from training.speed_options import apply_speed_options
 from utils import comm, device
 from utils.errors import UsageError
 from utils.launch import interface_towards
@@ -62,9 +68,7 @@ def test_a_gpu_job_does_not_train_on_the_cpu_in_silence(monkeypatch, variables, 
 
 
 def groups_timeouts(config):
-    from utils.comm import build_mesh
-
-    build_mesh(torch.device("cpu"), config.layout(comm.world_size()))
+    comm.build_mesh(torch.device("cpu"), config.layout(comm.world_size()))
     meshes = [mesh for mesh in comm._meshes.values() if mesh.ndim == 1]
     return {mesh.get_group()._get_backend(torch.device("cpu")).options._timeout for mesh in meshes}
 
@@ -100,6 +104,42 @@ def test_offloaded_tensors_are_reduced_by_gloo_beside_nccl(monkeypatch):
     assert asked["backend"] == "cpu:gloo,cuda:nccl" and asked["timeout"] == datetime.timedelta(seconds=60)
     comm.init("cuda", 60)
     assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 0)
+
+
+def test_dali_and_cuda_graphs_exclude_each_other(tiny_config):
+    config = tiny_config(enable_cuda_graphs=True, data_loader_config="dali")
+    with pytest.raises(UsageError, match="DALI's threads use the device while the step"):
+        apply_speed_options(config, torch.device("cuda"), build_model(config))
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_nsight_systems_records_every_rank_and_torch_profiler_the_first(tiny_config, monkeypatch, tmp_path, main):
+    monkeypatch.setattr(comm, "is_main", lambda: main)
+    assert (build_profiler(tiny_config(profile="torch"), torch.device("cpu"), tmp_path) is not None) == main
+    monkeypatch.setenv(profiling.UNDER_NSYS, "1")
+    assert build_profiler(tiny_config(), torch.device("cuda"), tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "found"),
+    [((9, 0), None, attention.CudaFlash), ((7, 5), None, attention.Plain), ((7, 5), "7.1", attention.CudaFlash)],
+)
+def test_ring_attention_takes_the_flash_kernel_where_a_gpu_has_it(monkeypatch, capability, hip, found):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 64, 32))
+    assert attention.kernel(q, None) is found
+
+
+@pytest.mark.parametrize(("hip", "length"), [(None, 64), ("7.1", 50)])
+def test_the_log_sum_exp_is_padded_for_nvidia_alone(monkeypatch, hip, length):
+    taken = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    backward = lambda grad, q, k, v, mask, out, lse, *others: taken.append(lse.shape[2]) or (q, k, v)  # noqa: E731
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention_backward", backward, raising=False)
+    x = torch.zeros(1, 2, 50, 8)
+    attention.CudaEfficient.backward(x, x, x, x, x, torch.zeros(1, 2, 50))
+    assert taken == [length]
 
 
 def test_the_line_of_a_gpu_job_without_gpus_ends_the_run_at_once(tiny_options):
