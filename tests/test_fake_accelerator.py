@@ -6,9 +6,9 @@ from tests.support import programs
 from utils.config import SCRIPTS, read_mappings
 
 ONE = [
-    "", "--amp_mode=bf16", "--amp_mode=fp16 --enable_fused", "--clip_grad_norm=1", "--gradient_accumulation=2",
-    "--activation_checkpointing=full", "--activation_checkpointing=selective --amp_mode=bf16",
-    "--data_parallel=fsdp --cpu_offload", "--dropout=0.1", "--model=convnet", "--model=unet", "--model=afno",
+    "", "--amp_mode=fp16 --enable_fused --clip_grad_norm=1", "--data_parallel=fsdp --cpu_offload --dropout=0.1",
+    "--activation_checkpointing=full", "--activation_checkpointing=selective --amp_mode=bf16 --gradient_accumulation=2",
+    "--model=unet", "--model=afno",
 ]  # fmt: skip
 LAYOUTS = [
     ("train.py", 2, "--data_parallel=ddp"),
