@@ -158,7 +158,7 @@ def test_words_and_environment_arrive_as_they_were(probe):
     assert (task["MASTER_ADDR"], int(task["MASTER_PORT"])) == (socket.gethostname(), 12000 + int(job))
 
 
-# Two nodes of two tasks; however devices are asked for, each task sees those of its node.
+# Two nodes of two tasks, each task with both devices of its node, or with its own one.
 NODE, TASK = ["--ntasks-per-node=2", "--gpus-per-node=2"], ["-n", "4", "--gpus-per-task=1"]
 
 
@@ -169,7 +169,8 @@ NODE, TASK = ["--ntasks-per-node=2", "--gpus-per-node=2"], ["-n", "4", "--gpus-p
         ("submit_pm.sh", ["-n", "2"], "01", "11", ["0,1"] * 2, 8),
         ("submit_pm.sh", ["-n", "2", "--gpus-per-task=0"], "01", "11", [None] * 2, 1),
         ("submit_dp.sh", ["-N", "2", *NODE], "0101", "1122", ["0,1"] * 4, 64),
-        ("submit_dp.sh", ["-N", "2", *TASK], "0101", "1122", ["0,1"] * 4, 64),
+        ("submit_dp.sh", ["-N", "2", *TASK], "0101", "1122", ["0", "1"] * 2, 64),
+        ("submit_dp.sh", ["-N", "2", "--ntasks-per-node=2", *TASK], "0101", "1122", ["0,1"] * 4, 64),
         ("submit_dp.sh", [], "0123", "1111", ["0,1,2,3"] * 4, 32),
         ("submit_dp.sh", ["-N", "2"], "01230123", "11112222", ["0,1,2,3"] * 8, 32),
     ],
