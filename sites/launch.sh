@@ -87,9 +87,9 @@ cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / per_node))}
 layout+=("--cpus-per-task=$((cpus > 0 ? cpus : 1))")
 unset SLURM_CPUS_PER_GPU # excludes --cpus-per-task
 if [[ ${SLURM_GPUS_PER_TASK:-} == 0 ]]; then unset SLURM_GPUS_PER_TASK; fi # srun refuses a 0 that sbatch accepts
-# A task that sees its own GPU alone cannot copy to its neighbours' directly: where it is known how many tasks a node has,
-# it sees all of the job's on its node, and takes LOCAL_RANK's.
-if [[ ${SLURM_GPUS_PER_TASK:-} && ($nodes == 1 || ${SLURM_NTASKS_PER_NODE:-}) ]]; then
+# A task that sees its own GPU alone cannot copy to its neighbours' directly: on one node it sees all of the job's, and
+# takes LOCAL_RANK's. On several it is not known how many tasks, and GPUs, each has.
+if [[ ${SLURM_GPUS_PER_TASK:-} && $nodes == 1 ]]; then
     layout+=("--gpus-per-node=$((per_node * ${SLURM_GPUS_PER_TASK##*:}))")
     unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
 fi
