@@ -80,16 +80,18 @@ OWN = """
     from torch.nn.parallel import DistributedDataParallel
     from distributed.shard_tensor import ShardTensor
 
-    def main():
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "domain"))
+    def train(mesh):
         model = DistributedDataParallel(torch.nn.Conv2d(3, 3, 3, padding=1))
         optimizer = torch.optim.Adam(model.parameters())
         for _ in range(3):
             x = ShardTensor.from_local(torch.randn(1, 3, 8, 8), mesh["domain"], [Shard(2)])
             model(x).square().mean().backward()
             optimizer.step()
-        dist.destroy_process_group()
+
+    def main():
+        dist.init_process_group("gloo")
+        train(init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "domain")))
+        dist.destroy_process_group()  # after the model is gone: a reducer that is the last to hold gloo may hang
         print("left")
 
     main()
