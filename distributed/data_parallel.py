@@ -12,6 +12,7 @@ Li et al. 2020 (DDP, arXiv:2006.15704), Rajbhandari et al. 2020 (ZeRO, arXiv:191
 arXiv:2304.11277). Whatever the strategy, the update is that of one device with the whole batch.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from distributed.pipeline import Pipeline
 from distributed.split import Split
 from distributed.weight_shards import fill_weights, keep_ties
 from utils import comm
+from utils.device import on_capture_stream
 
 CONTAINERS = nn.ModuleList | nn.ModuleDict  # they have no forward function
 SHARDED = ("zero2", "fsdp", "hsdp")
@@ -51,6 +53,7 @@ class DataParallelOptions:
     cpu_offload: bool = False
     sync_batchnorm: bool = False
     gradient_accumulation: int = 1
+    enable_cuda_graphs: bool = False
 
 
 def fully_shard_model(
@@ -159,16 +162,17 @@ def replicate(
     """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
     own = [*split.specs, *(name for name, _ in module.named_buffers())]  # ParallelModel.share_buffers shares these
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, own)
-    ddp = DistributedDataParallel(
-        module,
-        device_ids=[device] if device.type == "cuda" else None,
-        process_group=comm.get_group("dp_image"),
-        bucket_cap_mb=options.bucket_cap_mb,
-        gradient_as_bucket_view=True,
-        static_graph=options.gradient_accumulation == 1 and not split.stages,
-        # The pipeline calls forward and backward apart, from which DDP cannot learn the order of its buckets.
-        find_unused_parameters=bool(split.stages),
-    )
+    with on_capture_stream() if options.enable_cuda_graphs else contextlib.nullcontext():
+        ddp = DistributedDataParallel(
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=comm.get_group("dp_image"),
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            static_graph=options.gradient_accumulation == 1 and not split.stages,
+            # The pipeline calls forward and backward apart, from which DDP cannot learn the order of its buckets.
+            find_unused_parameters=bool(split.stages),
+        )
     if options.gradient_compression == "bf16":
         ddp.register_comm_hook(comm.get_group("dp_image"), reduce_in_bf16)
     return ddp

@@ -6,7 +6,6 @@ import torch
 from networks.vit import ViT
 from tools.instruments.assembly import build_step
 from training.speed_options import checkpoint_activations
-from utils.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -107,62 +106,3 @@ def test_the_whole_model_compiles_to_one_graph_and_alternating_with_validation_c
         step(i, x, y)
         validate()
     assert counters["stats"]["unique_graphs"] == graphs
-
-
-def test_cuda_graphs_on_the_cpu_are_refused(tiny_config):
-    with pytest.raises(UsageError, match="--enable_cuda_graphs needs a GPU with CUDA or ROCm; this run is on cpu"):
-        build(tiny_config(enable_cuda_graphs=True))
-
-
-def test_cuda_graphs_with_fp16_need_the_fused_optimizer(tiny_config):
-    with pytest.raises(UsageError, match="enable_cuda_graphs with amp_mode fp16 needs enable_fused"):
-        tiny_config(enable_cuda_graphs=True, amp_mode="fp16")
-
-
-GPU_OPTIONS = [
-    {},
-    {"amp_mode": "bf16"},
-    {"amp_mode": "fp16", "enable_fused": True},
-    {"clip_grad_norm": 0.1},
-    {"enable_fused": True, "enable_jit": True},
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", GPU_OPTIONS, ids=str)
-def test_a_captured_step_trains_like_an_eager_one(tiny_config, options):
-    device = torch.device("cuda")
-    eager = losses_and_weights(tiny_config(**options), 10, device)
-    captured = losses_and_weights(tiny_config(enable_cuda_graphs=True, **options), 10, device)
-    for a, b in zip(eager, captured, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.gpu
-def test_a_captured_step_refuses_another_batch_shape(tiny_config):
-    device = torch.device("cuda")
-    config = tiny_config(enable_cuda_graphs=True)
-    _, step = build(config, device)
-    x, y = batch(config, device)
-    for i in range(5):
-        step(i, x, y)
-    with pytest.raises(ValueError, match="every batch must have the same shape"):
-        step(5, x[:2], y[:2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("options", GPU_OPTIONS, ids=str)
-def test_the_steady_state_step_never_waits_for_the_gpu(tiny_config, options, graphs):
-    device = torch.device("cuda")
-    config = tiny_config(enable_cuda_graphs=graphs, **options)
-    _, step = build(config, device)
-    x, y = batch(config, device)
-    for i in range(6):
-        step(i, x, y)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for i in range(6, 10):
-            step(i, x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from distributed import attention
 from tests.support import programs
 from training import profiling
-from training.model import build_model
 from training.profiling import build_profiler
-from training.speed_options import apply_speed_options
 from utils import comm, device
 from utils.errors import UsageError
 from utils.launch import interface_towards
@@ -104,12 +102,6 @@ def test_offloaded_tensors_are_reduced_by_gloo_beside_nccl(monkeypatch):
     assert asked["backend"] == "cpu:gloo,cuda:nccl" and asked["timeout"] == datetime.timedelta(seconds=60)
     comm.init("cuda", 60)
     assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 0)
-
-
-def test_dali_and_cuda_graphs_exclude_each_other(tiny_config):
-    config = tiny_config(enable_cuda_graphs=True, data_loader_config="dali")
-    with pytest.raises(UsageError, match="DALI's threads use the device while the step"):
-        apply_speed_options(config, torch.device("cuda"), build_model(config))
 
 
 @pytest.mark.parametrize("main", [True, False])

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distributed.domain_parallel import transform_forward
+from training.cuda_graphs import check_capture
 from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
@@ -28,17 +29,8 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
 
     Raises UsageError for an option that this device, or a model without `blocks`, does not have.
     """
-    if config.enable_cuda_graphs and device.type != "cuda":
-        raise UsageError(f"--enable_cuda_graphs needs a GPU with CUDA or ROCm; this run is on {device}")
-    if config.enable_cuda_graphs and comm.world_size() > 1:
-        raise UsageError(
-            f"--enable_cuda_graphs captures the step of one device; this run has {comm.world_size()} ranks"
-        )
-    if config.enable_cuda_graphs and config.data_loader_config == "dali":
-        raise UsageError(
-            "--enable_cuda_graphs goes without --data_loader_config=dali: DALI's threads use the device while the step "
-            "is captured; use --data_loader_config=pytorch"
-        )
+    if config.enable_cuda_graphs:
+        check_capture(config, device, model)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.enable_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.enable_tf32
@@ -47,7 +39,8 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
     if config.activation_checkpointing != "none":
         every = config.checkpointing_interval
         blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
-        checkpoint_activations(blocks, selective=config.activation_checkpointing == "selective")
+        selective, generators = config.activation_checkpointing == "selective", not config.enable_cuda_graphs
+        checkpoint_activations(blocks, selective, generators)
     if config.enable_jit:
         # A graph break is an error. Several ranks compile each block alone: between two blocks gradients are reduced
         # and parameters gathered, while the others compute.
@@ -63,14 +56,15 @@ def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:
     return list(blocks)
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], selective: bool = False) -> None:
+def checkpoint_activations(blocks: Iterable[nn.Module], selective: bool = False, generators: bool = True) -> None:
     """Keep only the input of each block for the backward pass, which computes the block a second time.
 
     selective: also keep the results of matrix products and attention, so that only cheap operations are repeated.
+    generators: reset random generators to compute dropout a second time, which a CUDA graph cannot.
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174); Korthikanti et al. 2022,
     "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"preserve_rng_state": generators}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
     for block in blocks:

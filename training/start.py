@@ -1,5 +1,7 @@
 """How a training script starts: its settings are read and checked, its ranks are connected and arranged."""
 
+import os
+
 import torch
 
 from training.profiling import restart_under_nsys
@@ -22,6 +24,8 @@ def start(script: str, argv: list[str] | None, description: str | None) -> tuple
     config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
     layout, task = config.layout(launch.world_size, launch.ranks_per_node), build_task(config)
     restart_under_nsys()
+    if config.enable_cuda_graphs:  # the thread that handles NCCL's errors would disturb a capture
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     device = comm.init(config.device, config.comm_timeout, config.cpu_offload)
     comm.build_mesh(device, layout)
     return config, device, task

@@ -1,4 +1,4 @@
-"""One optimizer step, eager or as one CUDA graph."""
+"""One optimizer step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from distributed.domain_parallel import transform_forward
 from distributed.parallel_model import ParallelModel
+from training.cuda_graphs import CapturedStep
 from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
 from utils import comm
 from utils.schema import Config
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
 Loss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # (prediction, target, group that shares images)
 
 
@@ -49,7 +49,7 @@ class TrainingStep:
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             transform_forward(stage, self.autocast())
-        self.run = CapturedStep(self.eager) if config.enable_cuda_graphs else self.eager
+        self.run = CapturedStep(self.eager, parallel.replicated) if config.enable_cuda_graphs else self.eager
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
@@ -114,45 +114,3 @@ class SharedScaler(ShardedGradScaler):
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf.squeeze(), allow_fp16)
-
-
-class CapturedStep:
-    """A step captured once as a CUDA graph and then replayed: one launch instead of one for every kernel.
-
-    The graph reads its inputs from static buffers, so every batch must have the shape of the first; the learning rate
-    must be a tensor and the optimizer capturable. Method: the CUDA graphs section of PyTorch's documentation.
-    """
-
-    def __init__(self, step: Callable[..., Tensor]):
-        self.step, self.warmup_left = step, GRAPH_WARMUP_STEPS
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.inputs: list[Tensor] | None = None
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Run the step on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
-        if self.inputs is None:
-            self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-        for static, x in zip(self.inputs, inputs, strict=True):
-            if static.shape != x.shape:
-                raise ValueError(
-                    f"CUDA graph captured for a batch of shape {tuple(static.shape)}, got {tuple(x.shape)}: "
-                    "every batch must have the same shape"
-                )
-            static.copy_(x)
-        if self.warmup_left:
-            return self._warm_up()
-        if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.loss = self.step(*self.inputs)
-        self.graph.replay()
-        return self.loss.clone()  # the next replay writes over it
-
-    def _warm_up(self):
-        self.warmup_left -= 1
-        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            loss = self.step(*self.inputs)
-        main.wait_stream(side)
-        return loss

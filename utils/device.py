@@ -1,9 +1,12 @@
 """The device of this process: the accelerator that torch.accelerator finds, or the CPU."""
 
+import contextlib
 import os
 import resource
 import socket
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -68,6 +71,22 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all work that was started."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """The stream on which a step that becomes a CUDA graph is warmed up and captured, and its DDP is built."""
+    return torch.cuda.Stream()
+
+
+@contextlib.contextmanager
+def on_capture_stream() -> Iterator[None]:
+    """A context whose work runs on the capture stream, in order with what the current stream gets before and after."""
+    current, side = torch.cuda.current_stream(), capture_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

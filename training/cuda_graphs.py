@@ -1,0 +1,92 @@
+"""A training step recorded once as a CUDA graph and then replayed: one launch instead of one for every kernel.
+
+Recorded is what the GPU does, NCCL's collectives included; Python and the host's C++ run once, in the capture. Method:
+the CUDA graphs section of PyTorch's notes on CUDA semantics, with what it says of DistributedDataParallel.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from utils import comm
+from utils.device import capture_stream, on_capture_stream
+from utils.errors import UsageError, first_line
+from utils.schema import Config
+
+WARMUP_STEPS = 3  # run before the capture, so that libraries, communicators and the allocator have settled
+DDP_WARMUP_STEPS = 11  # DistributedDataParallel times its first ten steps, which a capture would not bear
+
+
+def check_capture(config: Config, device: torch.device, model: nn.Module) -> None:
+    """Raise UsageError, naming the options, where a step on the ranks of this run cannot become a CUDA graph."""
+    tp = comm.get_size("tp") > 1
+    dropout = config.dropout or any(isinstance(m, _DropoutNd) and m.p for m in model.modules())
+    sharded = config.data_parallel != "ddp" and comm.get_size("dp_image") > 1
+    refused = [
+        (device.type != "cuda", f"needs a GPU with CUDA or ROCm; this run is on {device}"),
+        (
+            config.data_loader_config == "dali",
+            "goes without --data_loader_config=dali: DALI's threads use the device while the step is captured; use "
+            "--data_loader_config=pytorch",
+        ),
+        (sharded, f"goes without --data_parallel={config.data_parallel}, whose step makes and frees memory: use ddp"),
+        (comm.get_size("pp") > 1, "goes without pipeline_parallel, whose stages take turns on the host"),
+        (comm.get_size("domain") > 1, "goes without domain_parallel, whose rules choose and draw on the host"),
+        (tp and config.tp_backend != "native", "with tensor_parallel goes without tp_backend dtensor: use native"),
+        (
+            tp and dropout and not config.sequence_parallel,
+            "with dropout and tensor_parallel needs sequence_parallel: without it every replay would drop the same",
+        ),
+        (
+            dropout and config.activation_checkpointing != "none",
+            "goes without activation_checkpointing where there is dropout: a capture cannot set a generator back",
+        ),
+    ]
+    for holds, reason in refused:
+        if holds:
+            raise UsageError(f"--enable_cuda_graphs {reason}")
+
+
+class CapturedStep:
+    """step(*inputs) -> loss, run a few times on the side, captured, and from then on replayed.
+
+    The graph reads its inputs from static buffers, so every batch must have the shape of the first; the learning rate
+    must be a tensor and the optimizer capturable. replicated: DistributedDataParallel reduces the gradients.
+    """
+
+    def __init__(self, step: Callable[..., Tensor], replicated: bool = False):
+        self.step, self.warmup_left = step, DDP_WARMUP_STEPS if replicated else WARMUP_STEPS
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: list[Tensor] | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Run the step on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
+        if self.inputs is None:
+            self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+        for static, x in zip(self.inputs, inputs, strict=True):
+            if static.shape != x.shape:
+                raise ValueError(
+                    f"CUDA graph captured for a batch of shape {tuple(static.shape)}, got {tuple(x.shape)}: "
+                    "every batch must have the same shape"
+                )
+            static.copy_(x)
+        if self.warmup_left:
+            self.warmup_left -= 1
+            with on_capture_stream():
+                return self.step(*self.inputs)
+        if self.graph is None:
+            self.graph = self._capture(self.inputs)
+        self.graph.replay()
+        return self.loss.clone()  # the next replay writes over it
+
+    def _capture(self, inputs):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads go on: they copy batches ahead and write checkpoints.
+            with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
+                self.loss = self.step(*inputs)
+        except RuntimeError as error:
+            raise UsageError(f"--enable_cuda_graphs: this step cannot be captured: {first_line(error)}") from error
+        return graph
