@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.compilation import TRACED
 from tests.support.layout_parity import (
@@ -201,7 +202,28 @@ def test_volumes_train_as_on_one_device(ranks, tiny_config, size, options):
 def test_an_image_and_its_tiles_are_the_same_points():
     whole = ClassImages(9, (8, 12), 2, (slice(0, 8), slice(0, 12)), 1, classes=9)
     tile = ClassImages(9, (8, 12), 2, (slice(4, 8), slice(3, 7)), 1, classes=9)
-    for i in range(9):
-        (image, label), (part, same) = whole.sample(i), tile.sample(i)
-        assert label == same and torch.equal(part, image[:, 4:8, 3:7])
-    assert len({whole.sample(i)[1] for i in range(9)}) > 3
+    (images, labels), (parts, same) = (waves.batch(range(9), torch.device("cpu")) for waves in (whole, tile))
+    assert torch.equal(labels, same) and torch.equal(parts, images[:, :, 4:8, 3:7])
+    assert len(set(labels.tolist())) > 3
+
+
+def test_made_images_reach_the_device_as_a_few_numbers():
+    """Whole images copied from the host would hold the device up in every step."""
+    waves = ClassImages(9, (64, 64), 2, (slice(0, 64), slice(0, 64)), 1, classes=9)
+    meta = torch.device("meta")
+    waves.batch(range(2), meta)  # the axes are copied once
+    with Copies() as copies:
+        images, _ = waves.batch(range(2), meta)
+    assert images.shape == (2, 2, 64, 64) and images.device == meta
+    assert 0 < copies.numbers < 10
+
+
+class Copies(TorchDispatchMode):
+    """Counts the numbers that are copied from the host to another device."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+            self.numbers += args[0].numel()
+        return func(*args, **kwargs or {})

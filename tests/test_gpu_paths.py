@@ -14,6 +14,7 @@ from tests.support import programs
 from training import profiling
 from training.profiling import build_profiler
 from utils import comm, device
+from utils.data_loader import BatchLoader, Slot
 from utils.errors import UsageError
 from utils.launch import interface_towards
 
@@ -138,3 +139,47 @@ def test_the_line_of_a_gpu_job_without_gpus_ends_the_run_at_once(tiny_options):
     words = ["train.py", *tiny_options(device="auto")]
     done = programs.run(words, env=programs.os.environ | {"SLURM_GPUS_ON_NODE": "2"})
     assert done.returncode == 2 and done.stderr.startswith("error: Slurm gave this job GPUs"), done.stderr
+
+
+def test_the_host_is_at_most_two_batches_ahead_of_a_gpu(monkeypatch):
+    """Each of them holds memory on the device until its step is done."""
+    waiting = []
+
+    class Event:
+        def synchronize(self):
+            waiting.remove(self)
+
+    def record_event():
+        waiting.append(Event())
+        return waiting[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=record_event))
+    loader = BatchLoader(None, None, 1, 1, 1, torch.device("cuda"))
+    loader._shared_batches = lambda indices, iterations: iter(iterations)
+    loader.dataset, ahead = range(9), []
+    for _ in loader.train(0, 0, 9):
+        ahead.append(len(waiting))
+    assert ahead == [0, 1, 2, 2, 2, 2, 2, 2, 2]
+
+
+def test_a_pinned_buffer_takes_its_own_size_and_ends_with_its_slot(monkeypatch):
+    """torch's pinned memory is rounded up to a power of two."""
+    calls = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: calls.append((address, size)) or 0,
+        cudaHostUnregister=lambda address: calls.append(address),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    slot = Slot((5, 2, 20, 33, 64), pinned=True)
+    address = slot.tensor.data_ptr()
+    assert calls == [(address, 5 * 2 * 20 * 33 * 64 * 4)] and address % 4096 == 0
+    del slot
+    assert calls[1:] == [address]
+
+
+@pytest.mark.gpu
+def test_a_slot_is_pinned_for_the_gpu():
+    slot = Slot((3, 5), pinned=True)
+    slot.array[:] = 2
+    assert slot.tensor.is_pinned() and slot.tensor.to("cuda", non_blocking=True).sum().item() == 30

@@ -5,14 +5,14 @@ Every rank computes the points of its own part alone, from the number of the sam
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from utils.data_loader import Batch, BatchLoader, Indices
+from utils.device import to_device
 
 
 class Waves(ABC):
@@ -29,18 +29,27 @@ class Waves(ABC):
         return self.count
 
     @abstractmethod
-    def sample(self, index: int) -> tuple[Tensor, Any]:
-        """(input, target)."""
+    def draw(self, random: torch.Generator) -> tuple[Tensor, ...]:
+        """The few numbers of which a sample is made."""
 
-    def random(self, index: int) -> torch.Generator:
-        """The random numbers of a sample."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+    @abstractmethod
+    def make(self, *drawn: Tensor) -> Batch:
+        """(input, target) of B samples, on the device of their numbers, (B, ...) each."""
 
-    def image(self, numbers: Sequence[int], phases: Tensor) -> Tensor:
-        """(C, *window) float32. numbers: of waves along each axis. phases: in turns, (C,)."""
-        axes = len(self.axes)
-        along = [n * x.view(-1, *[1] * (axes - 1 - i)) for i, (n, x) in enumerate(zip(numbers, self.axes, strict=True))]
-        return torch.cos(2 * math.pi * (sum(along) + phases.view(-1, *[1] * axes)))
+    def batch(self, samples: Iterable[int], device: torch.device) -> Batch:
+        """The samples of these numbers: drawn on the host, and made on the device."""
+        seeds = (self.seed * 1_000_003 + int(sample) for sample in samples)
+        drawn = default_collate([self.draw(torch.Generator().manual_seed(seed)) for seed in seeds])
+        self.axes = [x.to(device) for x in self.axes]  # the first time only
+        return self.make(*(to_device(x, device) for x in drawn))
+
+    def image(self, numbers: Tensor, phases: Tensor) -> Tensor:
+        """(B, C, *window) float32. numbers: of waves along each axis, (B, axes). phases: in turns, (B, C)."""
+        ones, left = [1] * len(self.axes), range(len(self.axes))[::-1]  # axes after each
+        along = [
+            n.view(-1, *ones, 1) * x.view(-1, *ones[:i]) for i, n, x in zip(left, numbers.T, self.axes, strict=True)
+        ]
+        return torch.cos(2 * math.pi * (sum(along) + phases.view(*phases.shape, *ones)))
 
 
 class WaveLoader(BatchLoader):
@@ -59,5 +68,4 @@ class WaveLoader(BatchLoader):
 
     def _shared_batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
         for iteration in iterations:
-            x, y = default_collate([self.waves.sample(int(i)) for i in indices(iteration)])
-            yield x.to(self.device), y.to(self.device)
+            yield self.waves.batch(indices(iteration), self.device)

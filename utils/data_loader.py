@@ -5,6 +5,8 @@ from pinned memory on a side stream, while the previous step computes, and norma
 buffer itself is the batch: the threads normalise each frame from the page cache into its place.
 """
 
+import math
+import mmap
 import threading
 import warnings
 from collections import deque
@@ -19,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
+from utils.device import pin
 from utils.sample_order import rank_indices, training_indices, validation_counts, validation_indices
 from weather.dataset import FieldDataset, Statistics
 
 # A frame seen in its file is only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
 
+AHEAD = 2  # batches that a GPU has not done with when the next one is made
 Batch = tuple[Tensor, Tensor]  # (input, target)
 Indices = partial[np.ndarray]  # indices(iteration): the samples of this rank
 
@@ -58,7 +62,7 @@ class BatchLoader:
     def train(self, seed: int, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches of the training steps start, ..., stop - 1."""
         args = self.num_samples, self.batch_size * comm.get_size("dp"), seed
-        yield from self._shared_batches(self._own(training_indices, args), range(start, stop))
+        yield from self._paced(self._shared_batches(self._own(training_indices, args), range(start, stop)))
 
     def valid(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Every sample once over all ranks, as (input, target, count): only the first `count` of a batch are new.
@@ -69,7 +73,8 @@ class BatchLoader:
         rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
         counts = validation_counts(self.num_samples, self.batch_size, rank, ranks)
         indices = self._own(validation_indices, (self.num_samples, self.batch_size * ranks))
-        for (x, y), count in zip(self._shared_batches(indices, range(len(counts))), counts, strict=True):
+        batches = self._paced(self._shared_batches(indices, range(len(counts))))
+        for (x, y), count in zip(batches, counts, strict=True):
             yield x, y, count
 
     def close(self) -> None:
@@ -78,6 +83,18 @@ class BatchLoader:
 
     def _own(self, indices: Callable[..., np.ndarray], args: tuple[int, ...]) -> Indices:
         return partial(rank_indices, indices, args, comm.get_rank("dp"), comm.get_size("dp"))
+
+    def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
+        if self.device.type != "cuda":
+            yield from batches
+            return
+        used = deque[torch.cuda.Event]()
+        for batch in batches:
+            yield batch
+            used.append(torch.cuda.current_stream(self.device).record_event())
+            if len(used) > AHEAD:
+                used.popleft().synchronize()
 
     def _batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
         """One (input, target) for each of `iterations`, a range, of the samples indices(iteration)."""
@@ -116,8 +133,10 @@ class Slot:
     """A reused batch buffer: (B, 2, C, h, w) float32, pinned where the batches go to a GPU."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.tensor = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
-        self.array = self.tensor.numpy()
+        self.array = np.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), np.float32).reshape(shape)
+        if pinned:
+            pin(self.array)
+        self.tensor = torch.from_numpy(self.array)
         self.reads: list[Future[None]] = []
         self.copied: torch.cuda.Event | None = None  # the copy to the device is done, the buffer may be filled again
 

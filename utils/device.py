@@ -5,11 +5,14 @@ import os
 import resource
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from utils.errors import UsageError
 
@@ -87,6 +90,21 @@ def on_capture_stream() -> Iterator[None]:
     with torch.cuda.stream(side):
         yield
     current.wait_stream(side)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor without waiting for what the device still has to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def pin(array: np.ndarray) -> None:
+    """Lock the pages of a host array, whose memory is its own pages, until it is gone: a GPU then copies by itself.
+
+    torch's pinned tensors are rounded up to a power of two, nearly twice what a large buffer needs.
+    """
+    runtime, address = torch.cuda.cudart(), array.ctypes.data
+    torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
+    weakref.finalize(array, runtime.cudaHostUnregister, address)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

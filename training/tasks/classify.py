@@ -14,7 +14,7 @@ from training.losses import classification_loss
 from training.tasks.task import Shape, Task, Validator
 from training.waves import WaveLoader, Waves
 from utils import comm
-from utils.data_loader import BatchLoader
+from utils.data_loader import Batch, BatchLoader
 from utils.errors import UsageError
 
 SAMPLES = {"train": 4096, "valid": 256}  # where limit_nsamples does not say otherwise
@@ -30,13 +30,15 @@ class ClassImages(Waves):
         super().__init__(*args)
         self.classes, self.waves = classes, math.ceil(math.sqrt(classes))
 
-    def sample(self, index: int) -> tuple[Tensor, int]:
-        """(C, *window) float32, and the class."""
-        random = self.random(index)
-        label = int(torch.randint(self.classes, (), generator=random))
-        phases = torch.rand(self.channels, generator=random)
-        numbers = [label // self.waves, label % self.waves, *[1] * (len(self.axes) - 2)]
-        return self.image(numbers, phases), label
+    def draw(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The class, (), and the phases, (C,)."""
+        return torch.randint(self.classes, (), generator=random), torch.rand(self.channels, generator=random)
+
+    def make(self, *drawn: Tensor) -> Batch:
+        """(B, C, *window) float32, and the classes, (B,)."""
+        labels, phases = drawn
+        rest = [torch.ones_like(labels)] * (len(self.axes) - 2)
+        return self.image(torch.stack([labels // self.waves, labels % self.waves, *rest], 1), phases), labels
 
 
 class ClassValidator(Validator):

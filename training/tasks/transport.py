@@ -1,6 +1,6 @@
 """Transport: waves in a box of two or three dimensions, and where a constant wind has carried them. Image to image."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from training.tasks.classify import SAMPLES
 from training.tasks.task import Shape, Task, Validator
 from training.waves import WaveLoader, Waves
 from utils import comm
-from utils.data_loader import BatchLoader
+from utils.data_loader import Batch, BatchLoader
 from utils.errors import UsageError
 
 WIND = (1 / 16, 1 / 8, 1 / 16)  # of the box, along each axis
@@ -23,15 +23,16 @@ MOST_WAVES = 3  # along an axis
 class CarriedWaves(Waves):
     """Samples (image, the same waves later)."""
 
-    def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Two images, (C, *window) float32."""
-        random = self.random(index)
-        numbers: Sequence[int] = torch.randint(
-            -MOST_WAVES, MOST_WAVES + 1, (len(self.axes),), generator=random
-        ).tolist()
-        phases = torch.rand(self.channels, generator=random)
-        turned = sum(n * speed for n, speed in zip(numbers, WIND, strict=False))
-        return self.image(numbers, phases), self.image(numbers, phases - turned)
+    def draw(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Numbers of waves, (axes,), and phases, (C,)."""
+        numbers = torch.randint(-MOST_WAVES, MOST_WAVES + 1, (len(self.axes),), generator=random)
+        return numbers, torch.rand(self.channels, generator=random)
+
+    def make(self, *drawn: Tensor) -> Batch:
+        """Two batches of images, (B, C, *window) float32."""
+        numbers, phases = drawn
+        turned = sum(n * speed for n, speed in zip(numbers.T, WIND, strict=False))
+        return self.image(numbers, phases), self.image(numbers, phases - turned.view(-1, 1))
 
 
 class TransportValidator(Validator):
