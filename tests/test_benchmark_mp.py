@@ -106,6 +106,7 @@ def test_theory_holds_in_two_dimensions():
         (["--layouts", "tp2xtp2"], "layout 'tp2xtp2': expected sizes of tp, cp, pp, dp"),
         (["--layouts", "sp2"], "layout 'sp2': expected sizes of tp, cp, pp, dp"),
         (["--layouts", "tp0"], "layout 'tp0': expected sizes"),
+        (["--layouts", "tp99999999"], "99999999 ranks are too many for "),
         (["--layouts", "tp1"], "layout 'tp1': it has one rank"),
         (["--layouts", "tp2,sequence"], "unknown option '--sequence'"),
         (["--layouts", "pp2,gradient_accumulation=1"], "pp_schedule 1f1b over 2 stages needs at least as many"),

@@ -1,6 +1,8 @@
 """Checkpoints are whole or passed over, written while training goes on, and nothing in them is unpickled."""
 
+import json
 import logging
+import os
 import pickle
 import signal
 import threading
@@ -9,9 +11,10 @@ import pytest
 import torch
 
 from tests.support import programs
-from training import checkpoint_files
+from training import checkpoint, checkpoint_files
 from training.checkpoint import MARKER, CheckpointError, CheckpointFolder, collect_state, restore_state, verify
 from utils import comm
+from utils.errors import UsageError
 
 
 def model_and_optimizer(seed):
@@ -268,3 +271,89 @@ def test_a_process_that_ends_in_mid_write_never_hangs_or_leaves_half_a_checkpoin
     folder = tmp_path / "checkpoints"
     assert programs.run([tmp_path / "program.py", folder, end, seconds], timeout=60).returncode == status
     assert sorted(path.name for path in folder.iterdir()) == left
+
+
+def test_a_score_that_is_no_number_is_no_score(folder):
+    """min() over NaN would call any checkpoint the best, and the best one would be removed."""
+    for iteration, loss in enumerate([1.0, 0.5, float("nan"), 2.0, 3.0], 1):
+        save(folder, iteration, val_loss=loss)
+    assert [path.name for path in folder.folders()] == ["iter-00000005", "iter-00000004", "iter-00000002"]
+
+
+def test_only_listed_tensors_are_read(folder, tmp_path):
+    """A reader takes any safetensors file of a folder, and SHA-256 says nothing of one that is not listed."""
+    path = save(folder, 1)
+    other = CheckpointFolder(tmp_path / "other", keep=1)
+    stranger = next(save(other, 1).glob("*.safetensors"))
+    (path / "a-stranger.safetensors").write_bytes(stranger.read_bytes())
+    with pytest.raises(UsageError, match=r"iter-00000001: a-stranger.safetensors is not one of its files .*take it"):
+        load(folder)
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(folder, monkeypatch):
+    save(folder, 1)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UsageError, match="checkpoints: cannot be read: Permission denied"):
+        load(folder)
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(folder, monkeypatch, caplog):
+    save(folder, 1)
+    newest = save(folder, 2)
+    whole = checkpoint.describe
+
+    def refuse(path):
+        if path.parent == newest:
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(checkpoint, "describe", refuse)
+    assert load(folder)[0]["iteration"] == 1
+    assert "iter-00000002: shard-00000.safetensors cannot be read: Permission denied; passing over it" in caplog.text
+
+
+def test_strangers_among_the_checkpoints_are_left_alone(folder, tmp_path):
+    first = save(folder, 1)
+    (folder.path / "iter-notes").mkdir()
+    (folder.path / "iter-00000003").write_text("a file")
+    (folder.path / "iter-00000004").symlink_to(folder.path)  # a loop
+    (folder.path / "iter-00000005").symlink_to(tmp_path / "nowhere")
+    assert folder.folders() == [first]
+    for iteration in (3, 4, 5):  # their names are needed
+        save(folder, iteration)
+    assert load(folder)[0]["iteration"] == 5 and (folder.path / "iter-notes").is_dir()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"iteration": -1}, {"iteration": "1"}, {"world_size": None}, {"trainer": []}, {"files": {"a": {}}},
+        {"files": {"../a": {"bytes": 1, "sha256": ""}}}, {"more": 1}, {"val_loss": "best"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_marker_with_other_keys_is_passed_over(folder, caplog, change):
+    """Its own SHA-256 may be right."""
+    save(folder, 1)
+    path = save(folder, 2) / MARKER
+    marker = json.loads(path.read_text()) | change
+    del marker["sha256"]
+    path.write_text(json.dumps({"sha256": checkpoint._digest(marker), **marker}))
+    assert load(folder)[0]["iteration"] == 1
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "training.checkpoint"]
+    assert "passing over it" in warning and "\n" not in warning
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[" * 100_000, b"\xff\xfe", b"3", b"{}"], ids=["empty", "deep", "bytes", "3", "{}"]
+)
+def test_a_marker_that_is_something_else_is_passed_over(folder, caplog, text):
+    save(folder, 1)
+    (save(folder, 2) / MARKER).write_bytes(text)
+    assert load(folder)[0]["iteration"] == 1
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "training.checkpoint"]
+    assert "passing over it" in warning and "\n" not in warning

@@ -299,3 +299,25 @@ def test_bad_statistics_are_named(tmp_path):
 def test_a_batch_larger_than_the_data_is_refused(tiny_config):
     with pytest.raises(UsageError, match="global_batch_size 39 is larger than the training data: 38 samples"):
         build_task(tiny_config(global_batch_size=39)).build_loaders(CPU)
+
+
+@pytest.mark.parametrize("kind", ["external link", "virtual"])
+def test_fields_that_lie_in_another_file_are_read_from_there(tmp_path, kind):
+    """Offsets in that file would be taken for offsets in this one."""
+    fields = np.random.default_rng(0).normal(size=(3, 2, 4, 8)).astype("f4")
+    (tmp_path / "year").mkdir()
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["fields"] = fields
+    with h5py.File(tmp_path / "year" / "1980.h5", "w") as file:
+        if kind == "virtual":
+            layout = h5py.VirtualLayout(fields.shape, "f4")
+            layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "fields", fields.shape)
+            file.create_virtual_dataset("fields", layout)
+        else:
+            file["padding"] = np.zeros(1000)
+            file["fields"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "fields")
+    dataset = FieldDataset(tmp_path / "year", 2, (4, 8))
+    out = np.zeros(dataset.shape, np.float32)
+    dataset.read(1, out)
+    np.testing.assert_array_equal(out, fields[1:])
+    dataset.close()

@@ -8,11 +8,15 @@ import time
 from functools import cache
 
 import h5py
+import psutil
 import pytest
 
 from tests.conftest import words_of
 from tests.support.launch import rank_pids, summary, torchrun
 from tests.support.programs import finish, run_ranks, start_ranks
+from tests.support.workers import free_port
+from utils import comm
+from utils.launch import Launch
 
 COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4, "num_data_workers": 1}
 
@@ -194,3 +198,28 @@ def test_a_layout_that_does_not_fit_ends_every_rank_with_the_same_line(tiny_opti
         status, output = finish(process)
         assert status == 2
         assert output.startswith("error: ") and line in output and "Traceback" not in output
+
+
+def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):
+    """They would train on, and meet whoever starts the run again."""
+    agent = torchrun(tiny_options(num_iters=100_000, warmup=1, run_num="orphans"))
+    log = tmp_path / "logs/quick/orphans/out.log"
+    while not (log.exists() and "Starting training" in log.read_text()) and agent.poll() is None:
+        time.sleep(0.1)
+    ranks = [psutil.Process(pid) for pid in rank_pids(agent)]
+    assert len(ranks) == 2
+    agent.kill()
+    _, left = psutil.wait_procs(ranks, timeout=60)
+    for process in left:
+        process.kill()
+    assert not left
+    assert "ends because torchrun has been killed" in agent.communicate()[0]
+
+
+def test_the_store_of_one_machine_is_not_open_to_others():
+    port = free_port()
+    store = comm.listen_on_loopback(Launch(0, 0, 1, 1, "127.0.0.1", port))
+    store.set("a", "1")
+    listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr]
+    assert listening == ["127.0.0.1"]
+    assert comm.listen_on_loopback(Launch(0, 0, 1, 1, "node1", port)) is None  # ranks elsewhere must reach it

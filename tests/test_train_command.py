@@ -125,3 +125,19 @@ def test_a_run_of_other_settings_is_left_alone(refused, tiny_options, tmp_path):
     refused(line, leaves_run=True, num_iters=2, warmup=0, depth=1, lr=0.5)
     refused("holds a run already", leaves_run=True, num_iters=2, warmup=0, resume="never")
     assert (tmp_path / "logs/quick/00/summary.json").read_text() == before
+
+
+def test_the_second_of_two_runs_in_one_folder_is_refused_and_the_first_goes_on(tiny_options, tmp_path):
+    options = tiny_options(num_iters=3000, run_num="shared", checkpoint_every=3000)
+    first = start(options)
+    log = tmp_path / "logs/quick/shared/out.log"
+    while not (log.exists() and "Starting training" in log.read_text()) and first.poll() is None:
+        time.sleep(0.05)
+    status, _, err = finish(start(options))
+    assert status == 2
+    assert f"shared is in use: process {first.pid} on " in err and err.count("\n") == 1
+    assert first.poll() is None and log.read_text().count("Starting training") == 1
+    first.send_signal(signal.SIGTERM)
+    assert finish(first)[0] == 75
+    status, _, err = finish(start(tiny_options(num_iters=3000, run_num="shared", resume="never")))
+    assert status == 2 and "holds a run already" in err  # and nobody owns it

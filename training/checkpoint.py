@@ -12,7 +12,9 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -31,18 +34,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import ShardWriter, describe
+from training.checkpoint_files import SUFFIX, FileSchema, ShardWriter, describe
 from utils import comm
+from utils.errors import UsageError, first_line
+from utils.files import sync_folder
 
 MARKER = "complete.json"
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 log = logging.getLogger(__name__)
 State = dict[str, dict[str, Any]]  # {"model", "optimizer" or "random": {name: tensor, or a parameter's moments}}
 Marker = dict[str, Any]  # of MARKER
+NAME = re.compile(r"iter-\d{8,}")
 
 
 class CheckpointError(Exception):
     """A checkpoint folder that is half written or damaged."""
+
+
+class MarkerSchema(BaseModel):
+    """What a marker holds, as others may have written it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    sha256: str
+    iteration: NonNegativeInt
+    val_loss: float | None
+    world_size: PositiveInt
+    config: dict[str, Any] | None
+    trainer: dict[str, Any]
+    files: dict[str, FileSchema]
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -191,8 +210,11 @@ class CheckpointFolder:
             json.dump({"sha256": _digest(marker), **marker}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        if final.is_symlink() or final.is_file():  # a stranger with this name
+            final.unlink()
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
         writing.rename(final)
+        sync_folder(self.path)
         self._prune()
 
     def load_newest(self, tensors: State) -> Marker | None:
@@ -223,8 +245,15 @@ class CheckpointFolder:
         return None, None
 
     def folders(self) -> list[Path]:
-        """Checkpoint folders, newest first, damaged ones included."""
-        return sorted(self.path.glob("iter-*"), reverse=True)
+        """Checkpoint folders, newest first, damaged ones included; strangers are left out. Raises UsageError."""
+        try:
+            entries = list(os.scandir(self.path))
+        except FileNotFoundError:
+            return []
+        except OSError as error:  # to begin anew would write over what is there
+            raise UsageError(f"checkpoints {self.path}: cannot be read: {error.strerror}") from None
+        own = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        return [self.path / name for name in sorted(own, key=lambda name: int(name[5:]), reverse=True)]
 
     def newest_name(self) -> str:
         """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""
@@ -237,7 +266,8 @@ class CheckpointFolder:
         for folder in folders:
             with contextlib.suppress(CheckpointError):
                 losses[folder] = read_marker(folder)["val_loss"]
-        best = min((folder for folder in losses if losses[folder] is not None), key=lambda f: losses[f], default=None)
+        scored = {folder: loss for folder, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        best = min(scored, key=lambda folder: scored[folder], default=None)
         for folder in [f for f in folders if f not in losses] + list(losses)[self.keep :]:
             if folder != best:
                 shutil.rmtree(folder)
@@ -246,25 +276,38 @@ class CheckpointFolder:
 def read_marker(folder: Path) -> Marker:
     """The marker of a checkpoint. Raises CheckpointError where it is missing or damaged."""
     try:
-        marker = json.loads((folder / MARKER).read_text())
+        marker = json.loads((folder / MARKER).read_bytes())
+        MarkerSchema.model_validate(marker)
         if marker.pop("sha256") != _digest(marker):
             raise ValueError("it is damaged (SHA-256 differs)")
         return marker
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {folder}: was not written to its end") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {error}") from None
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be used: {place}: {wrong['msg']}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {first_line(error)}") from None
 
 
 def verify(folder: Path) -> Marker:
-    """The marker of a checkpoint all of whose files are as they were written; raises CheckpointError otherwise."""
+    """The marker of a checkpoint all of whose files are as they were written; raises CheckpointError otherwise.
+
+    Raises UsageError for tensors that the marker does not list: a reader would take them for the checkpoint's own.
+    """
     marker = read_marker(folder)
     for name, written in marker["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"checkpoint {folder}: {name} is missing")
-        if describe(path) != written:
-            raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
+        try:
+            if Path(name).name != name or describe(folder / name) != written:
+                raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
+        except FileNotFoundError:
+            raise CheckpointError(f"checkpoint {folder}: {name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {folder}: {name} cannot be read: {error.strerror}") from None
+    for path in folder.glob(f"*{SUFFIX}"):
+        if path.name not in marker["files"]:
+            raise UsageError(f"checkpoint {folder}: {path.name} is not one of its files ({MARKER}): take it away")
     return marker
 
 

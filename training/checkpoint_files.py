@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,6 +21,16 @@ from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+SUFFIX = ".safetensors"
+
+
+class FileSchema(BaseModel):
+    """What a marker says of a file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    bytes: NonNegativeInt
+    sha256: str
 
 
 class ShardWriter(StorageWriter):
@@ -46,7 +57,7 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans of all ranks, each with the name of its file."""
-        names = (f"shard-{rank:05d}.safetensors" for rank in range(len(plans)))
+        names = (f"shard-{rank:05d}{SUFFIX}" for rank in range(len(plans)))
         return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -102,4 +113,5 @@ def describe(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        size = os.fstat(file.fileno()).st_size
+    return {"bytes": size, "sha256": digest}

@@ -106,6 +106,7 @@ class Run:
         if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
             self.summary = self._summarize(self.result)
             self.folder.write_summary(self.summary)
+        self.folder.close()
         if kind is None and self.summary:
             print_result(self.summary, self.validator.describe(self.summary), self.config)
 
@@ -214,7 +215,8 @@ class Run:
         if self.result is None:
             self.stopping = True
             return
-        self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
+        if math.isfinite(self.result["val_loss"]):
+            self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
         log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
         write_validation(self.writer, self.result, self.validator.figures, self.iteration)

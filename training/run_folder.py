@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from training.run_owner import RunOwner
 from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError
@@ -26,7 +27,7 @@ class RunFolder:
 
     config: its run_num is that of the folder, also where `auto` was asked for.
     Raises UsageError where the folder cannot be written, holds a run of other settings, or holds a run although a new
-    one was asked for.
+    one was asked for, and where another run trains in it.
     """
 
     def __init__(self, config: Config):
@@ -38,6 +39,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.config_file = self.path / "config.yaml"
         self.summary_file = self.path / "summary.json"
+        self._owner: RunOwner | None = None  # on rank 0
         comm.on_main(lambda: self._checked(self._open, self.path))
         if not comm.is_main():
             logging.getLogger().setLevel(logging.WARNING)
@@ -51,12 +53,18 @@ class RunFolder:
 
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+        self._owner = RunOwner(self.path)
         if self.config_file.exists():
             self._compare_settings()
         else:
             with whole_file(self.config_file) as part:
                 write_config(self.config, part)
         self._start_logging()
+
+    def close(self) -> None:
+        """Let other runs have the folder."""
+        if self._owner:
+            self._owner.release()
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of the finished run in this folder; None where there is none."""

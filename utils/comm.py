@@ -9,6 +9,7 @@ tp tensor parallel, pp pipeline parallel. In a single process the functions belo
 
 import datetime
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -21,9 +22,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from utils.device import physical_name, select_device
 from utils.errors import ArgumentParser, UsageError, first_line, run_main
-from utils.launch import interface_towards, read_launch
+from utils.launch import Launch, interface_towards, read_launch
 from utils.layout import ORDER, Layout, tile_counts
-from utils.rank_failure import FailureListener
+from utils.rank_failure import FailureListener, end_with_launcher
 
 DOMAIN = {"domain_lat", "domain_lon"}
 IMAGE = {"cp", *DOMAIN}
@@ -54,6 +55,8 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
     global _listener, _patience
     launch = read_launch()
     device = select_device(device_name, launch.local_rank if launch.world_size > 1 else 0)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_launcher(launch.rank)
     if launch.world_size == 1:
         return device
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
@@ -62,7 +65,9 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     cuda, _patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
     try:
-        store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=_patience))
+        store = listen_on_loopback(launch) if launch.rank == 0 else None
+        if store is None:
+            store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=_patience))
         # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
         store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         check_devices(store, launch.world_size, physical_name(device))
@@ -71,13 +76,27 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=_patience,
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
-    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+    except (dist.DistStoreError, dist.DistNetworkError, OSError, RuntimeError) as error:
         raise UsageError(
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {first_line(error)}"
         ) from None
     _listener = FailureListener(store.clone(), launch.rank)  # type: ignore[attr-defined]  # not in torch's stubs
     return device
+
+
+def listen_on_loopback(launch: Launch) -> dist.Store | None:
+    """The store of rank 0 where all ranks are on this machine; None where torchrun has one, or ranks are elsewhere.
+
+    torch's own listens on every interface, and whoever reaches it may write.
+    """
+    loopback = ("localhost", "127.0.0.1")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch.master_addr not in loopback:
+        return None
+    listener = socket.create_server(("127.0.0.1", launch.master_port))
+    return dist.TCPStore(
+        "127.0.0.1", launch.master_port, launch.world_size, True, _patience, master_listen_fd=listener.detach()
+    )
 
 
 def check_devices(store: dist.Store, ranks: int, name: str) -> None:

@@ -70,6 +70,19 @@ class FailureListener:
                     return
 
 
+def end_with_launcher(rank: int) -> None:
+    """End this process when torchrun, which started it, is gone; whoever starts the run again finds no old ranks."""
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(1)
+        print(f"error: rank {rank} ends because torchrun has been killed", file=sys.stderr, flush=True)
+        exit_at_once(FAILED_STATUS)
+
+    threading.Thread(target=watch, daemon=True, name="end with torchrun").start()
+
+
 def exit_at_once(status: int) -> NoReturn:
     """End this process without waiting for other ranks, which may be waiting for this one."""
     sys.stdout.flush()

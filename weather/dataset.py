@@ -41,7 +41,8 @@ class YearFile:
             self.file.close()
             raise UsageError(f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}")
         self.fields, self.shape = fields, fields.shape
-        self.frame_offsets = frame_offsets(fields)
+        linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
+        self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
         self.descriptor = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.descriptor).st_size
         self.map = None
@@ -131,7 +132,7 @@ def frame_offsets(fields: h5py.Dataset) -> np.ndarray | None:
 
     A frame is one piece if the dataset is contiguous, or chunked by whole frames without compression.
     """
-    if fields.dtype != np.dtype("<f4") or fields.external is not None:
+    if fields.dtype != np.dtype("<f4") or fields.external is not None or fields.is_virtual:
         return None
     start = fields.id.get_offset()
     if start is not None:

@@ -5,6 +5,7 @@ taken within a round, so that the ups and downs of the machine cancel.
 """
 
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,6 +35,7 @@ STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
 PROFILED_STEPS = 3
+RANKS_PER_CORE = 32  # more would only fill the machine
 
 
 # Cases by their names.
@@ -80,6 +82,8 @@ def check_machine(command: str, cases: Sequence[Case], option: str) -> torch.dev
             f"{most} ranks need as many devices; this machine has {torch.accelerator.device_count()} ({device.type}): "
             f"give smaller {option}, or --device cpu"
         )
+    if most > RANKS_PER_CORE * (os.cpu_count() or 1):
+        raise UsageError(f"{most} ranks are too many for {os.cpu_count()} cores: give smaller {option}")
     return device
 
 

@@ -1,0 +1,145 @@
+"""One run at a time trains in a folder, and ranks end with what started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from training import run_owner
+from training.run_owner import FILE, Beat, Owner, RunOwner, this_process
+from utils.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Heartbeats in a hurry."""
+    monkeypatch.setattr(run_owner, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(run_owner, "DEAD_SECONDS", 1.0)
+
+
+def write(folder, beats=0, **changes):
+    """An owner's file as another process would write it."""
+    owner = this_process().model_copy(update=changes)
+    (folder / FILE).write_text(Beat(owner=owner, beats=f"{beats:012d}").model_dump_json() + "\n")
+
+
+def owner_of(folder):
+    return Beat.model_validate_json((folder / FILE).read_text()).owner
+
+
+HOLD = """
+    import sys, time
+    from pathlib import Path
+    from training.run_owner import RunOwner
+    RunOwner(Path(sys.argv[1]))
+    print("mine", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that owns tmp_path."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLD), tmp_path], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "mine\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_folder_in_use_is_refused_and_its_owner_named(tmp_path, holder):
+    with pytest.raises(UsageError, match=rf"is in use: process {holder.pid} on .* trains in it; .*--run_num"):
+        RunOwner(tmp_path)
+    assert owner_of(tmp_path).process == holder.pid
+
+
+def test_the_folder_of_a_killed_process_is_free(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    RunOwner(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_process_still_owns_its_folder(tmp_path, holder):
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(UsageError, match="is in use"):
+        RunOwner(tmp_path)
+
+
+def test_a_number_that_another_process_has_now_is_no_owner(tmp_path):
+    write(tmp_path, process=os.getppid(), started="1")
+    RunOwner(tmp_path).release()
+
+
+def test_an_owner_elsewhere_is_alive_while_its_heart_beats(tmp_path):
+    """Also for an array's other task, which is a job of its own."""
+    write(tmp_path, host="elsewhere", job="7")
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(RunOwner, tmp_path)
+        for beats in range(1, 30):
+            time.sleep(0.02)
+            write(tmp_path, beats, host="elsewhere", job="7")
+        with pytest.raises(UsageError, match="job 7, process .* on elsewhere trains in it"):
+            second.result()
+
+
+@pytest.mark.parametrize("text", [None, "", "[1, 2", "{}"], ids=str)
+def test_a_heart_that_has_stopped_leaves_the_folder(tmp_path, text):
+    write(tmp_path, host="elsewhere")
+    if text is not None:
+        (tmp_path / FILE).write_text(text)
+    RunOwner(tmp_path).release()
+
+
+@pytest.mark.parametrize("space", ["elsewhere", None])
+def test_a_job_that_comes_back_has_its_folder_at_once(tmp_path, monkeypatch, space):
+    """Before the heartbeat could tell; on the same machine too, where it may not have ended yet."""
+    monkeypatch.setattr(run_owner, "DEAD_SECONDS", 1000.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    write(tmp_path, process=os.getppid(), **({"host": space} if space else {}))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    owner = RunOwner(tmp_path)
+    assert owner_of(tmp_path).restarts == (1, 0)
+    owner.release()
+
+
+def test_of_several_one_takes_a_folder_over(tmp_path):
+    write(tmp_path, process=os.getppid(), started="1")
+    program = textwrap.dedent(HOLD)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    time.sleep(0.1)
+    deadline = time.monotonic() + 120
+    while sum(p.poll() is None for p in processes) > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [p for p in processes if p.poll() is None]
+    for process in left:
+        process.kill()
+    for process in processes:
+        process.communicate()
+    assert [p.pid for p in left] == [owner_of(tmp_path).process]
+
+
+def test_who_has_lost_a_folder_ends(tmp_path, holder):
+    write(tmp_path, process=1)
+    assert holder.wait(60) == 1
+    assert owner_of(tmp_path).process == 1
+
+
+def test_a_file_that_was_tidied_up_comes_back(tmp_path):
+    owner = RunOwner(tmp_path)
+    (tmp_path / FILE).unlink()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / FILE).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert isinstance(owner_of(tmp_path), Owner)
+    owner.release()

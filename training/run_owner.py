@@ -1,0 +1,176 @@
+"""The owner of a run folder: one run at a time trains in it.
+
+`owner.json` names the owner's job, host and process, and counts its heartbeats. It needs no lock of the file system. A
+run that finds it takes the folder over where that process is gone, where it is the same job that has come back after a
+requeue, or where the heartbeat has stopped; and is refused otherwise.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from utils.errors import FAILED_STATUS, UsageError
+from utils.rank_failure import exit_at_once
+
+FILE = "owner.json"
+BEAT_SECONDS = 5.0
+DEAD_SECONDS = 30.0  # without a beat
+
+
+class Owner(BaseModel):
+    """A process that owns a folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    host: str
+    space: str  # in which the number of the process counts: containers have their own
+    process: int
+    started: str  # the time, in the kernel's ticks: numbers are used again
+    job: str  # of Slurm or torchrun, '' for none
+    restarts: tuple[int, int]  # of the job, by Slurm and by torchrun
+
+    def __str__(self):
+        job = f"job {self.job}, " if self.job else ""
+        return f"{job}process {self.process} on {self.host}"
+
+
+class Beat(BaseModel):
+    """What the file holds."""
+
+    owner: Owner
+    beats: str
+
+
+def this_process() -> Owner:
+    """This process as an owner."""
+    env = os.environ
+    elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's own default says nothing
+    job = env.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
+    restarts = _count(env.get("SLURM_RESTART_COUNT")), _count(env.get("TORCHELASTIC_RESTART_COUNT"))
+    space = ""
+    with contextlib.suppress(OSError):  # Linux
+        space = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+    number = os.getpid()
+    started = _start_of(number)
+    return Owner(host=socket.gethostname(), space=space, process=number, started=started, job=job, restarts=restarts)
+
+
+class RunOwner:
+    """Makes this process the owner of a folder. Raises UsageError, naming the other, where another run owns it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.path, self.me, self.beats = folder, folder / FILE, this_process(), 0
+        while not self._claim():
+            text = self._read()
+            if text is None:
+                continue  # gone in between
+            other = _parse(text)
+            if other != self.me and self._alive(other, text):
+                raise UsageError(
+                    f"{folder} is in use: {other or 'another run'} trains in it; wait for its end, or choose another "
+                    "--run_num (auto: the next free number)"
+                )
+            self._remove(text.__eq__)
+        self.leaving = threading.Event()
+        self.thread = threading.Thread(target=self._beat, daemon=True, name="owner of the run folder")
+        self.thread.start()
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self.leaving.set()
+        self.thread.join()
+        self._remove(lambda found: _parse(found) == self.me)
+
+    def _content(self):
+        return Beat(owner=self.me, beats=f"{self.beats:012d}").model_dump_json() + "\n"  # always as long
+
+    def _claim(self):
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        with open(descriptor, "w") as file:
+            file.write(self._content())
+        return True
+
+    def _read(self):
+        """The text of the file, None where there is none. Opened anew each time: network file systems look again."""
+        try:
+            return self.path.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def _alive(self, other, text):
+        if other is not None:
+            if other.job and other.job == self.me.job and other.restarts < self.me.restarts:
+                return False
+            if (other.host, other.space) == (self.me.host, self.me.space):
+                return _start_of(other.process) == other.started
+        deadline = time.monotonic() + DEAD_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 5)
+            if self._read() != text:
+                return True
+        return False
+
+    def _remove(self, expected: Callable[[str], bool]) -> None:
+        """Remove the file of which that holds. Of several that try one does; what was claimed since is put back."""
+        aside = self.path.with_name(f".{FILE}.{self.me.host}.{self.me.process}")
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return
+        if expected(aside.read_text(errors="replace")):
+            aside.unlink()
+        else:
+            aside.rename(self.path)
+
+    def _beat(self):
+        while not self.leaving.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # a full disk, or a server that is late: the next beat may do
+                self.beats += 1
+                text = self._read()
+                other = _parse(text or "")
+                if other not in (self.me, None):
+                    print(f"error: {self.folder} has been taken over by {other}", file=sys.stderr)
+                    exit_at_once(FAILED_STATUS)
+                if text is None:  # somebody tidied up
+                    self._claim()
+                else:
+                    with open(self.path, "r+") as file:
+                        file.write(self._content())
+
+
+def _parse(text):
+    """The Owner that a text names, None for any other text."""
+    try:
+        return Beat.model_validate_json(text).owner
+    except ValidationError:
+        return None
+
+
+def _count(text):
+    return int(text) if text and text.isdecimal() else 0
+
+
+def _start_of(process):
+    """When a process started, in the kernel's ticks; '' for one that is gone, or a zombie."""
+    if not Path("/proc/self/stat").exists():  # macOS
+        try:
+            os.kill(process, 0)
+        except (ProcessLookupError, OverflowError):
+            return ""
+        except PermissionError:
+            pass  # somebody else's
+        return "alive"
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
