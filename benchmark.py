@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from tools.benchmarks import image_size_tables, image_sizes, ladder, layouts, loaders, scaling, strategies
 from tools.tables import write_json
 from utils.config import load_config
-from utils.errors import ArgumentParser, run_main
+from utils.errors import ArgumentParser, real, run_main, whole
+
+MANY = whole(1, 2**20)
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -43,14 +45,14 @@ def build_parser() -> ArgumentParser:
 
     rung1 = commands.add_parser("ladder", help="the steps of rung 1", allow_abbrev=False)
     rung1.set_defaults(run=lambda words, **given: ladder.run(load_config(words), **given))
-    rung1.add_argument("--workers", type=int, default=2, help="data workers of the steps after the first")
-    rung1.add_argument("--steps", type=int, default=10, help="timed iterations of each turn (%(default)s)")
+    rung1.add_argument("--workers", type=whole(0, 256), default=2, help="data workers of the steps after the first")
+    rung1.add_argument("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
 
     data = commands.add_parser("data", help="data loaders alone", allow_abbrev=False)
     data.set_defaults(run=lambda words, **given: loaders.run(load_config(words), **given))
-    data.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of data workers")
-    data.add_argument("--frames", type=int, default=24, help="frames of the data to copy and read (%(default)s)")
-    data.add_argument("--batches", type=int, default=12, help="timed batches of each turn (%(default)s)")
+    data.add_argument("--workers", type=whole(0, 256), nargs="+", default=[0, 1, 2], help="numbers of data workers")
+    data.add_argument("--frames", type=MANY, default=24, help="frames of the data to copy and read (%(default)s)")
+    data.add_argument("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 
     dp = commands.add_parser("dp", help="data-parallel strategies x world sizes", allow_abbrev=False)
     dp.set_defaults(run=strategies.run)
@@ -58,8 +60,8 @@ def build_parser() -> ArgumentParser:
         "--strategies", nargs="+", default=strategies.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
         help=f"{own_options}: fsdp,wrap_policy=none ddp,activation_checkpointing=full",
     )  # fmt: skip
-    dp.add_argument("--world_sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
-    dp.add_argument("--steps", type=int, default=4, help="timed steps of each turn (%(default)s)")
+    dp.add_argument("--world_sizes", type=MANY, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
+    dp.add_argument("--steps", type=MANY, default=4, help="timed steps of each turn (%(default)s)")
 
     mp = commands.add_parser("mp", help="layouts of a split model x model sizes", allow_abbrev=False)
     mp.set_defaults(run=layouts.run)
@@ -67,13 +69,13 @@ def build_parser() -> ArgumentParser:
         "--layouts", nargs="+", default=layouts.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
         help=f"{own_options}: tp2xdp2 cp4,cp_method=ring",
     )  # fmt: skip
-    mp.add_argument("--embed_dims", type=int, nargs="+", default=[], metavar="N", help="model sizes (the config's)")
-    mp.add_argument("--steps", type=int, default=2, help="timed steps of each turn (%(default)s)")
+    mp.add_argument("--embed_dims", type=MANY, nargs="+", default=[], metavar="N", help="model sizes (the config's)")
+    mp.add_argument("--steps", type=MANY, default=2, help="timed steps of each turn (%(default)s)")
 
     domain = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
     domain.set_defaults(run=image_sizes.run, write_csv=image_size_tables.write_csv)
     domain.add_argument(
-        "--sizes", type=int, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
+        "--sizes", type=MANY, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
         help="points along each side of an image (32 64 32)",
     )  # fmt: skip
     domain.add_argument("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
@@ -82,9 +84,9 @@ def build_parser() -> ArgumentParser:
         help=f"besides one device, {own_options}: dp2 domain2xdp2 domain2,data_parallel=ddp",
     )  # fmt: skip
     domain.add_argument("--precisions", nargs="+", default=["none"], choices=("none", "bf16"), help="amp_mode (none)")
-    domain.add_argument("--batches", type=int, nargs="+", default=[1], metavar="N", help="images at a time (1)")
-    domain.add_argument("--memory_limit_gib", type=float, metavar="X", help="memory that a rank may use (all)")
-    domain.add_argument("--steps", type=int, default=3, help="timed steps of each turn (%(default)s)")
+    domain.add_argument("--batches", type=MANY, nargs="+", default=[1], metavar="N", help="images at a time (1)")
+    domain.add_argument("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
+    domain.add_argument("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
     domain.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
 
     study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
@@ -92,7 +94,7 @@ def build_parser() -> ArgumentParser:
     study.add_argument("--study", dest="name", default="quick", metavar="NAME", help="named study (%(default)s)")
     study.add_argument("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
     study.add_argument("--out", metavar="FOLDER", help="of the report (logs/scaling/<study>)")
-    study.add_argument("--only", type=int, metavar="N", help="make this one run, and no report")
+    study.add_argument("--only", type=whole(0, 100_000), metavar="N", help="make this one run, and no report")
     study.add_argument("--target", metavar="FIELD=RMSE", help="error to reach, as z500=300 (the study's)")
     for action, text in scaling.ACTIONS.items():
         study.add_argument(
@@ -101,7 +103,7 @@ def build_parser() -> ArgumentParser:
 
     for each in (rung1, data, dp, mp, domain):
         each.set_defaults(write_json=write_json)
-        each.add_argument("--rounds", type=int, default=3, help="turns of each case; medians count (%(default)s)")
+        each.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
         each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     for each, write in (
         (rung1, ladder.write_picture), (dp, strategies.write_picture), (mp, layouts.write_picture),

@@ -21,7 +21,7 @@ from tools.forecasting.trained_run import find_checkpoint, load_weights_into, ru
 from tools.instruments.assembly import build_parallel
 from utils import comm
 from utils.config import SCRIPTS
-from utils.errors import ArgumentParser, UsageError, reported_as_usage_error
+from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, whole
 from utils.launch import read_launch
 
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}
@@ -69,12 +69,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--dates", "--start", nargs="+", metavar="DATE", help="start dates (UTC), like 1985-02-01T06")
     option(
         "--starts",
-        type=int,
+        type=whole(1, 1_000_000),
         default=8,
         metavar="N",
         help="number of start dates, spread evenly over the data (%(default)s)",
     )
-    option("--lead_hours", type=int, default=120, metavar="N", help="length of a forecast (%(default)s)")
+    option("--lead_hours", type=whole(1, 10**6), default=120, metavar="N", help="length of a forecast (%(default)s)")
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
     option("--zarr", action="store_true", help="also join the forecasts in one Zarr store")

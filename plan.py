@@ -21,7 +21,7 @@ from tools.planner.plan import Plan
 from tools.planner.request import Request, gpu_counts
 from tools.planner.search import Point, best_layouts, scaling
 from tools.planner.verify import verify
-from utils.errors import ArgumentParser, UsageError, run_main
+from utils.errors import ArgumentParser, run_main, whole
 from utils.files import whole_file
 
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     parser.add_argument("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
-    parser.add_argument("--top", type=int, metavar="N", help="compare layouts, and show the N best (10)")
+    parser.add_argument("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
     parser.add_argument("--calibrate", metavar="FILE", help="summary.json of a run on such GPUs: scale the times to it")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them"
@@ -42,8 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if verify() else 0
     gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
     request = Request(words, gpu, options.calibrate)
-    if options.top is not None and options.top < 1:
-        raise UsageError("--top is 1 or more")
     plans: Any  # Plans, or the Points of a curve
     text: Callable[..., str]
     picture: Callable[..., None]

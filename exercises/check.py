@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exercises.ranks import PATIENCE_SECONDS, preload, run_ranks
-from utils.errors import ArgumentParser, UsageError, run_main
+from utils.errors import ArgumentParser, UsageError, run_main, whole
 
 FOLDER = Path(__file__).parent
 WRONG_STATUS = 1
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("number", nargs="?", help="of the exercise; none: the list")
     parser.add_argument("--solution", action="store_true", help="check the solution")
     parser.add_argument("--file", type=Path, help="check this file instead, somebody's exercise of the number")
-    parser.add_argument("--seed", type=int, help="of the random sizes and values, to see the same failure again")
+    parser.add_argument("--seed", type=whole(0, 2**31 - 1), help="of the random sizes and values of a failure")
     options = parser.parse_args(argv)
     files = exercises()
     if options.number is None:

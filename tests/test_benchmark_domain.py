@@ -111,8 +111,8 @@ def test_where_memory_runs_out_the_sweep_goes_on(capsys):
         (["--sizes", "30", "30", "1"], "img_size [30, 30] cannot be cut into patches of [4, 4]"),
         (["--layouts", "domain3,domain_method=all_to_all", "--num_heads", "2"], "cannot split 2 heads over 3 ranks"),
         (["--layouts", "domain4", "--sizes", "8", "8", "8"], "2 patches of [8, 8] cannot be shared by 4"),
-        (["--rounds", "0"], "--batches, --steps and --rounds are 1 or more"),
-        (["--memory_limit_gib", "0"], "--memory_limit_gib more than 0"),
+        (["--rounds", "0"], "argument --rounds: 0 is not within 1 to 1048576"),
+        (["--memory_limit_gib", "0"], "argument --memory_limit_gib: 0 is not within"),
         (["--dims", "4"], "argument --dims: invalid choice"),
     ],
 )  # fmt: skip

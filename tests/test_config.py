@@ -1,11 +1,13 @@
 """Settings: inheritance, options, and a clear line for whatever does not fit."""
 
+import os
+
 import pytest
 
 from training.optimizer import peak_learning_rate
 from training.tasks import build_task
 from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
-from utils.errors import UsageError
+from utils.errors import UsageError, run_main
 from utils.layout import Layout
 
 
@@ -194,7 +196,7 @@ def test_the_learning_rate_grows_with_the_root_of_the_batch(name, lr):
         (["--embed_dims=3"], r"unknown option '--embed_dims' \(did you mean '--embed_dim'\?\)"),
         (["--embed_dim=x"], "command line: embed_dim: 'x' should be a valid integer"),
         (["--embed_dim=1.5"], "embed_dim: 1.5 should be a valid integer"),
-        (["--num_iters=0"], "num_iters: 0 should be greater than 0"),
+        (["--num_iters=0"], "num_iters: 0 should be greater than or equal to 1"),
         (["--lr=nan"], "lr: 'nan' should be a valid number"),
         (["--lr=.inf"], "lr: inf should be a finite number"),
         (["--amp_mode=fp8"], "amp_mode: 'fp8' should be 'none', 'bf16' or 'fp16'"),
@@ -277,3 +279,65 @@ def test_the_tutorials_name_of_the_quick_sibling_is_an_alias():
     words = ["--yaml_config=config/mp.yaml"]
     one, other = (load_config([*words, f"--config={name}"]) for name in ("mp_short", "short_mp"))
     assert one.model_dump(exclude={"config"}) == other.model_dump(exclude={"config"})
+
+
+def test_every_number_of_the_schema_has_bounds():
+    """A slip of the hand is one line, and not a model that fills the machine."""
+
+    def numbers(schema):
+        if schema.get("type") in ("integer", "number"):
+            yield schema
+        for inner in [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())]:
+            yield from numbers(inner)
+
+    for name, schema in Config.model_json_schema()["properties"].items():
+        for number in numbers(schema):
+            merged = schema | number
+            assert {"minimum", "exclusiveMinimum"} & set(merged) and {"maximum", "exclusiveMaximum"} & set(merged), name
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: {lr: 2020-13-45}", "cannot be read as YAML: "),
+        ("a: {lr: !!int abc}", "cannot be read as YAML: "),
+        ("a: {1: 2}", "1 is not a name: put it in quotes"),
+        ("1: {a: 2}", "1 is not a name: put it in quotes"),
+        ("a: {[1]: 2}", "is not a name: put it in quotes"),
+        ("a: \x00", "cannot be read as YAML: "),
+        ("a: \x07", "cannot be read as YAML: "),
+        ("a: " + "{a: " * 1500 + "1" + "}" * 1500, "cannot be read as YAML: "),
+        (
+            "z: {a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1], b: &b [*a, *a, *a, *a, *a, *a, *a, *a], "
+            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b], d: &d [*c, *c, *c, *c, *c, *c, *c, *c], lr: [*d, *d, *d, *d, *d]}",
+            "holds more than 10,000 values",
+        ),
+    ],
+)
+def test_yaml_of_any_kind_is_one_line(tmp_path, text, line):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        load_config([f"--yaml_config={path}", "--config=a"])
+    assert str(error.value).startswith(f"{path}: ") and line in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "large", "latin"])
+def test_what_is_no_text_file_is_one_line(tmp_path, kind, monkeypatch):
+    path = tmp_path / "a.yaml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"a: {lr: \xe9}" if kind == "latin" else b"# " + b"a" * 2**24)
+    wrong = {"pipe": "is not a regular file", "folder": "is a folder", "large": "larger than 16", "latin": "not a text"}
+    with pytest.raises(UsageError, match=wrong[kind]):
+        load_config([f"--yaml_config={path}"])
+
+
+def test_a_value_that_is_long_is_cut_and_control_characters_are_escaped(capsys):
+    with pytest.raises(SystemExit):
+        run_main(lambda: load_config(["--config=quick", "--lr", "x\x1b[31m\n" * 1000]))
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "\x1b" not in error and len(error) < 1200

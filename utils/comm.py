@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from utils.device import physical_name, select_device
-from utils.errors import ArgumentParser, UsageError, first_line, run_main
+from utils.errors import ArgumentParser, UsageError, first_line, run_main, whole
 from utils.launch import Launch, interface_towards, read_launch
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FailureListener, end_with_launcher
 
+RANKS = whole(1, 2**16)
 DOMAIN = {"domain_lat", "domain_lon"}
 IMAGE = {"cp", *DOMAIN}
 # Dimensions that also work together as one.
@@ -292,16 +293,14 @@ def run_ranks(main: Callable[[], int | None]) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError for a layout that is impossible."""
     parser = ArgumentParser(description="Show the groups of a parallel layout.")
-    parser.add_argument("--world_size", type=int, required=True)
+    parser.add_argument("--world_size", type=RANKS, required=True)
     for name in ("tensor", "context", "pipeline"):
-        parser.add_argument(f"--{name}_parallel", type=int, default=1)
+        parser.add_argument(f"--{name}_parallel", type=RANKS, default=1)
     parser.add_argument("--domain_parallel", default="1", metavar="N|NxM", help="ranks along latitude x longitude")
-    parser.add_argument("--dp_shard", type=int, help="data-parallel ranks that share one copy of sharded parameters")
+    parser.add_argument("--dp_shard", type=RANKS, help="data-parallel ranks that share one copy of sharded parameters")
     parser.add_argument("--parallel_order", default=ORDER, help="default: %(default)s")
-    parser.add_argument("--ranks_per_node", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--ranks_per_node", type=RANKS, default=4, help="default: %(default)s")
     o = parser.parse_args(argv)
-    if min(o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.ranks_per_node) < 1:
-        raise UsageError("sizes are 1 or more")
     layout = Layout(
         o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.dp_shard, o.parallel_order,
         tile_counts(o.domain_parallel),

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from utils.errors import ArgumentParser, UsageError
+from utils.errors import ArgumentParser, UsageError, first_line
+from utils.files import read_text
 from utils.schema import ALIASES, Affects, Config, keys_that_affect
 
 
@@ -54,6 +55,7 @@ ELSEWHERE = {  # options of the tutorials that users come from, and what takes t
     "num_epochs": "--num_iters",
     "use_shifter": "CONTAINER=shifter IMAGE=... in the environment (docs/launch.md)",
 }
+MOST_VALUES = 10_000  # of a YAML file
 NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
 
@@ -122,18 +124,36 @@ def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
 
 def read_mappings(path: Path | str, kind: str) -> dict[str, dict[str, Any]]:
     """All named mappings of a YAML file, unchecked. kind: what they are, for the message of the UsageError."""
+    text = read_text(path)
     try:
-        mappings = yaml().load(Path(path))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not a text file") from None
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise UsageError(f"{path}: line {mark.line + 1 if mark else '?'}: {error.problem}") from None
+        mappings = parse_yaml(text)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     if not isinstance(mappings, dict) or not all(isinstance(mapping, dict) for mapping in mappings.values()):
         raise UsageError(f"{path}: expected named {kind}, each a mapping of keys to values")
+    for mapping in (mappings, *mappings.values()):
+        for name in mapping:
+            if not isinstance(name, str):
+                raise UsageError(f"{path}: {name!r} is not a name: put it in quotes")
     return mappings
+
+
+def parse_yaml(text: str) -> Any:
+    """What YAML text holds. Raises ValueError, with the line, for text that is no YAML, or that holds too much."""
+    try:
+        value = yaml().load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ValueError(f"line {mark.line + 1 if mark else '?'}: {error.problem}") from None
+    except (YAMLError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"cannot be read as YAML: {first_line(error)}") from None
+    left = [value]
+    for _ in range(MOST_VALUES):  # aliases of aliases are small in the file
+        if not left:
+            return value
+        inner = left.pop()
+        left += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | set | tuple) else ()
+    raise ValueError(f"holds more than {MOST_VALUES:,} values")
 
 
 def check_config(
@@ -241,7 +261,8 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
     if problem["type"] == "missing":
         return f"{where}: key '{name}' is missing ({schema.model_fields[name].description})"
     message = problem["msg"].removeprefix("Input ")
-    return f"{where}: {name}: {problem['input']!r} {message}"
+    value = repr(problem["input"])
+    return f"{where}: {name}: {value if len(value) < 200 else value[:150] + ' ...'} {message}"
 
 
 def _model_of_values(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
@@ -273,8 +294,8 @@ def choices(key: str) -> tuple[str, ...]:
 def _scalar(text: str) -> Any:
     """A command-line word as YAML reads it: 16, 5e-4, true, null, text."""
     try:
-        return yaml().load(text)
-    except MarkedYAMLError:
+        return parse_yaml(text)
+    except ValueError:
         return text
 
 

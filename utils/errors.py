@@ -5,11 +5,13 @@ import faulthandler
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is lost
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
 STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
+
+LONGEST = 1000  # characters of an error
 
 INTERRUPTED_STATUS = 130  # Ctrl-C, twice in training: nothing was saved on the way out
 
@@ -34,6 +36,29 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see --help)")
 
 
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """For the type of an option: a whole number within these bounds."""
+    return _number(int, "whole number", least, most)
+
+
+def real(least: float, most: float) -> Callable[[str], float]:
+    """For the type of an option: a number within these bounds."""
+    return _number(float, "number", least, most)
+
+
+def _number(kind, name, least, most):
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a {name}") from None
+        if not least <= value <= most:  # nor is NaN
+            raise argparse.ArgumentTypeError(f"{text} is not within {least} to {most}")
+        return value
+
+    return parse
+
+
 @contextmanager
 def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...], where: str) -> Iterator[None]:
     """Turn an exception of `kind`, from a module that knows no settings, into a UsageError that begins with `where`."""
@@ -48,6 +73,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def one_line(text: str) -> str:
+    """A message as a terminal may show it: control characters escaped, what is too long for a line left out."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 200]} ... {shown[-200:]}"
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1.
 
@@ -57,7 +88,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     try:
         status = main()
     except (UsageError, NonFiniteLossError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS

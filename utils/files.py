@@ -1,9 +1,39 @@
-"""Files that are written whole or not at all."""
+"""Files of others, read with care; and files that are written whole or not at all."""
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from utils.errors import UsageError
+
+LARGEST = 16 * 2**20  # bytes of a file of settings or results; they have kilobytes
+
+
+def check_file(path: Path | str) -> None:
+    """Raise UsageError for what is not a file that can be opened: a pipe, which would be waited for, or a folder."""
+    try:
+        kind = Path(path).stat()
+    except (OSError, ValueError) as error:  # a name with a NUL character
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(kind.st_mode):
+        raise UsageError(f"{path}: is {'a folder' if stat.S_ISDIR(kind.st_mode) else 'not a regular file'}")
+
+
+def read_text(path: Path | str) -> str:
+    """The text of a small file. Raises UsageError, naming it, where there is no such file, or no text in it."""
+    check_file(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise UsageError(f"{path}: is larger than {LARGEST // 2**20} MiB")
+        return data.decode()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a text file") from None
 
 
 @contextmanager

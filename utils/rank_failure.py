@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError
+from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError, one_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,7 +40,7 @@ class FailureListener:
         """Say why, to people and to the other ranks, and end without waiting for them."""
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
         expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
-        message = f"rank {self.rank}: {error if expected else f'{type(error).__name__}: {error}'}"
+        message = one_line(f"rank {self.rank}: {error if expected else f'{type(error).__name__}: {error}'}")
         try:
             first = self.store.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
         except RuntimeError:  # the store lives in rank 0, which is gone

@@ -5,12 +5,19 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from utils.layout import ORDER, Layout, tile_counts
 
-Text = Annotated[str, Field(min_length=1)]
-
+MOST = 2**31 - 1
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e38)]
+# What is made in memory, or counted through, has narrower bounds: numbers beyond them are slips of the hand.
+Size = Annotated[int, Field(ge=1, le=2**16)]  # of a model's part
+Ranks = Annotated[int, Field(ge=1, le=2**20)]
+Seconds = Annotated[int, Field(ge=1, le=10**7)]
 
 Affects = Literal["model", "result", "training", "layout", "speed", "nothing"]
 Options = TypeVar("Options")
@@ -51,16 +58,16 @@ class Config(BaseModel):
     model: Text = key("vit, unet, afno, neighborhood, convnet, classifier, or package.module:Class", "vit", "model")
     model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
     num_classes: PositiveInt | None = key("classes of the classifier", None, "model")
-    embed_dim: PositiveInt = key("embedding size", affects="model")
-    depth: PositiveInt = key("number of transformer blocks", affects="model")
-    num_heads: PositiveInt = key("attention heads", affects="model")
-    mlp_ratio: PositiveFloat = key("hidden size of the MLP / embedding size", affects="model")
-    patch_size: PositiveInt = key("grid points along one side of a patch", affects="model")
+    embed_dim: Size = key("embedding size", affects="model")
+    depth: Size = key("number of transformer blocks", affects="model")
+    num_heads: Size = key("attention heads", affects="model")
+    mlp_ratio: PositiveFloat = key("hidden size of the MLP / embedding size", affects="model", le=2**10)
+    patch_size: Size = key("grid points along one side of a patch", affects="model")
     dropout: float = key("dropout probability", 0.0, "training", ge=0, lt=1)
 
-    img_size: list[PositiveInt] = key("points: latitude longitude", affects="model", min_length=2, max_length=3)
-    n_in_channels: PositiveInt = key("channels of the input, the first ones of the file", affects="model")
-    n_out_channels: PositiveInt = key("channels to forecast, the first ones of the file", affects="model")
+    img_size: list[Size] = key("points: latitude longitude", affects="model", min_length=2, max_length=3)
+    n_in_channels: Size = key("channels of the input, the first ones of the file", affects="model")
+    n_out_channels: Size = key("channels to forecast, the first ones of the file", affects="model")
     dt: PositiveInt = key("forecast lead, in time steps of the file", affects="model")
     train_data_path: Text = key("folder of the training years (.h5)")
     valid_data_path: Text = key("folder of the validation years")
@@ -71,7 +78,7 @@ class Config(BaseModel):
     limit_nsamples: PositiveInt | None = key("train on the first samples only", None)
     limit_nsamples_val: PositiveInt | None = key("validate on the first samples only", None)
     data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch", "speed")
-    num_data_workers: NonNegativeInt = key("threads (DALI: processes) that read ahead; 0: none", 0, "speed")
+    num_data_workers: NonNegativeInt = key("threads (DALI: processes) that read ahead; 0: none", 0, "speed", le=256)
 
     global_batch_size: PositiveInt = key("samples of one optimizer step, over all devices")
     local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
@@ -87,8 +94,8 @@ class Config(BaseModel):
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
 
-    comm_timeout: PositiveInt = key("seconds after which a rank that waits for another gives up", 600, "nothing")
-    watchdog_timeout: PositiveInt = key("seconds without a finished step after which the run ends", 1800, "nothing")
+    comm_timeout: Seconds = key("seconds after which a rank that waits for another gives up", 600, "nothing")
+    watchdog_timeout: Seconds = key("seconds without a finished step after which the run ends", 1800, "nothing")
 
     device: Text = key("auto, cpu, cuda, cuda:1, mps, ...", "auto", "speed")
     amp_mode: Literal["none", "bf16", "fp16"] = key("automatic mixed precision", "none")
@@ -100,7 +107,7 @@ class Config(BaseModel):
     activation_checkpointing: Literal["none", "full", "selective"] = key(
         "recompute blocks in the backward pass: whole, or all but matrix products and attention", "none", "layout"
     )
-    checkpointing_interval: PositiveInt = key("recompute only every k-th block", 1, "layout")
+    checkpointing_interval: Size = key("recompute only every k-th block", 1, "layout")
 
     data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key(
         "what the data-parallel ranks share", "ddp", "layout"
@@ -109,23 +116,23 @@ class Config(BaseModel):
     bucket_cap_mb: PositiveFloat = key("ddp, zero1: MiB of gradients in one reduction", 25, "layout")
     sync_batchnorm: bool = key("BatchNorm over the global batch, not over each rank's samples", False, "training")
     gradient_compression: Literal["none", "bf16"] = key("ddp: reduce gradients in bfloat16", "none", "training")
-    dp_shard: PositiveInt | None = key("hsdp: ranks that share one copy; null: those of a node", None, "layout")
+    dp_shard: Ranks | None = key("hsdp: ranks that share one copy; null: those of a node", None, "layout")
     wrap_policy: Literal["block", "size", "none"] = key(
         "zero2, fsdp, hsdp: what is gathered at once", "block", "layout"
     )
     wrap_min_params: PositiveInt = key("parameters of a unit with wrap_policy size", 1_000_000, "layout")
-    prefetch: NonNegativeInt = key("zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0, "layout")
+    prefetch: NonNegativeInt = key(
+        "zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0, "layout", le=999
+    )
     gather_dtype: Literal["none", "bf16", "fp16"] = key(
         "zero2, fsdp, hsdp: dtype of gathered parameters", "none", "training"
     )
     cpu_offload: bool = key("zero2, fsdp, hsdp: parameters, gradients and optimizer in host memory", False, "layout")
 
-    tensor_parallel: PositiveInt = key(
-        "train_mp, train_shard: ranks that share heads and hidden features (tp)", 1, "layout"
-    )
-    context_parallel: PositiveInt = key("train_mp: ranks that share the tokens of an image (cp)", 1, "layout")
-    pipeline_parallel: PositiveInt = key("train_mp: ranks that share the blocks (pp)", 1, "layout")
-    domain_parallel: PositiveInt | Text = key(
+    tensor_parallel: Ranks = key("train_mp, train_shard: ranks that share heads and hidden features (tp)", 1, "layout")
+    context_parallel: Ranks = key("train_mp: ranks that share the tokens of an image (cp)", 1, "layout")
+    pipeline_parallel: Ranks = key("train_mp: ranks that share the blocks (pp)", 1, "layout")
+    domain_parallel: Ranks | Text = key(
         "train_shard: ranks that share an image, as bands of latitude (4) or tiles (2x2)", 1, "layout"
     )
     parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER, "layout")
@@ -155,7 +162,7 @@ class Config(BaseModel):
     validate_every: PositiveInt = key("epochs between two validations", 1, "result")
     checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000, "nothing")
     async_save: bool = key("write checkpoints while training goes on", True, "nothing")
-    keep_checkpoints: PositiveInt = key("newest checkpoints to keep, besides the best", 2, "nothing")
+    keep_checkpoints: Size = key("newest checkpoints to keep, besides the best", 2, "nothing")
     profile: Literal["none", "torch"] = key("record a window of steps with torch.profiler", "none", "speed")
     profile_start: NonNegativeInt = key("steps of this process before the window", 20, "speed")
     profile_steps: PositiveInt = key("steps in the window", 10, "speed")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.errors import UsageError, run_main
+from utils.errors import UsageError, run_main, whole
 from weather.channels import CHANNELS
 from weather.era5_store import QUANTITIES, Store, channel_key, relative_humidity, units_of
 from weather.grid import Grid
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     option("sources", metavar="SOURCE", nargs="+", help="Zarr store (folder or URL) or NetCDF file")
     option("--out", default="data/era5", help="folder (default: %(default)s)")
     coarsen = "average over N x N points: 2 turns 721 x 1440 points into 360 x 720"
-    option("--coarsen", type=int, default=1, metavar="N", help=coarsen)
+    option("--coarsen", type=whole(1, 10_000), default=1, metavar="N", help=coarsen)
     prepare_era5(**vars(parser.parse_args(argv)))
 
 

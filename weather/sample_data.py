@@ -12,7 +12,7 @@ Meteorol. Soc. 146, 1999-2049).
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from utils.errors import UsageError, reported_as_usage_error, run_main
+from utils.errors import UsageError, reported_as_usage_error, run_main, whole
 from weather.atmosphere import Atmosphere
 from weather.grid import Grid, latitudes, longitudes
 from weather.year_files import YearFileWriter, year_file_parser
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = year_file_parser("weather.sample_data", __doc__, "1979-1983", "1984", "1985", "60")
     option = parser.add_argument
     option("out", metavar="OUT", nargs="?", default="data/quick", help="folder (default: %(default)s)")
-    option("--img_size", type=int, nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points")
-    option("--seed", type=int, default=0)
+    option("--img_size", type=whole(1, 65_536), nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points")
+    option("--seed", type=whole(0, 2**31 - 1), default=0)
     make_sample_data(**vars(parser.parse_args(argv)))
 
 

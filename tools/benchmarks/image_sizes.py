@@ -76,8 +76,6 @@ def run(
 
     Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
-    if min(steps, rounds, *batches) < 1 or (memory_limit_gib is not None and memory_limit_gib <= 0):
-        raise UsageError("--batches, --steps and --rounds are 1 or more, --memory_limit_gib more than 0")
     points = build_points(words, layouts, batches=batches, memory_limit_gib=memory_limit_gib, **sweep)
     device, config = check_machine("domain", points[0], "--layouts"), points[0][0].config
     results = []

@@ -29,7 +29,6 @@ from tools.pictures import HELD_COLORS, SHADES, finish, mark, panels, save, stac
 from tools.tables import MIB, in_mib, machine, print_table, spread
 from training.model import build_model
 from utils.config import SCRIPTS
-from utils.errors import UsageError
 
 LAYOUTS = (
     "tp2", "tp2,sequence_parallel", "cp2", "cp2,cp_method=ring", "cp2,cp_method=all_to_all", "pp2",
@@ -53,8 +52,6 @@ def run(
     Returns the figures, as JSON has them.
     Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
-    if min(steps, rounds, *embed_dims) < 1:
-        raise UsageError("--embed_dims, --steps and --rounds are 1 or more")
     models = [[f"--embed_dim={n}"] for n in embed_dims] or [[]]
     cases = [case for own in models for case in build_cases([*words, *own], layouts)]
     device, config = check_machine("mp", cases, "--layouts"), cases[0].config

@@ -25,7 +25,6 @@ from tools.pictures import HELD_COLORS, SHADES, finish, mark, panels, save, stac
 from tools.tables import MIB, in_mib, machine, print_table, spread
 from training.model import build_model
 from utils.config import SCRIPTS, choices, load_config
-from utils.errors import UsageError
 from utils.layout import Layout
 
 STRATEGIES = choices("data_parallel")
@@ -45,8 +44,6 @@ def run(
     'fsdp,wrap_policy=none'. steps: timed in one turn. Returns the figures, as JSON has them.
     Raises UsageError for what cannot be run, before anything is started, and where a rank fails.
     """
-    if min(*world_sizes, steps, rounds) < 1:
-        raise UsageError("--world_sizes, --steps and --rounds are 1 or more")
     cases = [case for size in sorted(set(world_sizes)) for case in build_cases(words, strategies, size)]
     device, config = check_machine("dp", cases, "--world_sizes"), cases[0].config
     parameters = sum(p.numel() for p in build_model(config).parameters())

@@ -29,7 +29,7 @@ from tools.preflight import file_system as files
 from tools.preflight import network
 from tools.preflight.check_results import CheckResult, merge
 from tools.preflight.rendezvous import Absent, Rendezvous, limited
-from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, run_main
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real, run_main
 from utils.launch import read_launch
 from utils.rank_failure import exit_at_once
 
@@ -173,7 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option = parser.add_argument
     option("--expdir", default="logs", metavar="FOLDER", help="where runs are written (%(default)s)")
     option("--train_data_path", metavar="FOLDER", help="folder of the data, searched for .h5 files (data)")
-    option("--timeout", type=float, default=30, metavar="S", help="seconds to wait for other ranks (%(default)s)")
+    option("--timeout", type=real(0.1, 1e6), default=30, metavar="S", help="seconds to wait for ranks (%(default)s)")
     option("--json", type=Path, metavar="FILE", help="also write the results to this file")
     for name in OTHER_PATHS:
         option(f"--{name}_path", help=argparse.SUPPRESS)
