@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     frames = comm.agree(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
     leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
     starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
-    channel = comm.agree(lambda: shown_channel(frames.dataset.channel_names[: config.n_out_channels], options.channel))
+    names = frames.dataset.description.names[: config.n_out_channels]
+    channel = comm.agree(lambda: shown_channel(names, options.channel))
     checkpoint, marker = comm.on_main(lambda: find_checkpoint(options.run_folder, options.checkpoint))
 
     parallel = build_parallel(config, device, weights=())
@@ -69,7 +70,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--dates", "--start", nargs="+", metavar="DATE", help="start dates (UTC), like 1985-02-01T06")
     option(
         "--starts",
-        type=whole(1, 1_000_000),
+        type=whole(0, 10**6),
         default=8,
         metavar="N",
         help="number of start dates, spread evenly over the data (%(default)s)",

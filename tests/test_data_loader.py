@@ -130,18 +130,18 @@ def test_mapped_frames_do_not_stay_in_the_memory_of_the_process(tmp_path):
 def test_coordinates_and_names_come_from_the_file_or_are_those_of_era5(tmp_path, sample_folder):
     write_years(tmp_path, [3])
     dataset = FieldDataset(tmp_path, 3, (8, 16))
-    assert dataset.channel_names == ["u10", "v10", "t2m"]
-    assert dataset.channel_units == ["m s-1", "m s-1", "K"]
-    np.testing.assert_allclose(dataset.grid.latitude, 90 - 22.5 * np.arange(8))
-    np.testing.assert_allclose(dataset.grid.longitude, 22.5 * np.arange(16))
+    assert dataset.description.names == ["u10", "v10", "t2m"]
+    assert dataset.description.units == ["m s-1", "m s-1", "K"]
+    np.testing.assert_allclose(dataset.description.grid.latitude, 90 - 22.5 * np.arange(8))
+    np.testing.assert_allclose(dataset.description.grid.longitude, 22.5 * np.arange(16))
     dataset.close()
     with h5py.File(tmp_path / "1979.h5", "a") as file:
         file["latitude"] = np.linspace(-70, 70, 8)
         file["channel"] = ["a", "b", "c"]
     dataset = FieldDataset(tmp_path, 2, (8, 16))
-    assert dataset.channel_names == ["a", "b"]
-    np.testing.assert_allclose(dataset.grid.latitude, np.linspace(-70, 70, 8))
-    assert FieldDataset(sample_folder / "train", 20, (16, 32)).channel_names[14] == "z500"
+    assert dataset.description.names == ["a", "b"]
+    np.testing.assert_allclose(dataset.description.grid.latitude, np.linspace(-70, 70, 8))
+    assert FieldDataset(sample_folder / "train", 20, (16, 32)).description.names[14] == "z500"
 
 
 @pytest.mark.parametrize(("samples", "batch"), [(10, 3), (38, 4), (12, 12), (7, 5)])
@@ -283,7 +283,7 @@ def test_bad_statistics_are_named(tmp_path):
         with pytest.raises(UsageError, match=line):
             read_statistics(tmp_path / "means.npy", 3, **kwargs)
 
-    fails("means.npy: cannot be read")
+    fails("means.npy: No such file")
     (tmp_path / "means.npy").write_bytes(b"junk")
     fails("means.npy: cannot be read")
     np.save(tmp_path / "means.npy", np.array([{}]))  # would need unpickling
@@ -321,3 +321,78 @@ def test_fields_that_lie_in_another_file_are_read_from_there(tmp_path, kind):
     dataset.read(1, out)
     np.testing.assert_array_equal(out, fields[1:])
     dataset.close()
+
+
+def edited(folder, sample_folder, change):
+    """A copy of the sample data's training years, the second of which `change` has edited."""
+    shutil.copytree(sample_folder / "train", folder)
+    path = sorted(folder.glob("*.h5"))[1]
+    with h5py.File(path, "r+") as file:
+        change(file)
+    return path
+
+
+def replaced(name, value):
+    def change(file):
+        del file[name]
+        file[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            lambda f: f["channel"].__setitem__(slice(2), list(f["channel"][:2][::-1])),
+            "channel 0 is 'v10' and not 'u10'",
+        ),
+        (lambda f: f["channel_units"].__setitem__(2, "degC"), "the unit of channel 2 is 'degC' and not 'K'"),
+        (lambda f: f["latitude"].write_direct(f["latitude"][:][::-1].copy()), "latitude is -"),
+        (replaced("latitude", [200.0] * 16), "'latitude' is not in degrees, -90 to 90"),
+        (replaced("longitude", np.full(32, np.nan)), "'longitude' is not in degrees"),
+        (replaced("latitude", [1.0]), "'latitude' has 1 values, the fields 16"),
+        (replaced("longitude", ["a"] * 32), "'longitude' cannot be read: "),
+        (replaced("channel", np.arange(20)), "'channel' cannot be read: "),
+        (replaced("channel", 7), "'channel' cannot be read: "),
+        (lambda f: (f.__delitem__("latitude"), f.create_group("latitude")), "'latitude' cannot be read: "),
+        (
+            lambda f: (f.__delitem__("fields"), f.create_dataset("fields", (20, 20, 16, 32), "f4")),
+            "all of 'fields' never written",
+        ),
+        (
+            lambda f: (
+                f.__delitem__("fields"),
+                f.create_dataset("fields", (20, 20, 16, 32), "f4", chunks=(1, 20, 16, 32)).write_direct(
+                    np.ones((3, 20, 16, 32), "f4"), dest_sel=np.s_[:3]
+                ),
+            ),
+            "17 of 20 pieces of 'fields' never written",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_years_that_differ_or_are_unfinished_are_named(tmp_path, sample_folder, change, line):
+    path = edited(tmp_path / "train", sample_folder, change)
+    with pytest.raises(UsageError) as error:
+        FieldDataset(tmp_path / "train", 20, (16, 32))
+    assert str(error.value).startswith(f"{path}: ") and line in str(error.value)
+
+
+def test_validation_data_of_other_channels_are_refused(tmp_path, tiny_config, sample_folder):
+    shutil.copytree(sample_folder / "valid", tmp_path / "valid")
+    for path in (tmp_path / "valid").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["channel"][0] = "speed"
+    with pytest.raises(UsageError, match=r"valid/.*channel 0 is 'speed' and not 'u10', as in .*train/1979.h5"):
+        build_task(tiny_config(valid_data_path=str(tmp_path / "valid"))).loaders(torch.device("cpu"))
+
+
+def test_a_value_that_is_no_number_is_named(tmp_path, sample_folder):
+    path = edited(tmp_path / "train", sample_folder, lambda file: file["fields"].__setitem__((3, 2, 1, 1), np.inf))
+    dataset = FieldDataset(tmp_path / "train", 20, (16, 32))
+    first = dataset.first_sample[1]
+    dataset.check_finite(first)
+    for sample in (first + 2, first + 3):
+        with pytest.raises(UsageError, match=rf"{path}: frame 3: channel 2 \(t2m\) holds inf"):
+            dataset.check_finite(sample)

@@ -223,3 +223,23 @@ def test_the_store_of_one_machine_is_not_open_to_others():
     listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr]
     assert listening == ["127.0.0.1"]
     assert comm.listen_on_loopback(Launch(0, 0, 1, 1, "node1", port)) is None  # ranks elsewhere must reach it
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_value_that_is_no_number_is_named_by_every_rank(tiny_options, tmp_path, sample_folder, split):
+    shutil.copytree(sample_folder / split, tmp_path / split)
+    path = next((tmp_path / split).glob("*.h5"))
+    with h5py.File(path, "r+") as file:
+        file["fields"][4, 2] = float("nan")
+    options = tiny_options(num_iters=40, **{f"{split}_data_path": tmp_path / split})
+    for status, output in run_ranks(["train.py", *options]):
+        assert status == 2
+        assert f"{path}: frame 4: channel 2 (t2m) holds nan" in output and "Traceback" not in output
+
+
+def test_a_file_that_only_some_ranks_have_is_named(tiny_options, tmp_path, sample_folder):
+    shutil.copytree(sample_folder / "train", tmp_path / "train")
+    words = [["train.py", *tiny_options()], ["train.py", *tiny_options(train_data_path=tmp_path / "train")]]
+    for process in start_ranks(lambda rank: words[rank]):
+        status, output = finish(process)
+        assert status == 2 and "1979.h5: rank 1 on " in output and "sees " in output

@@ -163,8 +163,8 @@ def test_blocks_of_points_are_averaged_with_their_coordinates(tmp_path):
 def test_the_trainer_reads_the_result(tmp_path):
     convert(cds(tmp_path), tmp_path / "out")
     dataset = FieldDataset(tmp_path / "out" / "train", channels=20, img_size=(8, W))
-    assert len(dataset) == 2 * (FRAMES - 1) and dataset.channel_names == list(C)
-    assert dataset.grid.latitude.tolist() == [90 - 22.5 * i for i in range(8)]
+    assert len(dataset) == 2 * (FRAMES - 1) and dataset.description.names == list(C)
+    assert dataset.description.grid.latitude.tolist() == [90 - 22.5 * i for i in range(8)]
     sample = np.empty(dataset.shape, np.float32)
     dataset.read(FRAMES, sample)  # the second pair of 1980
     assert np.array_equal(sample, TRUTH[1980][1:3, :, :8])

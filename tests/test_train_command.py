@@ -87,10 +87,10 @@ def test_bad_settings_are_refused_before_anything_is_written(refused):
     refused(r"quick: img_size \[16, 32\] cannot be cut into patches of \[5, 5\]", patch_size=5)
     refused("quick: embed_dim 32 is not a multiple of num_heads 3", num_heads=3)
     refused("global_batch_size 39 is larger than the training data", global_batch_size=39)
-    refused("num_iters: 0 should be greater than 0", num_iters=0)
+    refused("num_iters: 0 should be greater than or equal to 1", num_iters=0)
     refused("device 'tpu9000': not a device torch knows", device="tpu9000")
     refused("device '.*': not on this machine", device="xla")
-    refused("missing.npy: cannot be read", global_means_path="missing.npy")
+    refused("missing.npy: No such file", global_means_path="missing.npy")
 
 
 def test_mis_shaped_statistics_are_refused(refused, tmp_path, sample_folder):

@@ -185,6 +185,7 @@ class Run:
         speed = self.clock.stop(len(losses), len(losses) * self.config.global_batch_size)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
+                comm.agree(partial(self.train_loader.check_step, self.config.seed, iteration - 1))
                 raise NonFiniteLossError(
                     f"iteration {iteration}: the training loss is {loss}; "
                     f"last good checkpoint: {self.checkpoints.newest_name()} in {self.checkpoints.path}"
@@ -215,8 +216,13 @@ class Run:
         if self.result is None:
             self.stopping = True
             return
-        if math.isfinite(self.result["val_loss"]):
-            self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
+        if not math.isfinite(self.result["val_loss"]):
+            comm.agree(self.validator.loader.check_all)
+            raise NonFiniteLossError(
+                f"iteration {self.iteration}: the validation loss is {self.result['val_loss']}; "
+                f"last good checkpoint: {self.checkpoints.newest_name()} in {self.checkpoints.path}"
+            )
+        self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
         log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
         write_validation(self.writer, self.result, self.validator.figures, self.iteration)

@@ -63,8 +63,15 @@ class WaveLoader(BatchLoader):
         """Number of samples."""
         return len(self.waves)
 
+    def listing(self) -> dict[str, str]:
+        """There are no files."""
+        return {}
+
     def close(self) -> None:
         """Nothing is open."""
+
+    def _check(self, samples: Iterable[int]) -> None:
+        """Made numbers are finite."""
 
     def _shared_batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
         for iteration in iterations:

@@ -77,6 +77,23 @@ class BatchLoader:
         for (x, y), count in zip(batches, counts, strict=True):
             yield x, y, count
 
+    def check_step(self, seed: int, iteration: int) -> None:
+        """Raise UsageError where a sample of this rank, of a training step, holds a value that is not finite."""
+        indices = self._own(training_indices, (self.num_samples, self.batch_size * comm.get_size("dp"), seed))
+        self._check(indices(iteration))
+
+    def check_all(self) -> None:
+        """As check_step, for all samples."""
+        self._check(range(self.num_samples))
+
+    def _check(self, samples):
+        for index in samples:
+            self.dataset.check_finite(index)
+
+    def listing(self) -> dict[str, str]:
+        """{path: what this rank sees of it} of the files."""
+        return self.dataset.listing()
+
     def close(self) -> None:
         """Close the files and end what reads from them."""
         self.dataset.close()

@@ -22,7 +22,8 @@ from torch import Tensor
 from utils.data_loader import Batch, BatchLoader, Indices
 from utils.errors import UsageError
 from utils.stop_signals import STOP_SIGNALS
-from weather.dataset import FieldDataset, Statistics, YearFile
+from weather.dataset import FieldDataset, Statistics
+from weather.year_reader import YearFile
 
 try:
     from nvidia.dali import fn, pipeline_def, types

@@ -1,147 +1,19 @@
-"""Samples on disk: pairs of frames from year files in the ERA5 tutorial layout.
+"""Samples on disk: pairs of frames from year files, and the statistics of their channels.
 
-A file holds the dataset `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`,
-`channel` and `channel_units`. A sample is the frame at t and the frame dt steps later in the same file. Both frames are
-read directly into the caller's buffer. If HDF5 stores each frame as one piece, plain reads at known offsets do this;
-they release Python's lock, so threads read in parallel. Otherwise HDF5 itself reads. Frames stored as one piece can
-also be mapped: the caller sees them in the page cache, without a copy.
+A sample is the frame at t and the frame dt steps later in the same file. Both frames are read directly into the
+caller's buffer, or seen in the page cache: see weather/year_reader.py.
 """
 
-import contextlib
-import math
-import mmap
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-import h5py
 import numpy as np
 
-from utils.errors import UsageError
-from weather.channels import CHANNELS
-from weather.grid import Grid, latitudes, longitudes
-
-DATASET = "fields"
-
-
-class YearFile:
-    """One open file. `read` fills buffers from it."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            self.file = h5py.File(path, "r", locking=False)  # parallel file systems may lack locks
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read as HDF5 (truncated or damaged?): {error}") from None
-        fields = self.file.get(DATASET)
-        if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
-            found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
-            self.file.close()
-            raise UsageError(f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}")
-        self.fields, self.shape = fields, fields.shape
-        linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
-        self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
-        self.descriptor = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self.descriptor).st_size
-        self.map = None
-        offsets = self.frame_offsets
-        if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
-            self.map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
-
-    def close(self) -> None:
-        """Close the file and its map."""
-        if self.map is not None:
-            self.map.close()
-        os.close(self.descriptor)
-        self.file.close()
-
-    @contextlib.contextmanager
-    def mapped(self, frame: int, later: int, channels: int, rows: slice, columns: slice) -> Iterator[np.ndarray]:
-        """Two frames, first C channels, a window of points, as a read-only array over the file itself, (2, C, h, w).
-
-        A context manager. Raises UsageError if the file has become shorter; if that happens inside the block, SIGBUS
-        ends the process. Raises ValueError if the file is not mapped, because its frames are not stored as one piece.
-        """
-        if self.map is None or self.frame_offsets is None:
-            raise ValueError(f"{self.path}: has no map, its frames must be read")
-        if os.fstat(self.descriptor).st_size < self.size:
-            raise UsageError(f"{self.path}: ends before frame {later}: the file was truncated")
-        _, _, height, width = self.shape
-        starts = [int(self.frame_offsets[f]) for f in (frame, later)]
-        strides = (starts[1] - starts[0], 4 * height * width, 4 * width, 4)
-        frames = np.ndarray((2, channels, height, width), "<f4", self.map, starts[0], strides)
-        window = frames[:, :, rows, columns]
-        if window.shape == frames.shape:
-            self._advise(mmap.MADV_WILLNEED, starts, channels)  # read what is not in the page cache in one go
-        yield window
-        self._advise(mmap.MADV_DONTNEED, starts, channels)  # mapped pages would count as memory of this process
-
-    def _advise(self, advice, starts, channels):
-        for start in starts:
-            page = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self.map.madvise(advice, page, start - page + 4 * channels * math.prod(self.shape[2:]))
-
-    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
-        _, all_channels, height, width = self.shape
-        frames, channels, h, w = out.shape
-        if self.frame_offsets is None or w < width:
-            self._read_by_hdf5(frame, out, rows, columns)
-        elif h < height:
-            for i in range(frames):
-                for c in range(channels):
-                    self._read_at(frame + i, c, rows.start, out[i, c])
-        elif channels == all_channels and self._adjacent(frame, frames):
-            self._read_at(frame, 0, 0, out)
-        else:
-            for i in range(frames):
-                self._read_at(frame + i, 0, 0, out[i])
-
-    def _adjacent(self, frame, count):
-        """Whether `count` frames from `frame` on are stored one after the other."""
-        span = self.frame_offsets[frame + count - 1] - self.frame_offsets[frame]
-        return span == (count - 1) * 4 * math.prod(self.shape[1:])
-
-    def _read_by_hdf5(self, frame, out, rows, columns):
-        window = np.s_[frame : frame + out.shape[0], : out.shape[1], rows, columns]
-        try:
-            self.fields.read_direct(out, window)
-        except OSError as error:
-            raise UsageError(f"{self.path}: frame {frame} cannot be read (damaged?): {error}") from None
-        if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
-            raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
-
-    def _read_at(self, frame, channel, row, out):
-        """Read one contiguous piece that begins at a row of a channel of a frame."""
-        position = int(self.frame_offsets[frame]) + 4 * self.shape[3] * (row + self.shape[2] * channel)
-        count = os.preadv(self.descriptor, [out], position)
-        if count < out.nbytes:  # rare: further reads fetch the rest
-            view = memoryview(out).cast("B")[count:]
-            while view:
-                position += count
-                count = os.preadv(self.descriptor, [view], position)
-                if count == 0:
-                    raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
-                view = view[count:]
-
-
-def frame_offsets(fields: h5py.Dataset) -> np.ndarray | None:
-    """The offset of each frame of an HDF5 dataset in its file, (T,); None if a frame is not stored as one plain piece.
-
-    A frame is one piece if the dataset is contiguous, or chunked by whole frames without compression.
-    """
-    if fields.dtype != np.dtype("<f4") or fields.external is not None or fields.is_virtual:
-        return None
-    start = fields.id.get_offset()
-    if start is not None:
-        return start + 4 * math.prod(fields.shape[1:]) * np.arange(len(fields))
-    if fields.chunks != (1, *fields.shape[1:]) or fields.id.get_create_plist().get_nfilters():
-        return None
-    offsets = np.zeros(len(fields), np.int64)
-    fields.id.chunk_iter(lambda chunk: offsets.__setitem__(chunk.chunk_offset[0], chunk.byte_offset))
-    return offsets if offsets.all() else None  # a chunk that was never written has no offset
+from utils.errors import UsageError, first_line
+from utils.files import check_file
+from weather.year_reader import Description, YearFile
 
 
 class FieldDataset:
@@ -172,6 +44,9 @@ class FieldDataset:
             for path in self._find_files(img_size):
                 self.files.append(YearFile(path))
                 self._check_shape(self.files[-1], img_size)
+            described = [file.describe(channels, img_size) for file in self.files]
+            for file, description in zip(self.files, described, strict=True):
+                self._check_like(file, description, self.files[0].path, described[0])
         except UsageError:
             self.close()
             raise
@@ -179,7 +54,7 @@ class FieldDataset:
         self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
-        self._read_description(img_size)
+        self.description = described[0]  # of all files
 
     def __len__(self):
         return self.num_samples
@@ -212,6 +87,25 @@ class FieldDataset:
         number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
         return self.files[number], int(index - self.first_sample[number])
 
+    def check_like(self, other: "FieldDataset") -> None:
+        """Raise UsageError where channels, units or points are not those of another dataset."""
+        self._check_like(self.files[0], self.description, other.files[0].path, other.description)
+
+    def check_finite(self, index: int) -> None:
+        """Raise UsageError, naming file, frame and channel, where a sample has a value that is not finite."""
+        sample = np.empty(self.shape, np.float32)
+        self.read(index, sample)
+        bad = np.argwhere(~np.isfinite(sample).all((2, 3)))
+        if len(bad):
+            file, frame = self._locate(index)
+            (later, channel), name = bad[0], self.description.names[bad[0][1]]
+            value = sample[later, channel][~np.isfinite(sample[later, channel])][0]
+            raise UsageError(f"{file.path}: frame {frame + later * self.dt}: channel {channel} ({name}) holds {value}")
+
+    def listing(self) -> dict[str, str]:
+        """{path: frames and size} of the files, which ranks compare."""
+        return {str(file.path): f"{file.shape[0]} frames, {file.size} bytes" for file in self.files}
+
     def close(self) -> None:
         """Close all files."""
         while self.files:
@@ -238,21 +132,10 @@ class FieldDataset:
         if frames <= self.dt:
             raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt} needs at least {self.dt + 1}")
 
-    def _read_description(self, img_size):
-        """Take names, units and coordinates of the whole image from the first file, or ERA5's if it has none."""
-        file = self.files[0].file
-
-        def read(name, length, otherwise):
-            values = file[name].asstr()[:] if name.startswith("channel") and name in file else file.get(name)
-            return (np.asarray(values) if values is not None else np.asarray(otherwise))[:length]
-
-        height, width = self.files[0].shape[2:]
-        era5_names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), self.channels)]
-        era5_units = [c.units for c in CHANNELS] + [""] * max(0, self.channels - len(CHANNELS))
-        self.channel_names = [str(name) for name in read("channel", self.channels, era5_names)]
-        self.channel_units = [str(unit) for unit in read("channel_units", self.channels, era5_units)]
-        latitude = read("latitude", img_size[0], latitudes(height))
-        self.grid = Grid(latitude, read("longitude", img_size[1], longitudes(width)))
+    @staticmethod
+    def _check_like(file: YearFile, description: Description, first_path: Path, first: Description) -> None:
+        if difference := description.difference(first):
+            raise UsageError(f"{file.path}: {difference}, as in {first_path}")
 
 
 class Statistics(NamedTuple):
@@ -287,10 +170,13 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
     Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
     """
     height, width = img_size or (1, 1)
+    check_file(path)
     try:
-        values = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"{path}: cannot be read as .npy statistics: {error}") from None
+        values = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may promise more than memory holds
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+            raise ValueError("it holds no array of floats")
+    except (OSError, ValueError, EOFError, TypeError, MemoryError, SyntaxError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as .npy statistics: {first_line(error)}") from None
     enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
     if not enough or values.shape[2] < height or values.shape[3] < width:
         raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")

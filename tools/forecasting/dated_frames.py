@@ -13,7 +13,8 @@ from training.tasks.forecast import statistics_of
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
-from weather.dataset import FieldDataset, YearFile
+from weather.dataset import FieldDataset
+from weather.year_reader import YearFile
 
 HOUR = np.timedelta64(1, "h")
 

@@ -56,10 +56,11 @@ def roll_out(
     data-parallel ranks divide the starts, domain-parallel ranks divide the images.
     """
     n_in, n_out, data, whole = config.n_in_channels, config.n_out_channels, frames.dataset, parallel.whole_images
-    names, units, shown = data.channel_names[:n_out], data.channel_units[:n_out], data.channel_names.index(channel)
+    every, all_units, grid = data.description
+    names, units, shown = every[:n_out], all_units[:n_out], every.index(channel)
     statistics = [values[:n_out] for values in frames.statistics]
     means, stds, _ = map(torch.from_numpy, statistics)
-    skill = LeadTimeSkill(len(leads), data.grid.latitude, statistics, frames.device)
+    skill = LeadTimeSkill(len(leads), grid.latitude, statistics, frames.device)
     writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # one of the ranks that hold the same forecast
     example = None
 
@@ -84,9 +85,9 @@ def roll_out(
             if out and writes:
                 for i in range(count):
                     fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
-                    write_netcdf(out, forecast_dataset(dates[i], leads, fields, names, units, data.grid, attributes))
+                    write_netcdf(out, forecast_dataset(dates[i], leads, fields, names, units, grid, attributes))
     scores = skill.compute(names)  # a collective: after it, every rank has written its files
-    return Result(starts, leads, names, units, data.grid, scores, channel, *(example or (np.empty(0),) * 2))
+    return Result(starts, leads, names, units, grid, scores, channel, *(example or (np.empty(0),) * 2))
 
 
 def shown_channel(names: Sequence[str], wanted: str | None) -> str:

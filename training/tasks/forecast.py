@@ -48,6 +48,7 @@ class Trained(Task):
                 (config.valid_data_path, config.limit_nsamples_val),
             )
         )
+        valid.check_like(train)
         self.check_batch(len(train), f" in {config.train_data_path}")
         batch_size = config.global_batch_size // comm.get_size("dp")
         shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers
@@ -90,11 +91,11 @@ class ForecastValidator(Validator):
     def __init__(self, loader: BatchLoader):
         super().__init__(loader)
         n = loader.n_out
-        self.names = loader.dataset.channel_names[:n]
-        self.units = loader.dataset.channel_units[:n]
+        names, units, self.grid = loader.dataset.description
+        self.names, self.units = names[:n], units[:n]
         self.means, self.stds, time_means = (torch.from_numpy(values[:n]) for values in loader.statistics)
         self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
-        self.new_metrics = partial(ForecastMetrics, loader.dataset.grid.latitude, self.stds, self.climatology)
+        self.new_metrics = partial(ForecastMetrics, self.grid.latitude, self.stds, self.climatology)
         self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
 
     def describe(self, summary: dict[str, Any]) -> str:
@@ -138,4 +139,4 @@ class ForecastValidator(Validator):
         for c, name in enumerate(self.names[: len(x)]):
             if name in PICTURED:
                 fields = [(f[c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (x, y, prediction)]
-                self.figures[name] = forecast_figure(fields, self.loader.dataset.grid, name, self.units[c])
+                self.figures[name] = forecast_figure(fields, self.grid, name, self.units[c])

@@ -50,8 +50,10 @@ class Task(ABC):
         """The shape of what a model gives for so many whole samples."""
 
     def loaders(self, device: torch.device) -> list[BatchLoader]:
-        """build_loaders on every rank; where one of them fails, every rank raises its UsageError."""
-        return comm.agree(lambda: self.build_loaders(device))
+        """build_loaders on every rank; where one of them fails, or sees other files, every rank raises a UsageError."""
+        loaders = comm.agree(lambda: self.build_loaders(device))
+        comm.check_alike({path: seen for loader in loaders for path, seen in loader.listing().items()})
+        return loaders
 
     @abstractmethod
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
