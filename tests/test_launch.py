@@ -124,10 +124,11 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_named(
     """
     shutil.copytree(sample_folder / "train", tmp_path / "train")
     rewrite_chunked(tmp_path / "train/1980.h5")
+    shutil.copytree(tmp_path / "train", tmp_path / "whole/train")
     common = {"num_iters": 100_000, "comm_timeout": 30, "validate_every": 10_000}
-    other = {"train_data_path": str(tmp_path / "train")}
-    tiny = tiny_options(**common)
-    ranks = start_ranks(lambda rank: ["train.py", *(tiny_options(**common, **other) if rank == failing else tiny)])
+    whole = ["train.py", *tiny_options(train_data_path=tmp_path / "whole/train", **common)]
+    cut = ["train.py", *tiny_options(train_data_path=tmp_path / "train", **common)]
+    ranks = start_ranks(lambda rank: cut if rank == failing else whole)
     wait_for(tmp_path / "logs/quick/00/out.log", "Time taken for epoch 1 ", ranks[0])
     os.truncate(tmp_path / "train/1980.h5", 100_000)
     ended = [finish(rank, timeout=60) for rank in ranks]
@@ -238,8 +239,8 @@ def test_a_value_that_is_no_number_is_named_by_every_rank(tiny_options, tmp_path
 
 
 def test_a_file_that_only_some_ranks_have_is_named(tiny_options, tmp_path, sample_folder):
-    shutil.copytree(sample_folder / "train", tmp_path / "train")
+    shutil.copytree(sample_folder / "train", tmp_path / "train", ignore=shutil.ignore_patterns("1980.h5"))
     words = [["train.py", *tiny_options()], ["train.py", *tiny_options(train_data_path=tmp_path / "train")]]
     for process in start_ranks(lambda rank: words[rank]):
         status, output = finish(process)
-        assert status == 2 and "1979.h5: rank 1 on " in output and "sees " in output
+        assert status == 2 and "train/1980.h5: rank 1 on " in output and "sees nothing, rank 0 on " in output

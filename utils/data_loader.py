@@ -91,7 +91,7 @@ class BatchLoader:
             self.dataset.check_finite(index)
 
     def listing(self) -> dict[str, str]:
-        """{path: what this rank sees of it} of the files."""
+        """{name: what this rank sees of it} of the files."""
         return self.dataset.listing()
 
     def close(self) -> None:

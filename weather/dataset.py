@@ -103,8 +103,8 @@ class FieldDataset:
             raise UsageError(f"{file.path}: frame {frame + later * self.dt}: channel {channel} ({name}) holds {value}")
 
     def listing(self) -> dict[str, str]:
-        """{path: frames and size} of the files, which ranks compare."""
-        return {str(file.path): f"{file.shape[0]} frames, {file.size} bytes" for file in self.files}
+        """{folder and name: frames and size} of the files, which ranks compare."""
+        return {f"{self.folder.name}/{file.path.name}": f"{file.shape[0]} frames, {file.size} bytes" for file in self.files}
 
     def close(self) -> None:
         """Close all files."""

@@ -52,7 +52,7 @@ class Task(ABC):
     def loaders(self, device: torch.device) -> list[BatchLoader]:
         """build_loaders on every rank; where one of them fails, or sees other files, every rank raises a UsageError."""
         loaders = comm.agree(lambda: self.build_loaders(device))
-        comm.check_alike({path: seen for loader in loaders for path, seen in loader.listing().items()})
+        comm.check_alike({name: seen for loader in loaders for name, seen in loader.listing().items()})
         return loaders
 
     @abstractmethod
