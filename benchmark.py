@@ -15,9 +15,9 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 
 from tools.benchmarks import image_size_tables, image_sizes, ladder, layouts, loaders, scaling, strategies
-from tools.tables import write_json
 from utils.config import load_config
 from utils.errors import ArgumentParser, real, run_main, whole
+from utils.files import write_json
 
 MANY = whole(1, 2**20)
 

@@ -17,7 +17,7 @@ from tools.forecasting.dated_frames import DatedFrames, choose_starts
 from tools.forecasting.output_files import attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import report
-from tools.forecasting.trained_run import find_checkpoint, load_weights_into, run_config
+from tools.forecasting.trained_run import check_origin, find_checkpoint, load_weights_into, run_config
 from tools.instruments.assembly import build_parallel
 from utils import comm
 from utils.config import SCRIPTS
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     names = frames.dataset.description.names[: config.n_out_channels]
     channel = comm.agree(lambda: shown_channel(names, options.channel))
     checkpoint, marker = comm.on_main(lambda: find_checkpoint(options.run_folder, options.checkpoint))
+    check_origin(config, checkpoint, marker)
 
     parallel = build_parallel(config, device, weights=())
     comm.agree(lambda: load_weights_into(parallel, checkpoint))

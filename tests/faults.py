@@ -166,7 +166,7 @@ def inject(fault, data, folder, undisturbed, launch=by_torchrun):
 
 def _unusable(checkpoints):
     """Files of checkpoints that are half written or damaged."""
-    from training.checkpoint import CheckpointError, verify
+    from training.checkpoint_marker import CheckpointError, verify
 
     for folder in checkpoints.iterdir():
         try:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.support import programs
-from training import checkpoint, checkpoint_files
-from training.checkpoint import MARKER, CheckpointError, CheckpointFolder, collect_state, restore_state, verify
+from training import checkpoint_files, checkpoint_marker
+from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.checkpoint_marker import MARKER, CheckpointError, verify
 from utils import comm
 from utils.errors import UsageError
 
@@ -304,14 +305,14 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(folder, monkeypatch):
 def test_a_file_that_cannot_be_read_is_passed_over(folder, monkeypatch, caplog):
     save(folder, 1)
     newest = save(folder, 2)
-    whole = checkpoint.describe
+    whole = checkpoint_marker.describe
 
     def refuse(path):
         if path.parent == newest:
             raise PermissionError(13, "Permission denied", str(path))
         return whole(path)
 
-    monkeypatch.setattr(checkpoint, "describe", refuse)
+    monkeypatch.setattr(checkpoint_marker, "describe", refuse)
     assert load(folder)[0]["iteration"] == 1
     assert "iter-00000002: shard-00000.safetensors cannot be read: Permission denied; passing over it" in caplog.text
 
@@ -342,7 +343,7 @@ def test_a_marker_with_other_keys_is_passed_over(folder, caplog, change):
     path = save(folder, 2) / MARKER
     marker = json.loads(path.read_text()) | change
     del marker["sha256"]
-    path.write_text(json.dumps({"sha256": checkpoint._digest(marker), **marker}))
+    path.write_text(json.dumps({"sha256": checkpoint_marker.digest(marker), **marker}))
     assert load(folder)[0]["iteration"] == 1
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "training.checkpoint"]
     assert "passing over it" in warning and "\n" not in warning

@@ -352,7 +352,7 @@ def test_folders_that_are_no_forecasting_run_are_refused(run, tmp_path):
     (tmp_path / "young/config.yaml").write_text(config)
     refused(tmp_path / "young", "young: has no checkpoint yet")
     (tmp_path / "young/config.yaml").write_text("{{{")
-    refused(tmp_path / "young", "is not the config of a run")
+    refused(tmp_path / "young", "young/config.yaml: line 1: expected")
 
 
 def test_a_classifier_forecasts_nothing(run, tmp_path):
@@ -383,10 +383,13 @@ def test_a_damaged_best_checkpoint_gives_way_to_another(run, tmp_path):
         forecast.main(["--run", str(tmp_path / "run"), "--lead_hours", "6", "--checkpoint", "iter-00000012"])
 
 
-def test_weights_of_another_model_are_refused(run, settings, tmp_path):
+def test_weights_of_another_model_are_refused(run, settings, tmp_path, monkeypatch):
     train.main(words_of(settings | {"depth": 1, "num_iters": 2, "warmup": 0, "expdir": tmp_path}))
     other = tmp_path / "quick/00"
     (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("depth: 1", "depth: 2"))
+    with pytest.raises(UsageError, match="iter-00000002: was trained with depth 1, not 2"):  # config.yaml was edited
+        forecast.main(["--run", str(other), "--lead_hours", "6"])
+    monkeypatch.setattr(forecast, "check_origin", lambda *_: None)  # as if the code had changed since
     with pytest.raises(UsageError, match=r"does not hold the weights of this model: .*blocks.1.*another version"):
         forecast.main(["--run", str(other), "--lead_hours", "6"])
 

@@ -164,7 +164,7 @@ def test_times_rest_on_a_run_that_is_given(capsys, tmp_path):
         ([*MP, "--gpus", "8", "--local_batch_size", "4"], "compared at the same --global_batch_size"),
         ([*MP, "--gpus", "4", "--context_parallel", "2", "--domain_parallel", "2"], "train_mp.py"),
         ([*MP, "--top", "0"], "argument --top: 0 is not within"),
-        ([*MP, "--calibrate", "nowhere.json"], "nowhere.json: not the summary.json of a run"),
+        ([*MP, "--calibrate", "nowhere.json"], "nowhere.json: No such file"),
         ([*MP, "--tensor_paralel", "2"], "unknown option"),
     ],
 )

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from training.checkpoint import MARKER, CheckpointError, CheckpointFolder, Marker, hush_single_process_warning, verify
+from training.checkpoint import CheckpointFolder, hush_single_process_warning
 from training.checkpoint_files import write_safetensors
+from training.checkpoint_marker import MARKER, CheckpointError, Marker, verify
 from utils.errors import ArgumentParser, UsageError, run_main
 from utils.files import whole_file
 

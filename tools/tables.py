@@ -1,6 +1,5 @@
 """Tables, CSV and JSON of benchmarks."""
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,9 +54,3 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequen
     """Write a file of CSV, whole or not at all: of each row the values with these names."""
     with whole_file(Path(path)) as part:
         pandas.DataFrame(rows, columns=list(names), dtype=object).to_csv(part, index=False)
-
-
-def write_json(path: str | Path, result: Any) -> None:
-    """Write a file of JSON, whole or not at all."""
-    with whole_file(Path(path)) as part:
-        part.write_text(json.dumps(result, indent=1) + "\n")

@@ -9,10 +9,8 @@ folder is written under a temporary name and then renamed.
 
 import atexit
 import contextlib
-import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -25,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -34,34 +31,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import SUFFIX, FileSchema, ShardWriter, describe
+from training.checkpoint_files import ShardWriter
+from training.checkpoint_marker import MARKER, CheckpointError, Marker, digest, is_score, read_marker, verify
 from utils import comm
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError
 from utils.files import sync_folder
 
-MARKER = "complete.json"
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 log = logging.getLogger(__name__)
 State = dict[str, dict[str, Any]]  # {"model", "optimizer" or "random": {name: tensor, or a parameter's moments}}
-Marker = dict[str, Any]  # of MARKER
 NAME = re.compile(r"iter-\d{8,}")
-
-
-class CheckpointError(Exception):
-    """A checkpoint folder that is half written or damaged."""
-
-
-class MarkerSchema(BaseModel):
-    """What a marker holds, as others may have written it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    sha256: str
-    iteration: NonNegativeInt
-    val_loss: float | None
-    world_size: PositiveInt
-    config: dict[str, Any] | None
-    trainer: dict[str, Any]
-    files: dict[str, FileSchema]
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -207,7 +186,7 @@ class CheckpointFolder:
 
     def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
         with open(writing / MARKER, "w") as file:
-            json.dump({"sha256": _digest(marker), **marker}, file, indent=1)
+            json.dump({"sha256": digest(marker), **marker}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         if final.is_symlink() or final.is_file():  # a stranger with this name
@@ -266,53 +245,11 @@ class CheckpointFolder:
         for folder in folders:
             with contextlib.suppress(CheckpointError):
                 losses[folder] = read_marker(folder)["val_loss"]
-        scored = {folder: loss for folder, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        scored = {folder: loss for folder, loss in losses.items() if is_score(loss)}
         best = min(scored, key=lambda folder: scored[folder], default=None)
         for folder in [f for f in folders if f not in losses] + list(losses)[self.keep :]:
             if folder != best:
                 shutil.rmtree(folder)
-
-
-def read_marker(folder: Path) -> Marker:
-    """The marker of a checkpoint. Raises CheckpointError where it is missing or damaged."""
-    try:
-        marker = json.loads((folder / MARKER).read_bytes())
-        MarkerSchema.model_validate(marker)
-        if marker.pop("sha256") != _digest(marker):
-            raise ValueError("it is damaged (SHA-256 differs)")
-        return marker
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {folder}: was not written to its end") from None
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        place = ".".join(map(str, wrong["loc"]))
-        raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be used: {place}: {wrong['msg']}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {first_line(error)}") from None
-
-
-def verify(folder: Path) -> Marker:
-    """The marker of a checkpoint all of whose files are as they were written; raises CheckpointError otherwise.
-
-    Raises UsageError for tensors that the marker does not list: a reader would take them for the checkpoint's own.
-    """
-    marker = read_marker(folder)
-    for name, written in marker["files"].items():
-        try:
-            if Path(name).name != name or describe(folder / name) != written:
-                raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
-        except FileNotFoundError:
-            raise CheckpointError(f"checkpoint {folder}: {name} is missing") from None
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {folder}: {name} cannot be read: {error.strerror}") from None
-    for path in folder.glob(f"*{SUFFIX}"):
-        if path.name not in marker["files"]:
-            raise UsageError(f"checkpoint {folder}: {path.name} is not one of its files ({MARKER}): take it away")
-    return marker
-
-
-def _digest(marker: Marker) -> str:
-    return hashlib.sha256(json.dumps(marker).encode()).hexdigest()
 
 
 def hush_single_process_warning() -> None:

@@ -1,7 +1,9 @@
 """Results for people: TensorBoard pages and the table at the end of a run."""
 
+import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from utils import comm
 from utils.config import SPLITS
 from utils.schema import Config
 
+log = logging.getLogger(__name__)
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
 
@@ -23,12 +26,40 @@ class _NoWriter:
         return lambda *_args, **_kwargs: None
 
 
-Writer = SummaryWriter | _NoWriter
+class _PatientWriter:
+    """A SummaryWriter that gives up, and says so once, where the disk refuses: checkpoints need the room more."""
+
+    def __init__(self, folder: Path, purge_step: int):
+        self.inner: Any = SummaryWriter(folder, purge_step=purge_step)
+        self.usual_hook, threading.excepthook = threading.excepthook, self._of_thread
+
+    def __getattr__(self, name):
+        function = getattr(self.inner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except OSError as error:
+                self._give_up(error)
+
+        return call
+
+    def _of_thread(self, args):
+        """It writes in a thread, whose traceback nobody needs: the next call meets the same error."""
+        if args.thread is None or type(args.thread).__name__ != "_AsyncWriterThread":
+            self.usual_hook(args)
+
+    def _give_up(self, error):
+        log.warning("TensorBoard's events cannot be written from here on: %s", error.strerror or error)
+        self.inner = _NoWriter()
+
+
+Writer = _PatientWriter | _NoWriter
 
 
 def open_writer(folder: Path, purge_step: int) -> Writer:
     """TensorBoard writer of rank 0; the other ranks write nothing. Events from purge_step on are forgotten."""
-    return SummaryWriter(folder, purge_step=purge_step) if comm.is_main() else _NoWriter()
+    return _PatientWriter(folder, purge_step) if comm.is_main() else _NoWriter()
 
 
 def write_validation(writer: Writer, scores: dict[str, Any], figures: dict[str, Figure], iteration: int) -> None:

@@ -265,6 +265,11 @@ class Run:
         self.resumed = True
         state = marker["trainer"]
         self.iteration = marker["iteration"]
+        if self.iteration > self.config.num_iters:
+            raise UsageError(
+                f"{self.folder.path} is at iteration {self.iteration}, beyond num_iters {self.config.num_iters}: "
+                "nothing is left to do; give a larger --num_iters, or another --run_num"
+            )
         self.epoch_loss, self.epoch_iterations = state["epoch_loss"], state["epoch_iterations"]
         self.train_loss, self.validation_due = state["train_loss"], state["validation_due"]
         self.best_val_loss = state["best_val_loss"] if state["best_val_loss"] is not None else math.inf

@@ -1,6 +1,5 @@
 """The folder of one run, <expdir>/<config>/<run_num>: config, log, TensorBoard events, checkpoints, summary."""
 
-import json
 import logging
 import os
 import sys
@@ -11,11 +10,13 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from training.checkpoint import CheckpointFolder
+from training.checkpoint_marker import config_of
 from training.run_owner import RunOwner
 from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError
-from utils.files import whole_file
+from utils.files import read_json, whole_file, write_json
 from utils.schema import Config
 
 OWNER = "job"  # file with the job that --run_num auto gave the folder to
@@ -54,9 +55,9 @@ class RunFolder:
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self._owner = RunOwner(self.path)
-        if self.config_file.exists():
-            self._compare_settings()
-        else:
+        if earlier := self._earlier():
+            self._compare_settings(earlier)
+        if not self.config_file.exists():
             with whole_file(self.config_file) as part:
                 write_config(self.config, part)
         self._start_logging()
@@ -71,22 +72,31 @@ class RunFolder:
         return comm.on_main(self._read_summary)
 
     def _read_summary(self) -> dict[str, Any] | None:
-        return json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None
+        if not self.summary_file.exists():
+            return None
+        return read_summary(self.summary_file, run=str, iterations=int, units=dict)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Written by rank 0."""
         if not comm.is_main():
             return
-        with whole_file(self.summary_file) as part:
-            part.write_text(json.dumps(summary, indent=2) + "\n")
+        write_json(self.summary_file, summary)
 
-    def _compare_settings(self) -> None:
+    def _earlier(self) -> Config | None:
+        """The settings of the run in this folder: of config.yaml, else of its newest checkpoint; None for no run."""
+        name = self.config.config
+        if self.config_file.exists():
+            return check_config(read_named_config(self.config_file, name), name, f"{self.config_file}: {name}")
+        _, marker = CheckpointFolder(self.checkpoints, keep=1).newest_whole()
+        if marker is None or marker["config"] is None:
+            return None
+        return config_of(marker, f"{self.checkpoints}: {name}")
+
+    def _compare_settings(self, earlier: Config) -> None:
         if self.config.resume == "never":
             raise UsageError(
                 f"{self.path} holds a run already: choose another --run_num, or continue it (--resume auto)"
             )
-        name = self.config.config
-        earlier = check_config(read_named_config(self.config_file, name), name, f"{self.config_file}: {name}")
         if keys := differing_keys(earlier, self.config):
             changes = self._changes(earlier, keys)
             raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num")
@@ -103,7 +113,7 @@ class RunFolder:
         """Log lines go to out.log and to standard output, where they leave a progress bar intact."""
         formatter = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
         formatter.converter = time.localtime
-        handlers = [logging.FileHandler(self.path / "out.log"), _Console()]
+        handlers = [_LogFile(self.path / "out.log"), _Console()]
         root = logging.getLogger()
         for old in root.handlers[:]:
             root.removeHandler(old)
@@ -112,6 +122,18 @@ class RunFolder:
             handler.setFormatter(formatter)
             root.addHandler(handler)
         root.setLevel(logging.INFO)
+
+
+def read_summary(path: Path, **kinds: type) -> dict[str, Any]:
+    """The summary of a finished run, as its trainer wrote it. Raises UsageError for anything else.
+
+    kinds: of what the caller needs of it, beside the number of ranks.
+    """
+    summary = read_json(path)
+    kinds["world_size"] = int
+    if not isinstance(summary, dict) or not all(isinstance(summary.get(key), kind) for key, kind in kinds.items()):
+        raise UsageError(f"{path}: is not the summary of a run: move it away, and the same command writes it anew")
+    return summary
 
 
 def next_run_num(runs: Path) -> str:
@@ -139,5 +161,13 @@ def next_run_num(runs: Path) -> str:
 
 class _Console(logging.Handler):
     def emit(self, record):
-        tqdm.write(self.format(record), file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except (OSError, ValueError, AttributeError):  # closed, full or never there: out.log has the line
+            logging.getLogger().removeHandler(self)
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record):
+        """A full disk: the console has the line, and the next one may find room."""

@@ -2,6 +2,7 @@
 
 import argparse
 import faulthandler
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 
     A process that dies of SIGBUS or SIGSEGV prints its stacks first.
     """
+    if sys.stderr is None:  # closed: what is said goes nowhere, and all else goes on
+        sys.stderr = open(os.devnull, "w")
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
         status = main()
@@ -92,4 +95,10 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS
+    except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
+        status = None
+    try:
+        sys.stdout and sys.stdout.flush()
+    except OSError:  # Python would try once more, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(status)

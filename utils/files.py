@@ -1,10 +1,12 @@
 """Files of others, read with care; and files that are written whole or not at all."""
 
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from utils.errors import UsageError
 
@@ -36,9 +38,27 @@ def read_text(path: Path | str) -> str:
         raise UsageError(f"{path}: not a text file") from None
 
 
+def read_json(path: Path | str) -> Any:
+    """What a small JSON file holds. Raises UsageError, naming it, where it cannot be read."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: is not JSON: {error}") from None
+
+
+def write_json(path: Path | str, record: Any) -> None:
+    """Write a record as JSON; NaN and infinity, which JSON does not have, become null."""
+    finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    with whole_file(Path(path)) as part:
+        part.write_text(json.dumps(finite, indent=1) + "\n")
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary name next to `path`: renamed to it when the block ends well, removed otherwise."""
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder, and a file is to be written")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:

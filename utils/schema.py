@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from utils.layout import ORDER, Layout, tile_counts
 
 MOST = 2**31 - 1
+# Names of folders inside others.
+Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$", max_length=200)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
@@ -50,7 +52,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    config: Text = key("name of the configuration in the YAML file", affects="nothing")
+    config: Name = key("name of the configuration in the YAML file", affects="nothing")
 
     task: Text = key(
         "forecast: the weather; classify: image to class; transport: image to image, also in 3-D", "forecast", "model"
@@ -154,7 +156,7 @@ class Config(BaseModel):
     )
 
     expdir: Text = key("folder of all runs", "./logs", "nothing")
-    run_num: Text = key(
+    run_num: Name = key(
         "name of this run, its folder is <expdir>/<config>/<run_num>; auto: the next free number", "00", "nothing"
     )
     resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto", "nothing")

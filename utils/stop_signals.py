@@ -4,7 +4,8 @@ import signal
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # SIGINT is Ctrl-C
+# SIGINT is Ctrl-C; SIGHUP says that the terminal is gone, by a lost ssh.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
@@ -15,7 +16,8 @@ class StopRequest:
         self.handlers_before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        self.handlers_before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        self.handlers_before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -104,7 +104,9 @@ class FieldDataset:
 
     def listing(self) -> dict[str, str]:
         """{folder and name: frames and size} of the files, which ranks compare."""
-        return {f"{self.folder.name}/{file.path.name}": f"{file.shape[0]} frames, {file.size} bytes" for file in self.files}
+        return {
+            f"{self.folder.name}/{file.path.name}": f"{file.shape[0]} frames, {file.size} bytes" for file in self.files
+        }
 
     def close(self) -> None:
         """Close all files."""

@@ -6,7 +6,6 @@ CF conventions 1.11: https://cfconventions.org
 """
 
 import importlib.util
-import json
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ import xarray
 
 from tools.forecasting.dated_frames import HOUR, show
 from utils.errors import UsageError
-from utils.files import whole_file
+from utils.files import read_json, whole_file, write_json
 from weather.channels import CHANNELS
 from weather.grid import Grid
 
@@ -45,14 +44,14 @@ def prepare_folder(path: Path | str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if (path / SKILL).exists():
-            for name in json.loads((path / SKILL).read_text())["files"]:
+            for name in read_json(path / SKILL)["files"]:
                 (path / Path(name).name).unlink(missing_ok=True)
             shutil.rmtree(path / STORE, ignore_errors=True)
         with whole_file(path / SKILL) as part:
             part.write_text('{"files": []}\n')
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise UsageError(f"{path / SKILL}: was not written by a forecast: choose another --out") from None
 
 
@@ -68,10 +67,8 @@ def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str
 
 
 def write_skill(folder: Path | str, record: dict[str, Any]) -> None:
-    """Write the record of a forecast as JSON; NaN and infinity become null. record["files"]: names of its files."""
-    finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
-    with whole_file(Path(folder) / SKILL) as part:
-        part.write_text(json.dumps(finite, indent=1) + "\n")
+    """Write the record of a forecast as JSON. record["files"]: names of its files."""
+    write_json(Path(folder) / SKILL, record)
 
 
 def file_name(start: np.datetime64) -> str:

@@ -5,23 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from ruamel.yaml.error import MarkedYAMLError
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from distributed.global_view import global_view, take_parts
 from distributed.parallel_model import ParallelModel
 from tools.checkpoint import find
-from training.checkpoint import (
-    CheckpointError,
-    CheckpointFolder,
-    Marker,
-    hush_single_process_warning,
-    read_marker,
-    verify,
-)
+from training.checkpoint import CheckpointFolder, hush_single_process_warning
+from training.checkpoint_marker import CheckpointError, Marker, config_of, is_score, read_marker, verify
 from training.tasks import forecast, task_of
-from utils.config import check_config, differing_keys, load_config, read_named_config, yaml
+from utils.config import check_config, differing_keys, load_config, read_mappings, read_named_config
 from utils.errors import UsageError, first_line
 from utils.schema import Config, keys_that_affect
 
@@ -36,10 +29,7 @@ def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits
     file = Path(folder) / "config.yaml"
     if not file.is_file():
         raise UsageError(f"{folder}: no run there (it has no config.yaml); give the folder of one, like logs/quick/00")
-    try:
-        name = next(iter(yaml().load(file)))
-    except (OSError, UnicodeDecodeError, MarkedYAMLError, TypeError, StopIteration):
-        raise UsageError(f"{file}: is not the config of a run") from None
+    name = next(iter(read_mappings(file, "configs")), "")
     trained = check_config(read_named_config(file, name), name, f"{file}: {name}")
     if not isinstance(task_of(trained), forecast.Trained):
         raise UsageError(f"{folder}: is a run of task {trained.task}, which forecasts nothing")
@@ -65,8 +55,8 @@ def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
     if which == "newest":
         return find(run)
     if which == "best":
-        scored = [(loss, folder) for folder in folders if (loss := _val_loss(folder)) is not None]
-        for _, folder in sorted(scored, key=lambda pair: pair[0]):
+        losses = {folder: loss for folder in folders if is_score(loss := _val_loss(folder)) and loss is not None}
+        for folder in sorted(losses, key=lambda folder: losses[folder]):
             try:
                 return folder, verify(folder)
             except CheckpointError:
@@ -77,6 +67,13 @@ def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
         names = ", ".join(f.name for f in folders)
         raise UsageError(f"{run}: no checkpoint '{which}'; give best, newest or one of {names}")
     return find(folder)
+
+
+def check_origin(config: Config, checkpoint: Path, marker: Marker) -> None:
+    """Raise UsageError where config.yaml, which people can edit, is not what a checkpoint was trained with."""
+    trained = config_of(marker, str(checkpoint))
+    for key in differing_keys(trained, config, "model"):
+        raise UsageError(f"{checkpoint}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
 
 
 def load_weights_into(parallel: ParallelModel, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """The planner's input: a config with options, a GPU, and maybe a run that calibrates the times."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from tools.planner.hardware import Gpu
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.step_time import calibrate
 from tools.planner.trace import trace_step
+from training.run_folder import read_summary
 from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
@@ -76,12 +76,9 @@ class Request:
         if self.summary is None:
             return None
         path = Path(self.summary)
-        try:
-            summary = json.loads(path.read_text())
-            ranks = summary["world_size"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path}: not the summary.json of a run ({type(error).__name__})") from None
-        settings = read_named_config(path.with_name("config.yaml"), summary.get("config"))
+        summary = read_summary(path, config=str)
+        ranks = summary["world_size"]
+        settings = read_named_config(path.with_name("config.yaml"), summary["config"])
         config = check_config(settings, summary["config"], str(path.with_name("config.yaml")), world_size=ranks)
         layout = config.layout(ranks, self.gpu.gpus_per_node)
         return calibrate(trace_step(config, layout), config, layout, self.gpu, summary)

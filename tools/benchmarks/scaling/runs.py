@@ -4,7 +4,6 @@ The output of a run goes to `<out>/run-<number>.out`, and a description of its m
 Everything else is in the run folder.
 """
 
-import json
 import os
 import re
 import signal
@@ -17,9 +16,11 @@ from typing import Any
 import torch
 
 from tools.benchmarks.scaling.study import Run
-from tools.tables import machine, write_json
+from tools.tables import machine
+from training.run_folder import read_summary
 from utils.config import check_config, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError
+from utils.files import read_json, write_json
 from utils.launch import Launch
 from utils.schema import keys_that_affect
 
@@ -51,13 +52,13 @@ def state(run: Run, out: Path) -> State:
 
 def summary(run: Run) -> dict[str, Any]:
     """The summary of a finished run, as its trainer wrote it."""
-    return json.loads((run.folder / "summary.json").read_text())
+    return read_summary(run.folder / "summary.json")
 
 
 def place(run: Run, out: Path) -> dict[str, Any]:
     """The machine of a run: device, cores and nodes; empty where this program did not start the run."""
     path = _place_file(run, out)
-    there = json.loads(path.read_text()) if path.exists() else {}
+    there = read_json(path) if path.exists() else {}
     return there if there.get("run") == run.name else {}  # else the runs of the study had other numbers
 
 

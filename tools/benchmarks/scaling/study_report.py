@@ -12,8 +12,8 @@ from tools.benchmarks.scaling.figures import Figures
 from tools.benchmarks.scaling.page import IN_TERMINAL, cells, page
 from tools.benchmarks.scaling.runs import FINISHED
 from tools.benchmarks.scaling.study import Study
-from tools.tables import format_table, write_csv, write_json
-from utils.files import whole_file
+from tools.tables import format_table, write_csv
+from utils.files import whole_file, write_json
 
 NOT_IN_CSV = ("rmse", "persistence_rmse", "units", "place")  # one value for each field, or several words
 
