@@ -226,6 +226,11 @@ def agree(function: Callable[[], T]) -> T:
     return result
 
 
+def patience() -> float:
+    """Seconds that a rank waits for another in a collective."""
+    return _patience.total_seconds()
+
+
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over all ranks, in place; returns it."""
     if world_size() > 1:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from utils.collective_record import write_record
 from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class FailureListener:
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
         expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
         message = f"rank {self.rank}: {error if expected else f'{type(error).__name__}: {error}'}"
+        if not expected:
+            write_record(message)
         try:
             first = self.store.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
         except RuntimeError:  # the store lives in rank 0, which is gone
@@ -56,6 +59,8 @@ class FailureListener:
 
     def _end_because_of(self, first: str) -> NoReturn:
         status, message = first.split(" ", 1)
+        if int(status) == FAILED_STATUS:
+            write_record(f"because of {message}")
         print(f"error: rank {self.rank} ends because of {message}", file=sys.stderr, flush=True)
         exit_at_once(int(status))
 
