@@ -91,6 +91,15 @@ def test_under_torchrun_bad_data_on_every_rank_is_one_clear_line(tiny_options):
     assert "nowhere/train: no such data folder" in output
 
 
+def test_an_error_of_all_ranks_is_said_once(tiny_options):
+    statuses, outputs = zip(
+        *run_ranks(["train.py", *tiny_options(train_data_path="nowhere/train")], ranks=4), strict=True
+    )
+    assert statuses == (2,) * 4
+    lines = "".join(outputs).splitlines()
+    assert len(lines) == 1 and "nowhere/train: no such data folder" in lines[0], lines
+
+
 def test_a_batch_that_the_ranks_cannot_share_is_refused_on_every_rank(tiny_options):
     for status, output in run_ranks(["train.py", *tiny_options(global_batch_size=3)]):
         assert status == 2

@@ -76,7 +76,7 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {first_line(error)}"
         ) from None
-    _listener = FailureListener(store.clone(), launch.rank)  # type: ignore[attr-defined]  # not in torch's stubs
+    _listener = FailureListener(store.clone(), launch.rank, launch.world_size)  # type: ignore[attr-defined]  # not in torch's stubs
     return device
 
 
