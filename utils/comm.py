@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from utils.device import physical_name, select_device
 from utils.errors import ArgumentParser, UsageError, first_line, run_main
-from utils.launch import interface_towards, read_launch
+from utils.launch import name_gloo_interface, read_launch
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FailureListener
 
@@ -57,9 +57,7 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
     if launch.world_size == 1:
         return device
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
-    interface = "lo" if launch.nodes == 1 else interface_towards(launch.master_addr)
-    if interface:  # a host name need not resolve, or resolves to an address that other nodes cannot reach
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    name_gloo_interface(launch)
     cuda, _patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
     try:
         store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=_patience))
