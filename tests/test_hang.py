@@ -59,7 +59,7 @@ def refused(folder):
 def record(rank, *calls, size=2, groups=None, **changes):
     """A record of a rank; calls: (group, number, done)."""
     keys = ("group", "number", "done")
-    other = {"operation": "all_reduce", "shapes": [[8]], "types": ["Float"], "one_to_one": False}
+    other = {"operation": "all_reduce", "tensors": ["Float(8,)"]}
     return {
         "rank": rank, "world_size": size, "start": "1", "reason": "", "at": ["train.py:5 main"],
         "groups": groups or {"0": ["default_pg", list(range(size))]},

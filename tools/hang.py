@@ -6,6 +6,7 @@ python -m tools.hang logs/quick/00
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +34,16 @@ class Call(NamedTuple):
 
     group: Group
     number: int
-    operation: str
-    tensors: str
+    operation: str  # and the type and shape of its tensors
     done: bool
 
     def __str__(self) -> str:
-        return f"{self.operation}{self.tensors}, number {self.number} of {self.group}"
+        return f"{self.operation}, number {self.number} of {self.group}"
 
     def fits(self, other: "Call") -> bool:
         """Whether two ranks may call these two as the same collective."""
-        same = self.tensors == other.tensors or self.operation not in SAME_SHAPE
-        return self.operation == other.operation and same
+        kind, other_kind = self.operation.split()[0], other.operation.split()[0]
+        return self.operation == other.operation or kind == other_kind not in SAME_SHAPE
 
 
 class Rank:
@@ -54,9 +54,9 @@ class Rank:
         self.where = " < ".join(record["at"]) + (f", and ended: {record['reason']}" if record["reason"] else "")
         groups = {name: Group(name, purpose, tuple(ranks)) for name, (purpose, ranks) in record["groups"].items()}
         self.calls = [
-            Call(groups[c["group"]], c["number"], c["operation"], _tensors(c["types"], c["shapes"]), c["done"])
+            Call(groups[c["group"]], c["number"], " ".join([c["operation"], *c["tensors"]]), c["done"])
             for c in record["calls"]
-            if c["group"] in groups and not c["one_to_one"]
+            if c["group"] in groups
         ]
         self.last = {call.group: call.number for call in self.calls}
         # A collective that ended in an error counts as done, too.
@@ -90,14 +90,16 @@ def explain(ranks: dict[int, Rank]) -> Iterator[str]:
     for calls in mismatches:
         first = next(iter(calls.values()))
         yield f"the order of collectives differs: number {first.number} of {first.group} is"
-        yield from _grouped((rank, f"{call.operation}{call.tensors}") for rank, call in calls.items())
-    waiting = {number: missing for number, rank in ranks.items() if (missing := _missing(rank, ranks))}
-    for call, numbers in _by_call(ranks, waiting).items():
-        absent = sorted({number for rank in numbers for number in waiting[rank]})
-        yield f"waiting for {_ranks(absent)}: {_ranks(numbers)}, in {call}"
-    late = sorted({number for missing in waiting.values() for number in missing} - set(waiting))
+        yield from _grouped((rank, call.operation) for rank, call in calls.items())
+    waiting = defaultdict(list)  # ranks, by what they are in and others have not called
+    for number, rank in sorted(ranks.items()):
+        if rank.in_call and _missing(rank.in_call, ranks):
+            waiting[rank.in_call._replace(done=False)].append(number)
+    for call, numbers in waiting.items():
+        yield f"waiting for {_ranks(_missing(call, ranks))}: {_ranks(numbers)}, in {call}"
+    late = {number for call in waiting for number in _missing(call, ranks)} - set(chain(*waiting.values()))
     if late:
-        yield f"late: {_ranks(late)}"
+        yield f"late: {_ranks(sorted(late))}"
     elif waiting and not mismatches:
         yield "the order of collectives differs: no rank is late, they wait for one another in different groups"
     elif not mismatches:
@@ -111,25 +113,9 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {shortened(numbers)}"
 
 
-def _tensors(types, shapes):
-    return "".join(f" {kind}{tuple(shape)}" for kind, shape in zip(types, shapes, strict=True))
-
-
-def _missing(rank, ranks):
-    """The ranks that have not called what this one is in."""
-    call = rank.in_call
-    return (
-        [n for n in call.group.ranks if n not in ranks or ranks[n].last.get(call.group, 0) < call.number]
-        if call
-        else []
-    )
-
-
-def _by_call(ranks, waiting):
-    calls = defaultdict(list)
-    for number in sorted(waiting):
-        calls[ranks[number].in_call._replace(done=False)].append(number)
-    return calls
+def _missing(call, ranks):
+    """The ranks that have not called what another one is in."""
+    return [n for n in call.group.ranks if n not in ranks or ranks[n].last.get(call.group, 0) < call.number]
 
 
 def _mismatches(ranks):

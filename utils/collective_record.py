@@ -88,14 +88,13 @@ def _calls() -> list[dict[str, Any]]:
     return [
         {
             "group": entry["process_group"][0],
-            "number": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
+            "number": entry["collective_seq_id"],
             "operation": entry["profiling_name"].partition(":")[2],
-            "shapes": entry["input_sizes"],
-            "types": entry["input_dtypes"],
+            "tensors": [f"{t}{tuple(n)}" for t, n in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)],
             "done": entry["retired"] or entry["state"] == "completed",
-            "one_to_one": entry["is_p2p"],
         }
         for entry in sorted(entries, key=lambda entry: entry["time_created_ns"])
+        if not entry["is_p2p"]
     ]
 
 
