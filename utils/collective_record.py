@@ -1,8 +1,8 @@
 """The last collectives of a rank, as a file that tells why a run hangs.
 
-torch's flight recorder notes every collective of NCCL and gloo in memory, TORCH_FR_BUFFER_SIZE of them (2000). Sends and
-receives are left out: of gloo's it knows nothing. A rank that ends because something went wrong writes them into the run's folder;
-`python -m tools.hang FOLDER` compares the files of all ranks.
+torch's flight recorder notes every collective of NCCL and gloo in memory, TORCH_FR_BUFFER_SIZE of them (2000). Sends
+and receives are left out: of gloo's it knows nothing. A rank that ends because something went wrong writes its
+collectives into the run's folder, and `python -m tools.hang FOLDER` compares the files of all ranks.
 """
 
 import json
