@@ -16,7 +16,13 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
         if [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ]; then # srun without a batch script: this may be another node
             MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
         fi
+        # A node's name need not resolve. Then it is the node of srun, and a batch script leaves the choice to the tasks.
+        found=0
+        getent hosts "$MASTER_ADDR" >/dev/null 2>&1 || found=$? # 2: no such name
+        if [ "$found" -eq 2 ]; then MASTER_ADDR=${SLURM_LAUNCH_NODE_IPADDR:-}; fi
         export MASTER_ADDR
+        [ -n "$MASTER_ADDR" ] || unset MASTER_ADDR
+        unset found
     fi
     if [ -z "${MASTER_PORT:-}" ]; then
         # By the job, since jobs may share a node; 12000-31999 is below the ports that systems hand out (32768 on).

@@ -37,7 +37,7 @@ fi
 
 # The command of one task.
 folders=("$PWD" ${DATA_DIR:+"$DATA_DIR"} ${LOG_DIR:+"$LOG_DIR"})
-passed=(SLURM_ CUDA_ ROCR_ HIP_ NVIDIA_ NCCL_ FI_ TORCH OMP_ PROFILE_) # prefixes; podman starts with an empty environment
+passed=(SLURM_ CUDA_ ROCR_ HIP_ NVIDIA_ NCCL_ GLOO_ FI_ TORCH PYTORCH_ OMP_ PROFILE_) # prefixes; podman starts with an empty environment
 read -ra container <<<"${CONTAINER_FLAGS:-}"
 case ${CONTAINER:=none} in
     none) container=() ;;
@@ -106,7 +106,7 @@ on_signal() {
     kill -USR1 "$srun_pid" 2>/dev/null
 }
 trap 'warned=1; on_signal "the time limit is near"' USR1
-trap 'on_signal "to be preempted or cancelled"' TERM
+trap 'on_signal "to be preempted, requeued or cancelled"' TERM
 
 echo "launch: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}: $script on $nodes node(s) x $per_node task(s) ($SLURM_JOB_NODELIST), site $SITE"
 # A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
@@ -127,11 +127,13 @@ if [[ $warned && $status == 75 && ${REQUEUE:-1} != 0 ]]; then
     if [[ ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
     if scontrol requeue "$job"; then
         echo "launch: saved and requeued; the run goes on when the job starts again"
-    else
+    elif [[ $(scontrol show job "$job" 2>/dev/null) == *" Requeue=0 "* ]]; then
         echo "launch: saved, but the job may not be requeued: submit it again to continue"
+    else # at the limit itself Slurm may do it before us
+        echo "launch: saved; if squeue -j $job lists no such job once this one has ended, submit it again to continue"
     fi
 elif [[ $status == 75 ]]; then
-    echo "launch: saved and stopped; preempted, it goes on by itself (squeue lists it), else submit it again to continue"
+    echo "launch: saved and stopped; preempted or requeued, it goes on by itself (squeue lists it), else submit it again to continue"
 elif [[ $warned && $status == 138 ]]; then
     echo "launch: the warning came before training had begun: nothing was saved, not requeued; ask for more time (-t)" >&2
 fi

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from tests.test_slurm import cluster  # noqa: F401
 from tools.benchmarks import scaling
 from tools.benchmarks.scaling.figures import collect
 from tools.benchmarks.scaling.runs import place, start, state
-from tools.benchmarks.scaling.slurm import job_lines
+from tools.benchmarks.scaling.slurm import job_lines, submit
 from tools.benchmarks.scaling.study import Target, build_runs, read_study
 from tools.benchmarks.scaling.study_report import write_report
 from utils.config import write_config, yaml
@@ -292,6 +293,36 @@ def test_without_slurm_nothing_is_submitted(pretended, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="there is no sbatch here"):
         call(pretended[0], "--submit")
+
+
+@pytest.mark.parametrize("refused", ["-N 2 --test-only", "-N 2 --array", None])
+def test_all_jobs_of_a_study_are_submitted_or_what_was_is_said(tmp_path, monkeypatch, refused):
+    """A stand-in for sbatch writes down what it was asked, and refuses one thing."""
+    fake = tmp_path / "sbatch"
+    fake.write_text(f"""#!/bin/bash
+words=" $* "; echo "$words" >> {tmp_path}/asked
+[[ $words == *--test-only* ]] && kind=--test-only || kind=--array
+[[ $words == *" -N 2 "* && "-N 2 $kind" == "{refused}" ]] && {{ echo "sbatch: error: no such nodes" >&2; exit 1; }}
+[[ $kind == --test-only ]] || wc -l < {tmp_path}/asked
+""")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    lines = [
+        "job0=$(sbatch --parsable -N 1 --array=0 a.sh)",
+        "job1=$(sbatch --parsable -N 2 --array=1 a.sh)",
+        "sbatch --parsable -N 1 --dependency=afterany:$job0:$job1 a.sh --report_only",
+    ]
+    if refused:
+        with pytest.raises(UsageError, match="^sbatch: sbatch: error: no such nodes; ") as caught:
+            submit(lines)
+        left = "nothing was submitted" if "test" in refused else "in the queue: 4 (scancel takes them back)"
+        assert str(caught.value).endswith(left)
+    else:
+        assert submit(lines) == "6"
+        assert "--dependency=afterany:4:5 " in (tmp_path / "asked").read_text().splitlines()[-1]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert all("--test-only" in line and "--dependency" not in line for line in asked[:3])
+    assert len(asked) == {"-N 2 --test-only": 2, "-N 2 --array": 5, None: 6}[refused]
 
 
 @pytest.mark.slow("a study whose runs the training scripts make, started by torchrun")

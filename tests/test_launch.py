@@ -95,6 +95,15 @@ def test_under_torchrun_bad_data_on_every_rank_is_one_clear_line(tiny_options):
     assert "nowhere/train: no such data folder" in output
 
 
+def test_an_error_of_all_ranks_is_said_once(tiny_options):
+    statuses, outputs = zip(
+        *run_ranks(["train.py", *tiny_options(train_data_path="nowhere/train")], ranks=4), strict=True
+    )
+    assert statuses == (2,) * 4
+    lines = "".join(outputs).splitlines()
+    assert len(lines) == 1 and "nowhere/train: no such data folder" in lines[0], lines
+
+
 def test_a_batch_that_the_ranks_cannot_share_is_refused_on_every_rank(tiny_options):
     for status, output in run_ranks(["train.py", *tiny_options(global_batch_size=3)]):
         assert status == 2
@@ -112,6 +121,7 @@ def test_a_stuck_rank_leaves_the_stacks_of_all(tiny_options, tmp_path):
     assert "no step finished within 4 s (watchdog_timeout); the stacks of all threads are in" in output
     stacks = (tmp_path / "logs/quick/00/stacks-rank0.txt").read_text()
     assert "eager" in stacks and "backward" in stacks
+    assert all((tmp_path / f"logs/quick/00/collectives-rank{rank}.json").exists() for rank in (0, 1))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -194,11 +204,11 @@ def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, sha
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_a_layout_that_does_not_fit_ends_every_rank_with_the_same_line(tiny_options, layout, line):
-    for process in train_on_two(tiny_options(**layout), "train_mp.py"):
-        status, output = finish(process)
-        assert status == 2
-        assert output.startswith("error: ") and line in output and "Traceback" not in output
+def test_a_layout_that_does_not_fit_ends_every_rank_with_one_line(tiny_options, layout, line):
+    statuses, output = finish_all(train_on_two(tiny_options(**layout), "train_mp.py"))
+    assert statuses == [2, 2]
+    lines = output.splitlines()  # of each rank, or of one that speaks for all
+    assert 1 <= len(lines) <= 2 and all(text.startswith("error: ") and line in text for text in lines), output
 
 
 def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):
@@ -233,14 +243,14 @@ def test_a_value_that_is_no_number_is_named_by_every_rank(tiny_options, tmp_path
     with h5py.File(path, "r+") as file:
         file["fields"][4, 2] = float("nan")
     options = tiny_options(num_iters=40, **{f"{split}_data_path": tmp_path / split})
-    for status, output in run_ranks(["train.py", *options]):
-        assert status == 2
-        assert f"{path}: frame 4: channel 2 (t2m) holds nan" in output and "Traceback" not in output
+    statuses, output = finish_all(start_ranks(["train.py", *options]))
+    assert statuses == [2, 2]
+    assert f"{path}: frame 4: channel 2 (t2m) holds nan" in output and "Traceback" not in output
 
 
 def test_a_file_that_only_some_ranks_have_is_named(tiny_options, tmp_path, sample_folder):
     shutil.copytree(sample_folder / "train", tmp_path / "train", ignore=shutil.ignore_patterns("1980.h5"))
     words = [["train.py", *tiny_options()], ["train.py", *tiny_options(train_data_path=tmp_path / "train")]]
-    for process in start_ranks(lambda rank: words[rank]):
-        status, output = finish(process)
-        assert status == 2 and "train/1980.h5: rank 1 on " in output and "sees nothing, rank 0 on " in output
+    statuses, output = finish_all(start_ranks(lambda rank: words[rank]))
+    assert statuses == [2, 2]
+    assert "train/1980.h5: rank 1 on " in output and "sees nothing, rank 0 on " in output

@@ -31,7 +31,7 @@ def logs(tmp_path):
 
 @pytest.fixture
 def no_settings(monkeypatch):
-    for name in ("LOGDIR", "EXPDIR", "JUPYTERHUB_SERVICE_PREFIX", "JPY_PARENT_PID", "SLURM_SUBMIT_HOST"):
+    for name in ("LOGDIR", "LOG_DIR", "EXPDIR", "JUPYTERHUB_SERVICE_PREFIX", "JPY_PARENT_PID", "SLURM_SUBMIT_HOST"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -120,7 +120,7 @@ def test_the_log_folder_is_found_by_each_rule(tmp_path, monkeypatch, no_settings
     monkeypatch.setattr(tensorboard_server, "ROOT", tmp_path)
     with pytest.raises(UsageError, match="no log folder: neither .*logs nor .*example_logs is there"):
         find_log_folder()
-    for folder in ("example_logs", "logs", "expdir", "logdir", "given"):
+    for folder in ("example_logs", "logs", "expdir", "log_dir", "logdir", "given"):
         Path(folder).mkdir()
         if folder.endswith("dir"):
             monkeypatch.setenv(folder.upper(), folder)

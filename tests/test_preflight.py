@@ -6,8 +6,10 @@ import re
 import socket
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.programs import finish, run_ranks, start
@@ -86,7 +88,7 @@ def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
         found.setdefault(result["what"], []).append(result)
     assert [f["found"].split(":")[0] for f in found["collectives"]] == ["float32", "bfloat16"]
     assert found["bandwidth"][0]["values"].keys() == {"all-reduce", "all-gather", "all-to-all"}
-    for what in ("rendezvous", "process group", "node", "shared folder", "clocks"):
+    for what in ("rendezvous", "process group", "checkpoint group", "node", "shared folder", "clocks"):
         assert found[what][0]["level"] == "ok", what
     assert len(report["nodes"]) == 2 and "rank 0-1" in found["rendezvous"][0]["found"]
     assert list((tmp_path / "logs").iterdir()) == []
@@ -214,6 +216,21 @@ def test_wrong_numbers_from_a_collective_are_seen(ranks):
     assert all(line.startswith("ok") for lines in ranks(3, wrong_collectives, False) for line in lines)
     for lines in ranks(3, wrong_collectives, True):
         assert [line.split(" - ")[0].split(": ")[-1] for line in lines] == ["wrong numbers from all-reduce"] * 2
+
+
+def checkpoint_group(broken):
+    ranks = SimpleNamespace(
+        size=dist.get_world_size(), device=torch.device("cpu"), patience=5, exchange=lambda key, value: [value]
+    )
+    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nonsense"} if broken else {}):
+        return [result.line() for result in preflight_network.checkpoint_group(None, ranks)]
+
+
+def test_a_checkpoint_group_that_cannot_be_made_is_named_with_its_interface(ranks):
+    assert all(line.startswith("ok    checkpoint group") for [line] in ranks(2, checkpoint_group, False))
+    for [line] in ranks(2, checkpoint_group, True):
+        assert line.startswith("FAIL  checkpoint group") and "gloo through nonsense: " in line
+        assert line.endswith("GLOO_SOCKET_IFNAME: the interface by which the other nodes reach this one")
 
 
 class Together:

@@ -33,7 +33,15 @@ REFUSALS = {
     "a missing year": (lambda d: d.isel(valid_time=slice(8, None)), "1979-01-01T00:00 is missing$"),
     "12-hourly": (lambda d: d.isel(valid_time=slice(0, None, 2)), "no source has 06, 18 UTC"),
     "shifted hours": (lambda d: d.assign_coords(valid_time=d.valid_time + np.timedelta64(3, "h")), "00, 06, 12, 18"),
-    "times that decrease": (lambda d: d.isel(valid_time=slice(None, None, -1)), "times do not increase"),
+    "times that decrease": (
+        lambda d: d.isel(valid_time=slice(None, None, -1)),
+        "times do not increase: 1982-01-02T12:00 comes after 1982-01-02T18:00",
+    ),
+    "a time twice": (
+        lambda d: d.isel(valid_time=[0, 1, 1, 2]),
+        "times do not increase: 1979-01-01T06:00 comes after 1979-01-01T06:00",
+    ),
+    "no times": (lambda d: d.isel(valid_time=slice(0)), "has no times"),
     "a NaN": (
         lambda d: put(d, "z", np.nan, valid_time=13, pressure_level=1, latitude=3, longitude=7),
         "z or geopotential at 500 hPa, 1980-01-02T06:00: row 3 from the north, column 7 is NaN",
@@ -112,10 +120,14 @@ def test_humidity_without_units_is_refused_beside_humidity_with_units(tmp_path):
 def test_sources_that_are_none_are_refused(tmp_path):
     (tmp_path / "text.nc").write_text("not data")
     (tmp_path / "empty.zarr").mkdir()
+    (tmp_path / "zipped.nc").write_bytes(b"PK\x03\x04and more")
+    (tmp_path / "grib.nc").write_bytes(b"GRIB and more")
     for name, message in (
         ("text.nc", "cannot be opened"),
         ("empty.zarr", "cannot be opened"),
         ("no.nc", "no such file"),
+        ("zipped.nc", "cannot be opened as Zarr or NetCDF: it is a zip archive: unpack it"),
+        ("grib.nc", "cannot be opened as Zarr or NetCDF: it is GRIB: download it as NetCDF"),
     ):
         with pytest.raises(UsageError, match=f"{name}: {message}") as caught:
             convert([tmp_path / name], tmp_path / "out")

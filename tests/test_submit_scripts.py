@@ -118,6 +118,47 @@ def test_a_container_wraps_python(launch, container, start, contains):
     assert set(contains) <= set(words[:python]) and words[python + 1] == "train.py" and words[-1] == "--config=x"
 
 
+@pytest.mark.parametrize("name", ["GLOO_", "PYTORCH_", "TORCH", "NCCL_"])
+def test_podman_hands_on_the_variables_of_torch(launch, name):
+    assert f"--env={name}*" in launch(CONTAINER="podman-hpc", IMAGE="it:1").stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "signal, requeue, shown, said",
+    [
+        ("USR1", 0, "", "launch: saved and requeued"),
+        ("USR1", 1, " Requeue=0 ", "launch: saved, but the job may not be requeued: submit it again"),
+        ("USR1", 1, " Requeue=1 ", "launch: saved; if squeue -j 7 lists no such job once this one has ended, submit"),
+        ("TERM", 0, "", "launch: saved and stopped; preempted or requeued, it goes on by itself"),
+    ],
+)
+def test_what_is_said_of_a_run_that_saved_is_true(launch, tmp_path, signal, requeue, shown, said):
+    stubs = {
+        "srun": f"trap : USR1; kill -{signal} $PPID; sleep 0.5; exit 75",
+        "scontrol": f'[[ $1 == show ]] && echo "JobId=7{shown}Restarts=0" || exit {requeue}',
+    }
+    for name, script in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    result = launch(PYTHON="python")
+    assert result.returncode == 75 and result.stdout.splitlines()[-1].startswith(said), result.stdout
+    assert ("to be preempted, requeued or cancelled" in result.stdout) == (signal == "TERM")
+
+
+@pytest.mark.parametrize("resolves, address", [(True, "node1"), (False, "10.0.0.7"), (False, "")])
+def test_a_node_whose_name_does_not_resolve_is_reached_by_the_address_of_srun(tmp_path, resolves, address):
+    for name, script in {"scontrol": "echo node1; echo node2", "getent": f"exit {0 if resolves else 2}"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_LAUNCH_NODE_IPADDR": address,
+    }  # fmt: skip
+    result = run(["sh", "-euc", ". ./export_DDP_vars.sh; echo $RANK/$WORLD_SIZE ${MASTER_ADDR-unset}"], **job)
+    assert (result.stdout, result.stderr) == (f"1/2 {address or 'unset'}\n", "")
+
+
 @pytest.mark.parametrize(
     "environment, site, modules",
     [

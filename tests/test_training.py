@@ -300,8 +300,10 @@ def test_the_command_to_try_next_keeps_what_the_layout_needs(tiny_config, capsys
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
     pipeline = {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}
-    print_result(summary, "accuracy 0.500", tiny_config(**pipeline))
-    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("try next:"))
+    print_result(summary, "accuracy 0.500", tiny_config(expdir="my logs", **pipeline))
+    said = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("tensorboard --logdir 'my logs'") for line in said)
+    command = next(line for line in said if line.startswith("try next:"))
     assert all(f" --{name}={value}" in command for name, value in pipeline.items())
     print_result(summary, "accuracy 0.500", tiny_config(amp_mode="bf16"))
     assert "try next" not in capsys.readouterr().out

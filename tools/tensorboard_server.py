@@ -26,11 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_log_folder(folder: Path | str | None = None) -> Path:
-    """The folder to show: the first one given of `folder`, $LOGDIR, $EXPDIR, or else logs or example_logs.
+    """The folder to show: the first given of `folder`, $LOGDIR, $LOG_DIR, $EXPDIR, or else logs or example_logs.
 
     Raises UsageError if it does not exist.
     """
-    choices = {"LOGDIR of the notebook": folder, **{f"${name}": os.environ.get(name) for name in ("LOGDIR", "EXPDIR")}}
+    variables = ("LOGDIR", "LOG_DIR", "EXPDIR")  # LOG_DIR is that of the submit scripts
+    choices = {"LOGDIR of the notebook": folder, **{f"${name}": os.environ.get(name) for name in variables}}
     for origin, choice in choices.items():
         if choice:
             path = Path(choice).expanduser().resolve()

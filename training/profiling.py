@@ -12,6 +12,7 @@ import torch
 
 from utils import comm
 from utils.errors import UsageError
+from utils.launch import read_launch
 from utils.schema import Config
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,9 @@ def restart_under_nsys() -> None:
             "or use --profile torch"
         )
     output = os.environ.get("PROFILE_OUTPUT", "profile")
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-    if rank is not None:
-        output += f"-rank{rank}"
+    launch = read_launch()
+    if launch.world_size > 1:
+        output += f"-rank{launch.rank}"
     command = [
         nsys, "profile", "--output", output, "--force-overwrite", "true", "--trace", "cuda,nvtx",
         "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -96,7 +97,7 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
     print(f"\n{scores}\n")
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
-    print(f"curves and maps:  {programs}/tensorboard --logdir {config.expdir}")
+    print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
     if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
         return
     start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"

@@ -1,6 +1,7 @@
 """Ends a run that makes no progress: after a desynchronised collective, a dead file system, a deadlock."""
 
 import faulthandler
+import logging
 import sys
 import threading
 import time
@@ -8,20 +9,26 @@ from pathlib import Path
 from typing import NoReturn
 
 from utils import comm
+from utils.collective_record import record_in, write_record
 from utils.errors import FAILED_STATUS
 from utils.rank_failure import exit_at_once
+
+log = logging.getLogger(__name__)
 
 
 class Watchdog:
     """Within `with watchdog:`, ends this process when `timeout` seconds pass without a `beat`.
 
-    The stacks of all threads go to stacks-rank<N>.txt in `folder` first. Every rank has its own watchdog: the one that
-    is stuck and those that wait for it all leave their stacks.
+    When nine tenths of it are over, the stacks of all threads go to stacks-rank<N>.txt in `folder`, and the last
+    collectives to collectives-rank<N>.json: every rank has a watchdog, and all have written before the first of them
+    ends, or NCCL ends it after its own time-out.
     """
 
     def __init__(self, timeout: float, folder: Path):
         self.timeout, self.folder = timeout, folder
+        self.warning = 0.9 * min(timeout, comm.patience())
         self.ended = threading.Event()
+        record_in(folder)
 
     def __enter__(self) -> "Watchdog":
         self.beat()
@@ -36,17 +43,28 @@ class Watchdog:
         self.last = time.monotonic()
 
     def _watch(self) -> None:
-        while not self.ended.wait(min(1.0, self.timeout / 4)):
-            if time.monotonic() - self.last > self.timeout:
+        noted = 0.0
+        while not self.ended.wait(min(1.0, self.warning / 40)):
+            beat, stuck = self.last, time.monotonic() - self.last
+            if stuck > self.warning and noted != beat:
+                noted = beat
+                self._note()
+                log.info("No step finished within %.0f s; for the reason: python -m tools.hang %s", stuck, self.folder)
+            if stuck > self.timeout:
                 self._end()
 
-    def _end(self) -> NoReturn:
-        path = self.folder / f"stacks-rank{comm.rank()}.txt"
-        with open(path, "w") as file:
+    def _note(self) -> None:
+        write_record("")
+        with open(self._stacks(), "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
+
+    def _stacks(self) -> Path:
+        return self.folder / f"stacks-rank{comm.rank()}.txt"
+
+    def _end(self) -> NoReturn:
         print(
             f"error: rank {comm.rank()}: no step finished within {self.timeout} s (watchdog_timeout); "
-            f"the stacks of all threads are in {path}",
+            f"the stacks of all threads are in {self._stacks()}",
             file=sys.stderr,
         )
         exit_at_once(FAILED_STATUS)

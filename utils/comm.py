@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from utils.device import physical_name, select_device
 from utils.errors import ArgumentParser, UsageError, first_line, run_main, whole
-from utils.launch import Launch, interface_towards, read_launch
+from utils.launch import Launch, name_gloo_interface, read_launch
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FailureListener, end_with_launcher
 
@@ -61,9 +61,7 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
     if launch.world_size == 1:
         return device
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
-    interface = "lo" if launch.nodes == 1 else interface_towards(launch.master_addr)
-    if interface:  # a host name need not resolve, or resolves to an address that other nodes cannot reach
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    name_gloo_interface(launch)
     cuda, _patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
     try:
         store = listen_on_loopback(launch) if launch.rank == 0 else None
@@ -82,7 +80,7 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
             f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {first_line(error)}"
         ) from None
-    _listener = FailureListener(store.clone(), launch.rank)  # type: ignore[attr-defined]  # not in torch's stubs
+    _listener = FailureListener(store.clone(), launch.rank, launch.world_size)  # type: ignore[attr-defined]  # not in torch's stubs
     return device
 
 
@@ -258,6 +256,11 @@ def check_alike(own: dict[str, str]) -> None:
             if first.get(name) != other.get(name):
                 there, here = (found.get(name, "nothing") for found in (other, first))
                 raise UsageError(f"{name}: rank {number} on {host} sees {there}, rank 0 on {first_host} {here}")
+
+
+def patience() -> float:
+    """Seconds that a rank waits for another in a collective."""
+    return _patience.total_seconds()
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

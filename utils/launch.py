@@ -66,6 +66,16 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     return launch
 
 
+def name_gloo_interface(launch: Launch) -> None:
+    """Let gloo take the interface towards rank 0, unless GLOO_SOCKET_IFNAME names one.
+
+    By itself it takes what the host name resolves to: that may be nothing, or an address that no other node reaches.
+    """
+    interface = "lo" if launch.nodes == 1 else interface_towards(launch.master_addr)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def interface_towards(address: str) -> str:
     """Name of the network interface by which this machine reaches an address; '' where that cannot be told."""
     try:

@@ -43,6 +43,10 @@ QUANTITIES = {  # by the name of a channel without its pressure level
     "r": Quantity(("r", "relative_humidity"), "%", -50, 300),
     "q": Quantity(("q", "specific_humidity"), "kg kg-1", -0.01, 0.1),
 }
+OTHER_FORMATS = {  # by the first bytes of a file
+    b"PK\x03\x04": "it is a zip archive: unpack it and give the files inside",
+    b"GRIB": "it is GRIB: download it as NetCDF, or convert it (cdo -f nc4 copy)",
+}
 DIMENSIONS = {
     "time": ("valid_time", "time"),
     "level": ("pressure_level", "level"),
@@ -103,8 +107,12 @@ class Store:
         self.times, self.levels = data.indexes["time"], []
         if self.times.dtype.kind != "M":
             raise UsageError(f"{address}: {found['time']} is not in dates of the standard calendar")
-        if not (len(self.times) and self.times.is_monotonic_increasing and self.times.is_unique):
-            raise UsageError(f"{address}: its times do not increase")
+        if not len(self.times):
+            raise UsageError(f"{address}: has no times")
+        back = ~(np.diff(self.times.values) > np.timedelta64(0))
+        if back.any():
+            before, after = (str(time)[:16] for time in self.times.values[back.argmax() :][:2])
+            raise UsageError(f"{address}: its times do not increase: {after} comes after {before}")
         if "level" in data.dims:
             factor, _ = self._conversion("its pressure levels have", units_of(data["level"]) or "hPa", "hPa")
             self.levels = [round(factor * level, 5) for level in data["level"].values.tolist()]
@@ -207,7 +215,11 @@ def _open(address: str) -> xarray.Dataset:
         engine = "h5netcdf" if h5py.is_hdf5(address) else "scipy"  # NetCDF 4, or NetCDF 3
         return xarray.open_dataset(address, engine=engine, chunks=None)
     except Exception as error:  # each format and file system has its own
-        raise UsageError(f"{address}: cannot be opened as Zarr or NetCDF: {first_line(error)}") from error
+        what = first_line(error)
+        if not remote and Path(address).is_file():
+            with open(address, "rb") as file:
+                what = OTHER_FORMATS.get(file.read(4), what)
+        raise UsageError(f"{address}: cannot be opened as Zarr or NetCDF: {what}") from error
 
 
 def _as_slice(indices: np.ndarray) -> slice | np.ndarray:

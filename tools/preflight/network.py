@@ -1,11 +1,9 @@
 """Checks of the network: interfaces, the process group, collectives, bandwidth."""
 
-import contextlib
 import datetime
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import time
 from argparse import Namespace
@@ -17,6 +15,8 @@ import torch.distributed as dist
 from tools.preflight.check_results import CheckResult
 from tools.preflight.rendezvous import Rendezvous
 from utils.device import select_device, synchronize
+from utils.errors import first_line
+from utils.launch import interface_towards, name_gloo_interface
 
 MESSAGE = {"cuda": 64 << 20, "cpu": 8 << 20}  # bytes
 REPEATS = 5
@@ -58,17 +58,7 @@ def route(host: str, port: int) -> str:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # a datagram socket sends nothing
-        mine = probe.getsockname()[0]
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            for name in interfaces():
-                with contextlib.suppress(OSError):  # an interface without an address
-                    request = struct.pack("256s", name.encode()[:15])
-                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of Linux
-                    if socket.inet_ntoa(answer[20:24]) == mine:
-                        return f"{name} {mine}"
-    return mine
+        return f"{interface_towards(host)} {probe.getsockname()[0]}".strip()
 
 
 def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -94,8 +84,7 @@ def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResul
     if unequal or shared:
         device = torch.device("cpu")
 
-    if launch.nodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as utils.comm does: a host name need not resolve
+    name_gloo_interface(launch)
     backend, began = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
     # NCCL ends the process at its timeout, before the rendezvous can say which rank is missing.
     patience = ranks.patience * (100 if backend == "nccl" else 1)
@@ -171,6 +160,22 @@ def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
             yield CheckResult("ok", "bandwidth", found, values=speeds)
 
 
+def checkpoint_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Whether all ranks can join a gloo group beside their own: a checkpoint's, whatever the devices are."""
+    if group_device(ranks, "checkpoint group") is None:
+        return
+    interface, began = os.environ.get("GLOO_SOCKET_IFNAME", "what the host name resolves to"), time.monotonic()
+    try:
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=ranks.patience))
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        advice = "GLOO_SOCKET_IFNAME: the interface by which the other nodes reach this one"
+        yield CheckResult("FAIL", "checkpoint group", f"gloo through {interface}: {first_line(error)}", advice)
+        return
+    seconds = max(ranks.exchange("checkpoint group: seconds", time.monotonic() - began))
+    yield CheckResult("ok", "checkpoint group", f"gloo through {interface}, ready after {seconds:.1f} s")
+
+
 def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> float:
     """GB/s that a rank of the group sends with a ring algorithm: median of the repeats after the first."""
     count = MESSAGE[device.type] // 4 // size
@@ -209,4 +214,4 @@ def group_device(ranks: Rendezvous, check: str) -> torch.device | None:
     return device
 
 
-CHECKS = (process_group, collectives, bandwidth)
+CHECKS = (process_group, collectives, bandwidth, checkpoint_group)  # ranks that fail in the last one disagree on groups
