@@ -65,9 +65,10 @@ clean:
 	$(PIP) -r requirements.txt
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt requirements-era5.txt requirements-dali.txt .venv/installed
+.venv/installed-dev: requirements-dev.txt requirements-era5.txt requirements-dali.txt requirements-fp8.txt .venv/installed
 	$(PIP) -r requirements-dev.txt -r requirements-era5.txt
 	$(PIP) -r requirements-dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
+	$(PIP) -r requirements-fp8.txt || echo "no torchao for this machine: its tests will be skipped"
 	touch $@
 
 .venv/installed-models: requirements-models.txt .venv/installed

@@ -17,7 +17,7 @@ from training.profiling import span
 from utils import comm
 from utils.schema import Config
 
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what fp8 leaves
 GRAPH_WARMUP_STEPS = 3  # run before the capture, so that libraries and the allocator have settled
 Loss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # (prediction, target, group that shares images)
 
