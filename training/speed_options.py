@@ -41,7 +41,7 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
             "--enable_cuda_graphs goes without --data_loader_config=dali: DALI's threads use the device while the step "
             "is captured; use --data_loader_config=pytorch"
         )
-    if device.type == "cuda":
+    if device.type != "cpu":
         torch.set_float32_matmul_precision("high" if config.enable_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.enable_tf32
     if config.enable_channels_last:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
+from utils.device import library
 from utils.sample_order import rank_indices, training_indices, validation_counts, validation_indices
 from weather.dataset import FieldDataset, Statistics
 
@@ -119,7 +120,7 @@ class Slot:
         self.tensor = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
         self.array = self.tensor.numpy()
         self.reads: list[Future[None]] = []
-        self.copied: torch.cuda.Event | None = None  # the copy to the device is done, the buffer may be filled again
+        self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again
 
 
 def reading_threads(count: int) -> ThreadPoolExecutor:
@@ -149,10 +150,11 @@ class DataLoader(BatchLoader):
         self.affine = self.scale.flatten(), self.bias.flatten(), torch.zeros(len(means)), torch.ones(len(means))
         self.no_moments = torch.empty(0), torch.empty(0)
         self.normalise_on_read = device.type == "cpu"
-        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.gpu = library(device, "Stream")
+        self.side_stream = self.gpu.Stream(device) if self.gpu else None
         self.pool = reading_threads(num_workers) if num_workers else None
         shape = (self.batch_size, *self.dataset.shape)
-        self.slots = [Slot(shape, device.type == "cuda") for _ in range(3 if num_workers else 1)]
+        self.slots = [Slot(shape, self.gpu is not None) for _ in range(3 if num_workers else 1)]
 
     def close(self) -> None:
         """Close the files and end the reading threads."""
@@ -207,11 +209,11 @@ class DataLoader(BatchLoader):
             return self._split(slot.tensor)
         if self.side_stream is None:
             return self._split(self._normalise(slot.tensor.to(self.device)))
-        with torch.cuda.stream(self.side_stream):
+        with self.gpu.stream(self.side_stream):
             frames = slot.tensor.to(self.device, non_blocking=True)
             slot.copied = self.side_stream.record_event()
             frames = self._normalise(frames)
-        main = torch.cuda.current_stream(self.device)
+        main = self.gpu.current_stream(self.device)
         main.wait_stream(self.side_stream)
         frames.record_stream(main)
         return self._split(frames)

@@ -5,8 +5,10 @@ import resource
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from utils.errors import UsageError
 
@@ -57,6 +59,31 @@ def promised_gpus() -> str:
     return ""
 
 
+def library(device: torch.device, *needed: str) -> Any:
+    """What torch has for a kind of accelerator: torch.cuda, for ROCm too, torch.xpu, ...
+
+    needed: names of functions. None where one of them is missing, and on the CPU.
+    """
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    return module if module and all(hasattr(module, name) for name in needed) else None
+
+
+def backend_for(device: torch.device) -> str:
+    """Through which library ranks on such devices communicate: nccl on CUDA and ROCm, xccl on XPU, gloo on CPUs.
+
+    Raises UsageError where torch has none for them, or was built without it.
+    """
+    backend = dist.Backend.default_device_backend_map.get(device.type, "")
+    if device.type not in dist.Backend.backend_capability.get(backend, ()):
+        raise UsageError(f"torch has no way for ranks on {device.type} to communicate: one process, or --device cpu")
+    if not dist.is_backend_available(backend):
+        raise UsageError(
+            f"torch {torch.__version__} was built without {backend}, through which ranks on {device.type} communicate: "
+            "another build of torch, one process, or --device cpu"
+        )
+    return backend
+
+
 def physical_name(device: torch.device) -> str:
     """What no two processes on one GPU can say of their devices; '' for a device that is no GPU of CUDA or ROCm."""
     if device.type != "cuda":
@@ -71,8 +98,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this process has held: allocated by torch on CUDA, else resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Most memory that this process has held: allocated by torch on a GPU, else resident on the host."""
+    if gpu := library(device, "max_memory_allocated"):
+        return gpu.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
