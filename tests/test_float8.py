@@ -16,6 +16,7 @@ from tools.instruments.assembly import build_step
 from tools.planner.formulas import formula_traces
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
+from tools.planner.trace import trace_step
 from training.float8 import has_float8, use_float8
 from utils.errors import UsageError
 
@@ -132,5 +133,8 @@ def test_the_planner_takes_the_rate_of_8_bits_where_the_gpu_has_one(tiny_config)
     assert fp8.peak == bf16.peak and fp8.flops == bf16.flops
     assert fp8.time.parts["matmul"] == pytest.approx(bf16.time.parts["matmul"] / 2, rel=0.1)
     assert fp8.time.parts["attention"] == bf16.time.parts["attention"]
+    small = {"embed_dim": 64, "depth": 1}
+    traced = [trace_step(tiny_config(**small, amp_mode=mode), tiny_config().layout(1)) for mode in ("bf16", "fp8")]
+    assert traced[0] == traced[1]  # torchao is not needed
     with pytest.raises(UsageError, match="amp_mode fp8: a100-40gb has no 8-bit products"):
         plan("fp8", "a100-40gb")
