@@ -116,16 +116,9 @@ def test_ranks_ask_for_the_backend_of_their_devices_and_gloo_for_what_is_offload
     assert asked["backend"] == backend and asked["device_id"] == torch.device(kind, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "line"),
-    [
-        ("xpu", "torch .* was built without xccl, through which ranks on xpu communicate: another build of torch, one"),
-        ("mps", "torch has no way for ranks on mps to communicate: one process, or --device cpu"),
-        ("meta", "torch has no way for ranks on meta to communicate"),
-    ],
-)
-def test_devices_whose_ranks_cannot_communicate_are_refused(kind, line):
-    with pytest.raises(UsageError, match=line):
+@pytest.mark.parametrize(("kind", "missing"), [("xpu", "xccl"), ("mps", "gloo"), ("meta", "library")])
+def test_devices_whose_ranks_cannot_communicate_are_refused(kind, missing):
+    with pytest.raises(UsageError, match=f"has no {missing} through which ranks on {kind} communicate: another build"):
         device.backend_for(torch.device(kind))
     assert device.backend_for(torch.device("cpu")) == "gloo"
 

@@ -71,17 +71,15 @@ def library(device: torch.device, *needed: str) -> Any:
 def backend_for(device: torch.device) -> str:
     """Through which library ranks on such devices communicate: nccl on CUDA and ROCm, xccl on XPU, gloo on CPUs.
 
-    Raises UsageError where torch has none for them, or was built without it.
+    Raises UsageError where this build of torch has none for them.
     """
     backend = dist.Backend.default_device_backend_map.get(device.type, "")
-    if device.type not in dist.Backend.backend_capability.get(backend, ()):
-        raise UsageError(f"torch has no way for ranks on {device.type} to communicate: one process, or --device cpu")
-    if not dist.is_backend_available(backend):
-        raise UsageError(
-            f"torch {torch.__version__} was built without {backend}, through which ranks on {device.type} communicate: "
-            "another build of torch, one process, or --device cpu"
-        )
-    return backend
+    if device.type in dist.Backend.backend_capability.get(backend, ()) and dist.is_backend_available(backend):
+        return backend
+    raise UsageError(
+        f"torch {torch.__version__} has no {backend or 'library'} through which ranks on {device.type} communicate: "
+        "another build of torch, one process, or --device cpu"
+    )
 
 
 def physical_name(device: torch.device) -> str:
