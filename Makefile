@@ -1,14 +1,15 @@
 # make demo   set up, make sample data, train a small model, forecast with it
 # make test   set up, run the tests without the slow ones; FILES=tests/test_vit.py or PYTEST_ARGS="-k name" run some
 # make test-all   set up, run all tests; takes the same variables
-# make setup  the environment alone (.venv)
+# make setup  the environment alone (.venv); TORCH="torch==2.11.0 --index-url ..." with another build of torch,
+#             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-.PHONY: demo setup test test-all lint figures clean exercise faults preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo setup test test-all lint figures clean exercise faults preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -57,19 +58,22 @@ slurm-stop:
 clean:
 	rm -rf .venv
 
-# torch comes first and alone, so that nothing else can pull another build of it.
-.venv/installed: requirements.txt
+# torch comes first and alone, so that nothing else can pull another build of it. Asked for another one, .venv is new.
+.venv/installed: requirements.txt $(if $(TORCH)$(SITE_TORCH),afresh)
 	$(PYTHON) -c 'import sys; sys.exit("python3 is %d.%d, 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: install it (Debian: apt install python3-venv)"; exit 1; }
-	$(PIP) $$(grep '^torch==' requirements.txt)
-	$(PIP) -r requirements.txt
+	$(if $(SITE_TORCH),$(PYTHON) tools/torch_version.py)
+	$(PYTHON) -m venv $(if $(TORCH)$(SITE_TORCH),--clear) $(if $(SITE_TORCH),--system-site-packages) .venv || { echo "python3 -m venv failed: install it (Debian: apt install python3-venv)"; exit 1; }
+	$(if $(SITE_TORCH),,$(PIP) $(or $(TORCH),$$(grep '^torch==' requirements.txt)))
+	$(if $(TORCH),$(BIN)/python tools/torch_version.py)
+	grep -v '^torch==' requirements.txt | $(PIP) -r /dev/stdin
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt requirements-era5.txt requirements-dali.txt .venv/installed
+.venv/installed-dev: requirements-dev.txt requirements-era5.txt requirements-dali.txt requirements-fp8.txt .venv/installed
 	$(PIP) -r requirements-dev.txt -r requirements-era5.txt
 	$(PIP) -r requirements-dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
+	$(PIP) -r requirements-fp8.txt || echo "no torchao for this machine: its tests will be skipped"
 	touch $@
 
 .venv/installed-models: requirements-models.txt .venv/installed
-	$(PIP) -c requirements.txt -r requirements-models.txt || echo "no public models for this machine: their tests will be skipped"
+	$(BIN)/python -m pip freeze | $(PIP) -c /dev/stdin -r requirements-models.txt || echo "no public models for this machine: their tests will be skipped"
 	touch $@

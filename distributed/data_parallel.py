@@ -31,7 +31,7 @@ from distributed.pipeline import Pipeline
 from distributed.split import Split
 from distributed.weight_shards import fill_weights, keep_ties
 from utils import comm
-from utils.device import on_capture_stream
+from utils.device import library, on_capture_stream
 
 CONTAINERS = nn.ModuleList | nn.ModuleDict  # they have no forward function
 SHARDED = ("zero2", "fsdp", "hsdp")
@@ -67,7 +67,8 @@ def fully_shard_model(
         return
     hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
     dtype = DTYPES[options.gather_dtype]
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.cpu_offload else OffloadPolicy()
+    pins = library(device, "Stream") is not None  # copies from pinned memory go on beside computation
+    offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
     common: dict[str, Any] = {
         "mesh": comm.get_mesh(*hsdp) if options.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
         "reshard_after_forward": options.data_parallel != "zero2",
@@ -165,7 +166,7 @@ def replicate(
     with on_capture_stream() if options.enable_cuda_graphs else contextlib.nullcontext():
         ddp = DistributedDataParallel(
             module,
-            device_ids=[device] if device.type == "cuda" else None,
+            device_ids=[device] if device.type != "cpu" else None,
             process_group=comm.get_group("dp_image"),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=True,

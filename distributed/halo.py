@@ -250,7 +250,7 @@ _ready: WeakSet[dist.ProcessGroup] = WeakSet()
 
 def _connected(process_group, like):
     """The group after a first communication of all ranks, which NCCL requires before sending between pairs."""
-    if like.is_cuda and process_group not in _ready:
+    if like.device.type != "cpu" and process_group not in _ready:
         dist.all_reduce(like.new_zeros(1), group=process_group)
         _ready.add(process_group)
     return process_group

@@ -4,7 +4,6 @@
 # and give `--gpus-per-node=8` for whole nodes. PYTHON must be of an environment with the ROCm build of torch.
 
 : "${MODULES:=rocm}"
-[[ ${CONTAINER:-none} != apptainer ]] || : "${CONTAINER_FLAGS:=--rocm}"
 : "${LOG_DIR:=${MEMBERWORK:+$MEMBERWORK/${SLURM_JOB_ACCOUNT:-}/vit-era5/logs}}"
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-hsn0}" # the fast network
 export MIOPEN_USER_DB_PATH="${MIOPEN_USER_DB_PATH:-/tmp/$USER-miopen-$SLURM_JOB_ID}" # not in the shared home folder

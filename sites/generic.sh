@@ -3,7 +3,7 @@
 # another cluster and choose it with SITE=<name>. What the user has set wins (`:=`).
 
 # : "${MODULES:=cuda python}"     # module load, in this order
-# : "${CONTAINER:=none}"          # shifter, podman-hpc, apptainer or none
+# : "${CONTAINER:=none}"          # shifter, podman-hpc, apptainer, pyxis or none
 # : "${IMAGE:=}"                  # the container's image
 # : "${CONTAINER_FLAGS:=}"        # further words for the container command
 # : "${PYTHON:=}"                 # default: .venv/bin/python where it is, else python

@@ -18,15 +18,18 @@ fi
 
 # The site: paths, modules, container.
 if [[ ! ${SITE:-} ]]; then
-    case ${NERSC_HOST:-}:${LMOD_SYSTEM_NAME:-}:${SLURM_CLUSTER_NAME:-} in
+    case ${NERSC_HOST:-}:${LMOD_SYSTEM_NAME:-}:${SYSTEMNAME:-}:${SLURM_CLUSTER_NAME:-} in
         perlmutter:* | *:perlmutter) SITE=perlmutter ;;
         *:frontier:* | *:frontier) SITE=frontier ;;
+        *:juwelsbooster:*) SITE=juwels ;;
+        *:lumi | *:leonardo) SITE=$SLURM_CLUSTER_NAME ;;
+        *:daint | *:clariden | *:santis) SITE=alps ;;
         *) SITE=generic ;;
     esac
 fi
 site_file=sites/$SITE.sh
 [[ $SITE == */* ]] && site_file=$SITE
-[[ -f $site_file ]] || fail "SITE=$SITE: no file $site_file; there are $(cd sites && echo [!l]*.sh)"
+[[ -f $site_file ]] || fail "SITE=$SITE: no file $site_file; there are $(cd sites && echo [!l]*.sh l[!a]*.sh)"
 unset MASTER_ADDR MASTER_PORT # what the login shell held is not of this job; a site file may set them
 # shellcheck source=/dev/null
 source "$site_file"
@@ -39,6 +42,7 @@ fi
 folders=("$PWD" ${DATA_DIR:+"$DATA_DIR"} ${LOG_DIR:+"$LOG_DIR"})
 passed=(SLURM_ CUDA_ ROCR_ HIP_ NVIDIA_ NCCL_ GLOO_ FI_ TORCH PYTORCH_ OMP_ PROFILE_) # prefixes; podman starts with an empty environment
 read -ra container <<<"${CONTAINER_FLAGS:-}"
+by_srun=()
 case ${CONTAINER:=none} in
     none) container=() ;;
     shifter) container=(shifter "--image=${IMAGE:-}" "${container[@]}") ;;
@@ -53,9 +57,23 @@ case ${CONTAINER:=none} in
         container+=("${IMAGE:-}")
         ;;
     apptainer)
-        container=(apptainer exec --pwd="$PWD" "${folders[@]/#/--bind=}" "${container[@]}" "${IMAGE:-}")
+        if [[ -e /dev/nvidiactl ]]; then container+=(--nv); fi # without it the container has no driver
+        if [[ -e /dev/kfd ]]; then container+=(--rocm); fi
+        engine=apptainer # or what it was called before
+        if ! command -v apptainer && command -v singularity; then engine=singularity; fi >/dev/null
+        container=("$engine" exec --pwd="$PWD" "${folders[@]/#/--bind=}" "${container[@]}" "${IMAGE:-}")
         ;;
-    *) fail "CONTAINER=$CONTAINER: use shifter, podman-hpc, apptainer or none" ;;
+    pyxis) # srun starts the container; the same paths inside
+        mounts=''
+        for folder in "${folders[@]}"; do mounts+=",$folder:$folder"; done
+        by_srun=("--container-image=${IMAGE:-}" "--container-mounts=${mounts#,}" "--container-workdir=$PWD" "${container[@]}")
+        container=()
+        ;;
+    environment) # of CSCS: srun reads from a file what is mounted
+        by_srun=("--environment=${IMAGE:-}" "${container[@]}")
+        container=()
+        ;;
+    *) fail "CONTAINER=$CONTAINER: use shifter, podman-hpc, apptainer, pyxis, environment or none" ;;
 esac
 [[ $CONTAINER == none || ${IMAGE:-} ]] || fail "CONTAINER=$CONTAINER needs IMAGE, the image's name"
 if [[ ! ${PYTHON:-} ]]; then
@@ -111,7 +129,7 @@ trap 'on_signal "to be preempted, requeued or cancelled"' TERM
 echo "launch: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}: $script on $nodes node(s) x $per_node task(s) ($SLURM_JOB_NODELIST), site $SITE"
 # A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
 # shellcheck disable=SC2016 # expanded by the task
-srun --export=ALL --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" \
+srun --export=ALL --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" "${by_srun[@]}" \
     bash -c 'source ./export_DDP_vars.sh && exec "$@"' task \
     "${container[@]}" "$PYTHON" "${program[@]}" "${paths[@]}" "$@" &
 srun_pid=$!

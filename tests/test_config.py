@@ -111,6 +111,10 @@ def test_only_settings_that_change_the_result_count_as_different():
             ["--data_parallel=fsdp", "--enable_channels_last"],
             "enable_channels_last belongs to data_parallel ddp and",
         ),
+        *(
+            (4, [f"--{way}_parallel=2", "--amp_mode=fp8"], "fp8 goes with data parallelism alone: use bf16 where")
+            for way in ("tensor", "context", "pipeline", "domain")
+        ),
         (4, ["--domain_parallel=3"], "4 ranks cannot be split as domain 3 x dp: 4 is not a multiple of 3"),
         (8, ["--domain_parallel=2x3"], "8 ranks cannot be split as domain 2x3 x dp: 8 is not a multiple of 6"),
         (2, ["--domain_parallel=2x"], "domain_parallel '2x': expected ranks along latitude, or 2x2"),
@@ -199,7 +203,7 @@ def test_the_learning_rate_grows_with_the_root_of_the_batch(name, lr):
         (["--num_iters=0"], "num_iters: 0 should be greater than or equal to 1"),
         (["--lr=nan"], "lr: 'nan' should be a valid number"),
         (["--lr=.inf"], "lr: inf should be a finite number"),
-        (["--amp_mode=fp8"], "amp_mode: 'fp8' should be 'none', 'bf16' or 'fp16'"),
+        (["--amp_mode=fp4"], "amp_mode: 'fp4' should be 'none', 'bf16', 'fp16' or 'fp8'"),
         (["--img_size", "3"], "img_size: .* at least 2 items"),
         (["--yaml_config=nope.yaml"], "nope.yaml: No such file"),
         (["--depth"], "argument --depth: expected one argument"),

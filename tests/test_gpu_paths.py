@@ -1,6 +1,7 @@
 """What a GPU user meets, shown without a GPU."""
 
 import datetime
+import importlib.util
 import socket
 import threading
 from types import SimpleNamespace
@@ -11,12 +12,15 @@ import torch.distributed as dist
 
 from distributed import attention
 from tests.support import programs
-from training import profiling
+from training import checkpoint, profiling
 from training.profiling import build_profiler
+from training.tasks import build_task
 from utils import comm, device
 from utils.data_loader import BatchLoader, Slot
 from utils.errors import UsageError
 from utils.launch import interface_towards
+
+CPU = torch.device("cpu")
 
 
 def start_ranks(names):
@@ -84,13 +88,15 @@ def test_on_several_nodes_gloo_uses_the_interface_towards_rank_0():
     assert not others or interface_towards("203.0.113.1") in [*others, ""]
 
 
-def test_offloaded_tensors_are_reduced_by_gloo_beside_nccl(monkeypatch):
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl")])
+def test_ranks_ask_for_the_backend_of_their_devices_and_gloo_for_what_is_offloaded(monkeypatch, kind, backend):
     """The backends that are asked for; no GPU is there to use them."""
     asked = {}
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == backend)
     monkeypatch.setenv("RANK", "0")
     for name, value in {"LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(comm, "select_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(comm, "select_device", lambda *_: torch.device(kind, 0))
     monkeypatch.setattr(comm, "physical_name", lambda _: "")
     monkeypatch.setattr(comm, "check_devices", lambda *_: None)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
@@ -99,10 +105,84 @@ def test_offloaded_tensors_are_reduced_by_gloo_beside_nccl(monkeypatch):
     monkeypatch.setattr(comm, "_listener", None)
     monkeypatch.setattr(comm, "_patience", comm._patience)
     monkeypatch.setattr(dist.PrefixStore, "clone", lambda self: self, raising=False)
-    comm.init("cuda", 60, cpu_offload=True)
-    assert asked["backend"] == "cpu:gloo,cuda:nccl" and asked["timeout"] == datetime.timedelta(seconds=60)
-    comm.init("cuda", 60)
-    assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 0)
+    comm.init(kind, 60, cpu_offload=True)
+    assert (
+        asked["backend"] == f"cpu:gloo,{kind}:{backend}"
+        and asked["device_id"] is None
+        and asked["timeout"] == datetime.timedelta(seconds=60)
+    )
+    comm.init(kind, 60)
+    assert asked["backend"] == backend and asked["device_id"] == torch.device(kind, 0)
+
+
+@pytest.mark.parametrize(("kind", "missing"), [("xpu", "xccl"), ("mps", "gloo"), ("meta", "library")])
+def test_devices_whose_ranks_cannot_communicate_are_refused(kind, missing):
+    with pytest.raises(UsageError, match=f"has no {missing} through which ranks on {kind} communicate: another build"):
+        device.backend_for(torch.device(kind))
+    assert device.backend_for(torch.device("cpu")) == "gloo"
+
+
+def test_the_peak_is_that_of_the_device_where_torch_counts_it(monkeypatch):
+    assert device.library(torch.device("cpu")) is device.library(torch.device("mps"), "max_memory_allocated") is None
+    monkeypatch.setattr(torch.xpu, "max_memory_allocated", lambda device: 7)
+    assert device.peak_memory_bytes(torch.device("xpu", 0)) == 7
+    assert device.peak_memory_bytes(torch.device("mps")) == pytest.approx(device.peak_memory_bytes(CPU), rel=0.01)
+
+
+def test_random_numbers_of_any_accelerator_are_kept(monkeypatch):
+    kept = []
+    monkeypatch.setattr(checkpoint, "_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda: torch.tensor([7]))
+    monkeypatch.setattr(torch.xpu, "set_rng_state", kept.append)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = checkpoint.collect_state(model, optimizer)
+    assert state["random"].keys() == {"cpu0", "xpu0"}
+    checkpoint.restore_state(state, model, optimizer)
+    assert kept == [torch.tensor([7])]
+
+
+class Told:
+    """A stand-in that writes down what is called on it, and on whatever comes back; a context too."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __getattr__(self, called):
+        return lambda *args, **_: self.log.append(f"{self.name}.{called}") or Told(self.log, self.name)
+
+    def __enter__(self):
+        self.log.append(f"in {self.name}")
+
+    def __exit__(self, *_):
+        self.log.append(f"out of {self.name}")
+
+
+def test_a_batch_is_copied_in_a_stream_of_its_own_and_computation_waits_for_it(tiny_config, monkeypatch):
+    log = []
+    side, main = Told(log, "side"), Told(log, "main")
+    gpu = SimpleNamespace(Stream=lambda device: side, stream=lambda s: s, current_stream=lambda device: main)
+    loader = build_task(tiny_config()).build_loaders(CPU)[0]
+    loader.gpu, loader.side_stream, loader.device = gpu, side, torch.device("xpu")
+    monkeypatch.setattr(loader, "_split", lambda frames: frames)
+    monkeypatch.setattr(loader, "_normalise", lambda frames: log.append("normalise") or frames)
+    slot = SimpleNamespace(tensor=Told(log, "frames"), copied=None)
+    loader._to_device(slot)
+    assert log == [
+        "in side", "frames.to", "side.record_event", "normalise", "out of side", "main.wait_stream",
+        "frames.record_stream",
+    ]  # fmt: skip
+    assert slot.copied is not None  # the buffer is not filled again before the copy is done
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="pip install -r requirements-dali.txt")
+def test_dali_leaves_rocm_to_the_host(monkeypatch):
+    from utils.data_loader_dali import gpu_of
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert gpu_of(torch.device("cuda", 1)) == 1 and gpu_of(CPU) is gpu_of(torch.device("xpu", 1)) is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert gpu_of(torch.device("cuda", 1)) is None
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -169,6 +249,7 @@ def test_a_pinned_buffer_takes_its_own_size_and_ends_with_its_slot(monkeypatch):
         cudaHostRegister=lambda address, size, flags: calls.append((address, size)) or 0,
         cudaHostUnregister=lambda address: calls.append(address),
     )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     slot = Slot((5, 2, 20, 33, 64), pinned=True)

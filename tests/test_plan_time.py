@@ -79,7 +79,7 @@ def test_an_unknown_gpu_is_answered_with_the_nearest_and_the_list(name, nearest)
 )
 def test_an_entry_that_does_not_fit_is_refused_by_name(change, message, tmp_path):
     key = change.split(":")[0]
-    lines = [f"    {k}: {v}" for k, v in A100.model_dump(exclude={"name"}).items() if k != key]
+    lines = [f"    {k}: {v}" for k, v in A100.model_dump(exclude={"name"}, exclude_none=True).items() if k != key]
     file = tmp_path / "gpus.yaml"
     file.write_text("\n".join(["defaults: {}", "mine:", *lines, f"    {change}"]) + "\n")
     with pytest.raises(UsageError, match=message):

@@ -10,6 +10,14 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 SUBMIT = sorted(path.name for path in REPOSITORY.glob("submit_*.sh"))
+# An srun that prints the command of a task, word by word; to stderr go its own options.
+SRUN = """#!/bin/bash
+while [[ $1 != task ]]; do echo "srun $1" >&2; shift; done
+echo "bind ${SLURM_CPU_BIND:-}" >&2
+shift
+printf "%s\\n" "$@"
+"""
+SITES = "alps.sh frontier.sh generic.sh juwels.sh perlmutter.sh leonardo.sh lumi.sh"
 DDP_NAMES = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
@@ -50,12 +58,12 @@ def test_outside_slurm_a_submit_script_says_what_to_do():
 
 @pytest.fixture
 def launch(tmp_path):
-    """Run the shared body as in a job of one task, with an srun that prints the command of a task, word by word."""
+    """Run the shared body as in a job of one task, with the SRUN above. body: another file for it."""
     stub = tmp_path / "srun"
-    stub.write_text('#!/bin/bash\nwhile [[ $1 != task ]]; do shift; done; shift\nprintf "%s\\n" "$@"\n')
+    stub.write_text(SRUN)
     stub.chmod(0o755)
 
-    def start(*words, program="train.py", **environment):
+    def start(*words, program="train.py", body="sites/launch.sh", **environment):
         job = {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "7",
@@ -65,7 +73,7 @@ def launch(tmp_path):
             "SLURM_JOB_NODELIST": "node1",
             "BASH_FUNC_module%%": '() { echo "module $*"; }',
         }
-        return run(["bash", "sites/launch.sh", program, *words], **job | environment)
+        return run(["bash", body, program, *words], **job | environment)
 
     return start
 
@@ -160,6 +168,48 @@ def test_a_node_whose_name_does_not_resolve_is_reached_by_the_address_of_srun(tm
 
 
 @pytest.mark.parametrize(
+    ("device", "flags"), [("/dev/nvidiactl", ["--nv"]), ("/dev/kfd", ["--rocm"]), ("/dev/no-gpu", [])]
+)
+def test_apptainer_is_told_of_the_gpus_that_are_there(launch, tmp_path, device, flags):
+    """The body with paths of devices under the test's folder, in which one of them is."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / device[1:]).touch()
+    body = tmp_path / "launch.sh"
+    body.write_text((REPOSITORY / "sites/launch.sh").read_text().replace("-e /dev/", f"-e {tmp_path}/dev/"))
+    words = launch("--config=x", body=str(body), CONTAINER="apptainer", IMAGE="it.sif", CONTAINER_FLAGS="--extra")
+    words = words.stdout.splitlines()[1:]
+    assert words[words.index("--extra") :] == ["--extra", *flags, "it.sif", "python", "train.py", "--config=x"]
+
+
+def test_apptainer_may_still_be_called_singularity(launch, tmp_path):
+    (tmp_path / "singularity").touch(0o755)
+    assert launch(CONTAINER="apptainer", IMAGE="it.sif").stdout.splitlines()[1] == "singularity"
+    (tmp_path / "apptainer").touch(0o755)
+    assert launch(CONTAINER="apptainer", IMAGE="it.sif").stdout.splitlines()[1] == "apptainer"
+
+
+@pytest.mark.parametrize(
+    ("container", "options"),
+    [
+        (
+            "pyxis",
+            [
+                "--container-image=it:1", f"--container-mounts={REPOSITORY}:{REPOSITORY},/data/a b:/data/a b",
+                f"--container-workdir={REPOSITORY}", "--extra",
+            ],
+        ),
+        ("environment", ["--environment=it:1", "--extra"]),
+    ],
+)  # fmt: skip
+def test_a_container_may_be_started_by_srun(launch, container, options):
+    result = launch("--config=x", CONTAINER=container, IMAGE="it:1", CONTAINER_FLAGS="--extra", DATA_DIR="/data/a b")
+    words, own = result.stdout.splitlines()[1:], result.stderr.splitlines()
+    assert words[:2] == ["python", "train.py"] and words[-1] == "--config=x"
+    first = own.index(f"srun {options[0]}")
+    assert own[first : first + len(options)] == [f"srun {option}" for option in options]
+
+
+@pytest.mark.parametrize(
     "environment, site, modules",
     [
         ({}, "generic", []),
@@ -170,6 +220,15 @@ def test_a_node_whose_name_does_not_resolve_is_reached_by_the_address_of_srun(tm
         ),
         ({"LMOD_SYSTEM_NAME": "frontier"}, "frontier", ["module load rocm"]),
         ({"SLURM_CLUSTER_NAME": "frontier", "SITE": "generic", "MODULES": "a b"}, "generic", ["module load a b"]),
+        ({"SLURM_CLUSTER_NAME": "lumi"}, "lumi", []),
+        (
+            {"SLURM_CLUSTER_NAME": "lumi", "CONTAINER": "apptainer", "IMAGE": "it.sif"},
+            "lumi",
+            ["module use /appl/local/laifs/modules", "module load lumi-aif-singularity-bindings"],
+        ),
+        ({"SYSTEMNAME": "juwelsbooster"}, "juwels", []),
+        ({"SLURM_CLUSTER_NAME": "leonardo"}, "leonardo", []),
+        ({"SLURM_CLUSTER_NAME": "clariden", "CONTAINER": "environment", "IMAGE": "torch"}, "alps", []),
     ],
 )
 def test_the_site_is_found_or_chosen(launch, environment, site, modules):
@@ -180,6 +239,27 @@ def test_the_site_is_found_or_chosen(launch, environment, site, modules):
     assert next(line for line in lines if line.startswith("launch:")).endswith(f", site {site}")
 
 
+def test_on_a_whole_node_of_lumi_each_task_gets_the_cpus_next_to_its_device(launch):
+    result = launch(SLURM_CLUSTER_NAME="lumi", SLURM_GPUS_ON_NODE="8")
+    bind = next(line for line in result.stderr.splitlines() if line.startswith("bind "))
+    masks = [int(mask, 16) for mask in bind.removeprefix("bind mask_cpu:").split(",")]
+    first = [(mask & -mask).bit_length() - 1 for mask in masks]
+    assert first == [49, 57, 17, 25, 1, 9, 33, 41] and all(mask.bit_count() == 7 for mask in masks)
+    assert launch(SLURM_CLUSTER_NAME="lumi", SLURM_GPUS_ON_NODE="2").stderr.splitlines()[-1] == "bind "
+
+
+def test_ranks_on_juwels_meet_over_infiniband():
+    name = subprocess.run(["hostname", "-s"], capture_output=True, text=True, check=True).stdout.strip()
+    site = "set -u; source sites/juwels.sh; echo $MASTER_ADDR $CUDA_VISIBLE_DEVICES"
+    assert run(["bash", "-c", site]).stdout == f"{name}i 0,1,2,3\n"
+
+
+def test_every_site_but_the_examples_says_that_it_was_not_tried():
+    for path in (REPOSITORY / "sites").glob("*.sh"):
+        if path.stem not in ("launch", "generic", "perlmutter", "frontier"):
+            assert "Untried there" in path.read_text().split("\n\n")[0], path
+
+
 def test_a_site_file_may_be_anywhere(launch, tmp_path):
     (tmp_path / "mine.sh").write_text("PYTHON=my-python\n")
     assert "my-python" in launch(SITE=str(tmp_path / "mine.sh")).stdout
@@ -188,8 +268,8 @@ def test_a_site_file_may_be_anywhere(launch, tmp_path):
 @pytest.mark.parametrize(
     "environment, line",
     [
-        ({"SITE": "moon"}, "error: SITE=moon: no file sites/moon.sh; there are frontier.sh generic.sh perlmutter.sh"),
-        ({"CONTAINER": "box"}, "error: CONTAINER=box: use shifter, podman-hpc, apptainer or none"),
+        ({"SITE": "moon"}, f"error: SITE=moon: no file sites/moon.sh; there are {SITES}"),
+        ({"CONTAINER": "box"}, "error: CONTAINER=box: use shifter, podman-hpc, apptainer, pyxis, environment or none"),
         ({"CONTAINER": "shifter"}, "error: CONTAINER=shifter needs IMAGE, the image's name"),
         ({"MODULES": "a", "BASH_FUNC_module%%": "() { false; }"}, "error: sites/generic.sh: module load a failed"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 import pandas
 import torch
 
+from utils.device import library
 from utils.files import whole_file
 
 MIB = 2**20
@@ -15,7 +16,8 @@ MIB = 2**20
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    gpu = library(device, "get_device_name")
+    name = gpu.get_device_name(device) if gpu else platform.processor() or platform.machine()
     return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 

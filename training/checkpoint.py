@@ -59,8 +59,8 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
             state["step"].zero_()
     moments = {name: _contiguous(state) for name, state in optimizer_state["state"].items()}
     random = {f"cpu{comm.rank()}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        random[f"cuda{comm.rank()}"] = torch.cuda.get_rng_state()
+    if accelerator := _accelerator():
+        random[f"{accelerator.type}{comm.rank()}"] = torch.get_device_module(accelerator).get_rng_state()
     return {"model": _contiguous(weights), "optimizer": moments, "random": random}
 
 
@@ -71,8 +71,13 @@ def restore_state(tensors: State, model: nn.Module, optimizer: Optimizer) -> Non
     optimizer_state = {"state": tensors["optimizer"], "param_groups": groups}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=optimizer_state)
     for name, state in tensors["random"].items():
-        setter = torch.cuda.set_rng_state if name.startswith("cuda") else torch.set_rng_state
+        own = name.startswith("cpu")
+        setter = torch.set_rng_state if own else torch.get_device_module(_accelerator()).set_rng_state
         setter(state)
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _local(optimizer: Optimizer) -> Optimizer:

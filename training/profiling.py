@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from utils import comm
+from utils.device import synchronize
 from utils.errors import UsageError
 from utils.launch import read_launch
 from utils.schema import Config
@@ -121,21 +122,20 @@ class TorchRecorder:
 
     def start(self) -> None:
         """Begin to record."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
+        gpu = torch.profiler.supported_activities() if self.device.type != "cpu" else ()
+        activities = {torch.profiler.ProfilerActivity.CPU, *gpu}
         if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history()
         self.profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         self.profile.start()
 
     def stop(self) -> None:
         """Stop, and write what was recorded into the folder."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         self.profile.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.profile.export_chrome_trace(str(self.folder / "trace.json.gz"))
-        order = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        order = "self_device_time_total" if self.device.type != "cpu" else "self_cpu_time_total"
         table = self.profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS)
         (self.folder / "operations.txt").write_text(table)
         if self.device.type == "cuda":

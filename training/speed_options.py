@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from distributed.domain_parallel import transform_forward
 from training.cuda_graphs import check_capture
+from training.float8 import use_float8
 from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
@@ -17,6 +18,7 @@ from utils.schema import Config
 EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -25,17 +27,19 @@ EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
 
 
 def apply_speed_options(config: Config, device: torch.device, model: nn.Module) -> None:
-    """TF32, memory format, activation checkpointing and compilation, as the config says.
+    """TF32, memory format, 8-bit products, activation checkpointing and compilation, as the config says.
 
     Raises UsageError for an option that this device, or a model without `blocks`, does not have.
     """
     if config.enable_cuda_graphs:
         check_capture(config, device, model)
-    if device.type == "cuda":
+    if device.type != "cpu":
         torch.set_float32_matmul_precision("high" if config.enable_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.enable_tf32
     if config.enable_channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the convolution of the patch embedding
+    if config.amp_mode == "fp8":
+        use_float8(blocks_of(model, "amp_mode fp8"), device)
     if config.activation_checkpointing != "none":
         every = config.checkpointing_interval
         blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]

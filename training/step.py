@@ -18,7 +18,7 @@ from training.profiling import span
 from utils import comm
 from utils.schema import Config
 
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what fp8 leaves
 Loss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # (prediction, target, group that shares images)
 
 
@@ -101,7 +101,8 @@ class TrainingStep:
         if self.parallel.replicated and not self.parallel.pipeline:
             buffers = list(self.parallel.model.buffers())  # a forward pass may change them
             before = [buffer.clone() for buffer in buffers]
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
+            devices = [self.device] if self.device.type != "cpu" else []
+            with torch.random.fork_rng(devices, device_type=self.device.type), self.autocast():
                 for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
                     self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
             for buffer, value in zip(buffers, before, strict=True):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from utils.device import physical_name, select_device
+from utils.device import backend_for, physical_name, select_device
 from utils.errors import ArgumentParser, UsageError, first_line, run_main, whole
 from utils.launch import Launch, name_gloo_interface, read_launch
 from utils.layout import ORDER, Layout, tile_counts
@@ -48,10 +48,10 @@ _meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined on
 def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = False) -> torch.device:
     """Connect the processes of this run; returns this one's device.
 
-    timeout: a rank waits so many seconds for another. The backend is NCCL on CUDA devices, gloo elsewhere; with
-    cpu_offload tensors in host memory are reduced too, by gloo beside NCCL.
-    Raises UsageError for launch variables that contradict each other, where other ranks do not arrive in time, and
-    where two ranks have the same GPU.
+    timeout: a rank waits so many seconds for another. The backend is that of utils.device.backend_for; with
+    cpu_offload tensors in host memory are reduced too, by gloo beside it.
+    Raises UsageError for launch variables that contradict each other, where other ranks do not arrive in time, where
+    ranks on such devices cannot communicate, and where two ranks have the same GPU.
     """
     global _listener, _patience
     launch = read_launch()
@@ -62,7 +62,7 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
         return device
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     name_gloo_interface(launch)
-    cuda, _patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
+    backend, _patience = backend_for(device), datetime.timedelta(seconds=timeout)
     try:
         store = listen_on_loopback(launch) if launch.rank == 0 else None
         if store is None:
@@ -70,10 +70,11 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
         # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
         store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         check_devices(store, launch.world_size, physical_name(device))
-        backend = ("cpu:gloo,cuda:nccl" if cpu_offload else "nccl") if cuda else "gloo"
+        offloaded = cpu_offload and backend != "gloo"
         dist.init_process_group(
-            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=_patience,
-            device_id=device if backend == "nccl" else None,
+            f"cpu:gloo,{device.type}:{backend}" if offloaded else backend, store=store, rank=launch.rank,
+            world_size=launch.world_size, timeout=_patience,
+            device_id=None if offloaded or backend == "gloo" else device,
         )  # fmt: skip
     except (dist.DistStoreError, dist.DistNetworkError, OSError, RuntimeError) as error:
         raise UsageError(

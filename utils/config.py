@@ -200,6 +200,8 @@ def _check_shares(config: Config, where: str, world_size: int) -> None:
 
 def _check_splits(config: Config, where: str, world_size: int) -> None:
     """Refuse splits of the model that exclude other options."""
+    if config.amp_mode == "fp8" and config.layout(world_size).dp < world_size:
+        raise UsageError(f"{where}: amp_mode fp8 goes with data parallelism alone: use bf16 where a model is split")
     if config.tp_backend == "dtensor" and config.tensor_parallel > 1:
         if config.data_parallel in ("ddp", "zero1") and config.layout(world_size).dp * config.context_parallel > 1:
             raise UsageError(

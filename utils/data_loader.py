@@ -5,8 +5,6 @@ from pinned memory on a side stream, while the previous step computes, and norma
 buffer itself is the batch: the threads normalise each frame from the page cache into its place.
 """
 
-import math
-import mmap
 import threading
 import warnings
 from collections import deque
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
-from utils.device import pin
+from utils.device import library, pinned_tensor
 from utils.sample_order import rank_indices, training_indices, validation_counts, validation_indices
 from weather.dataset import FieldDataset, Statistics
 
@@ -103,13 +101,14 @@ class BatchLoader:
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
-        if self.device.type != "cuda":
+        gpu = library(self.device, "current_stream")
+        if gpu is None:
             yield from batches
             return
-        used = deque[torch.cuda.Event]()
+        used = deque[torch.Event]()
         for batch in batches:
             yield batch
-            used.append(torch.cuda.current_stream(self.device).record_event())
+            used.append(gpu.current_stream(self.device).record_event())
             if len(used) > AHEAD:
                 used.popleft().synchronize()
 
@@ -150,12 +149,10 @@ class Slot:
     """A reused batch buffer: (B, 2, C, h, w) float32, pinned where the batches go to a GPU."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.array = np.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), np.float32).reshape(shape)
-        if pinned:
-            pin(self.array)
-        self.tensor = torch.from_numpy(self.array)
+        self.tensor = pinned_tensor(shape) if pinned else torch.empty(shape)
+        self.array = self.tensor.numpy()
         self.reads: list[Future[None]] = []
-        self.copied: torch.cuda.Event | None = None  # the copy to the device is done, the buffer may be filled again
+        self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again
 
 
 def reading_threads(count: int) -> ThreadPoolExecutor:
@@ -185,10 +182,11 @@ class DataLoader(BatchLoader):
         self.affine = self.scale.flatten(), self.bias.flatten(), torch.zeros(len(means)), torch.ones(len(means))
         self.no_moments = torch.empty(0), torch.empty(0)
         self.normalise_on_read = device.type == "cpu"
-        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.gpu = library(device, "Stream")
+        self.side_stream = self.gpu.Stream(device) if self.gpu else None
         self.pool = reading_threads(num_workers) if num_workers else None
         shape = (self.batch_size, *self.dataset.shape)
-        self.slots = [Slot(shape, device.type == "cuda") for _ in range(3 if num_workers else 1)]
+        self.slots = [Slot(shape, self.gpu is not None) for _ in range(3 if num_workers else 1)]
 
     def close(self) -> None:
         """Close the files and end the reading threads."""
@@ -243,11 +241,11 @@ class DataLoader(BatchLoader):
             return self._split(slot.tensor)
         if self.side_stream is None:
             return self._split(self._normalise(slot.tensor.to(self.device)))
-        with torch.cuda.stream(self.side_stream):
+        with self.gpu.stream(self.side_stream):
             frames = slot.tensor.to(self.device, non_blocking=True)
             slot.copied = self.side_stream.record_event()
             frames = self._normalise(frames)
-        main = torch.cuda.current_stream(self.device)
+        main = self.gpu.current_stream(self.device)
         main.wait_stream(self.side_stream)
         frames.record_stream(main)
         return self._split(frames)

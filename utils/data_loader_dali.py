@@ -72,9 +72,7 @@ class BatchStream:
     def __init__(
         self, source: "SampleSource", statistics: Statistics, batch_size: int, device: torch.device, num_workers: int
     ):
-        self.device, gpu = device, None
-        if device.type == "cuda":
-            gpu = torch.cuda.current_device() if device.index is None else device.index
+        self.device, gpu = device, gpu_of(device)
         self.pipeline: Any = normalised_samples(
             source, statistics, parallel=num_workers > 0, on_gpu=gpu is not None, device_id=gpu, batch_size=batch_size,
             num_threads=max(1, num_workers), py_num_workers=max(1, num_workers), py_start_method="spawn",
@@ -95,7 +93,7 @@ class BatchStream:
 
     def _next(self) -> Tensor | None:
         """The next batch, or None at the end. The memory is the tensor's own: DALI does not write to it again."""
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
         self._require_workers()  # DALI may wait forever for a lost one
         try:
             (batch,) = self.pipeline.run(stream)
@@ -116,6 +114,13 @@ class BatchStream:
                     f"a data worker ended with exit code {worker.exitcode}; if it was killed for want of memory, "
                     "choose a smaller batch or num_data_workers"
                 ) from None
+
+
+def gpu_of(device: torch.device) -> int | None:
+    """The number of the GPU on which DALI works, None for the CPU: it knows NVIDIA's, not those of ROCm."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @pipeline_def

@@ -1,17 +1,21 @@
 """The device of this process: the accelerator that torch.accelerator finds, or the CPU."""
 
 import contextlib
+import math
+import mmap
 import os
 import resource
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from utils.errors import UsageError
@@ -63,6 +67,29 @@ def promised_gpus() -> str:
     return ""
 
 
+def library(device: torch.device, *needed: str) -> Any:
+    """What torch has for a kind of accelerator: torch.cuda, for ROCm too, torch.xpu, ...
+
+    needed: names of functions. None where one of them is missing, and on the CPU.
+    """
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    return module if module and all(hasattr(module, name) for name in needed) else None
+
+
+def backend_for(device: torch.device) -> str:
+    """Through which library ranks on such devices communicate: nccl on CUDA and ROCm, xccl on XPU, gloo on CPUs.
+
+    Raises UsageError where this build of torch has none for them.
+    """
+    backend = dist.Backend.default_device_backend_map.get(device.type, "")
+    if device.type in dist.Backend.backend_capability.get(backend, ()) and dist.is_backend_available(backend):
+        return backend
+    raise UsageError(
+        f"torch {torch.__version__} has no {backend or 'library'} through which ranks on {device.type} communicate: "
+        "another build of torch, one process, or --device cpu"
+    )
+
+
 def physical_name(device: torch.device) -> str:
     """What no two processes on one GPU can say of their devices; '' for a device that is no GPU of CUDA or ROCm."""
     if device.type != "cuda":
@@ -94,22 +121,27 @@ def on_capture_stream() -> Iterator[None]:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor without waiting for what the device still has to do."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if library(device, "Stream") else x.to(device)
 
 
-def pin(array: np.ndarray) -> None:
-    """Lock the pages of a host array, whose memory is its own pages, until it is gone: a GPU then copies by itself.
+def pinned_tensor(shape: Sequence[int]) -> Tensor:
+    """An uninitialised float32 tensor in host memory, from which a GPU copies by itself.
 
-    torch's pinned tensors are rounded up to a power of two, nearly twice what a large buffer needs.
+    On CUDA and ROCm its pages are its own, and locked until it is gone. torch's own are rounded up to a power of two,
+    nearly twice what a large buffer needs.
     """
+    if not torch.cuda.is_available():
+        return torch.empty(shape, dtype=torch.float32, pin_memory=True)
+    array = np.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), np.float32).reshape(shape)
     runtime, address = torch.cuda.cudart(), array.ctypes.data
     torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
     weakref.finalize(array, runtime.cudaHostUnregister, address)
+    return torch.from_numpy(array)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this process has held: allocated by torch on CUDA, else resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Most memory that this process has held: allocated by torch on a GPU, else resident on the host."""
+    if gpu := library(device, "max_memory_allocated"):
+        return gpu.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux

@@ -100,7 +100,7 @@ class Config(BaseModel):
     watchdog_timeout: Seconds = key("seconds without a finished step after which the run ends", 1800, "nothing")
 
     device: Text = key("auto, cpu, cuda, cuda:1, mps, ...", "auto", "speed")
-    amp_mode: Literal["none", "bf16", "fp16"] = key("automatic mixed precision", "none")
+    amp_mode: Literal["none", "bf16", "fp16", "fp8"] = key("automatic mixed precision", "none")
     enable_fused: bool = key("fused optimizer kernel", False)
     enable_jit: bool = key("torch.compile the model", False, "training")
     enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False, "training")

@@ -59,6 +59,7 @@ def install():
     for name in ("set_rng_state", "manual_seed", "manual_seed_all", "synchronize", "set_device"):
         setattr(module, name, lambda *_: None)
     _setup_privateuseone_for_python_backend("gpu", backend_module=module)
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # a fake one is nowhere
     install.library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     install.library.fallback(torch.library.fallthrough_kernel)
 

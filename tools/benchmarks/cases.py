@@ -23,7 +23,7 @@ from tools.instruments.team import Case, Rank, Teams
 from tools.planner.formulas import formula_traces
 from utils import comm
 from utils.config import Script, load_config
-from utils.device import select_device, synchronize
+from utils.device import library, select_device, synchronize
 from utils.errors import UsageError
 from utils.launch import read_launch
 
@@ -190,8 +190,8 @@ class RankCase:
 
     def __init__(self, rank: Rank, case: Case):
         self.device, self.case = rank.device, case
-        self.cuda = self.device.type == "cuda"
-        self.before = torch.cuda.memory_allocated() if self.cuda else 0
+        self.gpu = library(self.device, "max_memory_allocated")
+        self.before = self.gpu.memory_allocated() if self.gpu else 0
         rank.use_mesh(case.layout)
         self.x, self.y = random_batch(case.config, self.device)
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
@@ -217,15 +217,15 @@ class RankCase:
     def figures(self) -> dict[str, Any]:
         """Memory and messages of a step, and on a GPU the share of communication that computation hides."""
         self.train(WARMUP_STEPS - 1)
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
+        if self.gpu:
+            self.gpu.reset_peak_memory_stats()
         self.train(1)
-        allocated = torch.cuda.max_memory_allocated() - self.before if self.cuda else None
+        allocated = self.gpu.max_memory_allocated() - self.before if self.gpu else None
         memory: dict[str, float | None] = memory_of_a_step(self.step, self.x, self.y) | {"allocated at most": allocated}
         if self.case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             memory["activations"] = None
         return {
             "memory": memory,
             "messages": messages_of_a_step(self.step, self.x, self.y),
-            "hidden": hidden_share_of(lambda: self.train(PROFILED_STEPS)) if self.cuda else None,
+            "hidden": hidden_share_of(lambda: self.train(PROFILED_STEPS)) if self.gpu else None,
         }

@@ -33,7 +33,7 @@ from tools.tables import machine
 from training.model import build_model
 from utils import comm
 from utils.config import SCRIPTS
-from utils.device import synchronize
+from utils.device import library, synchronize
 from utils.errors import UsageError, reported_as_usage_error
 
 LAYOUTS = ("dp2", "domain2", "domain2,data_parallel=ddp")
@@ -167,17 +167,18 @@ def measure(teams: Teams, case: ImageCase, steps: int, memory: bool) -> list[dic
 
 def _measure_once(rank: Rank, case: ImageCase, steps: int, memory: bool) -> dict[str, Any]:
     """On a rank: what `measure` gives."""
-    if rank.device.type == "cuda":
-        torch.cuda.empty_cache()  # ranks of other layouts use the same devices
-        total = torch.cuda.get_device_properties(rank.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1, case.memory_limit / total) if case.memory_limit else 1)
-        torch.cuda.reset_peak_memory_stats()
+    gpu = library(rank.device, "max_memory_allocated", "set_per_process_memory_fraction")
+    if gpu:
+        gpu.empty_cache()  # ranks of other layouts use the same devices
+        total = gpu.get_device_properties(rank.device).total_memory
+        gpu.set_per_process_memory_fraction(min(1, case.memory_limit / total) if case.memory_limit else 1)
+        gpu.reset_peak_memory_stats()
     built = RankImageCase(rank, case)
     figures = built.figures() if memory else {}
     figures |= built.times(steps)
     del built
-    if rank.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if gpu:
+        gpu.empty_cache()
     return figures
 
 
@@ -218,7 +219,7 @@ class RankImageCase(RankCase):
                 figures["activations"] = memory_of_a_step(self.step, self.x, self.y)["activations"]
             else:
                 self.train(1)
-        return figures | {"peak": torch.cuda.max_memory_allocated() if self.cuda else live.peak}
+        return figures | {"peak": self.gpu.max_memory_allocated() if self.gpu else live.peak}
 
 
 def summarize(case: ImageCase, turns: list[Any], one: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
 from tools.pictures import bars, save
 from tools.tables import format_table, machine
+from training.float8 import has_float8
 from training.model import build_model
 from training.step import AMP_DTYPES
 from training.tasks import build_task
@@ -26,26 +27,31 @@ from utils.device import peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
+TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 
 
 def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str | None]]:
     """Steps as (name, options that it adds, reason to skip it or None).
 
-    DALI is tried in its place but not kept: later steps use the native loader.
+    Those of TRIED are measured in their place but not kept.
     """
     device = select_device(config.device)
     no_gpu = None if device.type == "cuda" else "needs a GPU"
     no_dali = None if importlib.util.find_spec("nvidia.dali") else "not installed (requirements-dali.txt)"
+    no_fp8 = None if importlib.util.find_spec("torchao") else "not installed (requirements-fp8.txt)"
+    if not has_float8(device):
+        no_fp8 = "needs a GPU with 8-bit products"
     return [
         ("0 workers", {"num_data_workers": 0}, None),
         (f"{workers} workers", {"num_data_workers": workers}, None),
         ("DALI", {"data_loader_config": "dali"}, no_dali),
-        ("TF32", {"enable_tf32": True}, no_gpu),
+        ("TF32", {"enable_tf32": True}, None if device.type != "cpu" else "needs a GPU"),
         ("channels last", {"enable_channels_last": True}, None),
         ("bf16", {"amp_mode": "bf16"}, None),
         ("fused Adam", {"enable_fused": True}, None),
         ("compile", {"enable_jit": True}, None),
+        ("fp8", {"amp_mode": "fp8"}, no_fp8),
         ("CUDA graphs", {"enable_cuda_graphs": True}, no_gpu),
     ]
 
@@ -74,7 +80,7 @@ def run(
             teams.append(stack.enter_context(Team(1, own, whole_machine=True)))
             with reported_as_usage_error(UsageError, name):
                 teams[-1].call(_start, own)
-            if name != "DALI":
+            if name not in TRIED:
                 options |= extra
         turns = [[team.call(_turn, steps)[0] for team in teams] for _ in range(rounds)]
         ends = [team.call(_end)[0] for team in teams]
@@ -116,7 +122,7 @@ def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) ->
             result["data_wait"], result["flops_per_sec"] / 1e12, result["mfu"], result["peak_memory_bytes"] / 2**30,
             result["losses"][-1],
         ))  # fmt: skip
-        kept = kept if result["step"] == "DALI" else speed
+        kept = kept if result["step"] in TRIED else speed
     print(format_table(columns, rows))
     batch, count = config.global_batch_size, len(results[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
@@ -191,7 +197,7 @@ def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int 
 
     float32 products use TF32 where that is switched on.
     """
-    n = 8192 if device.type == "cuda" else 2048
+    n = 8192 if device.type != "cpu" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     timer = Timer("torch.mm(a, b)", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
     return 2 * n**3 / min(timer.timeit(1).median for _ in range(repeats))

@@ -8,18 +8,17 @@ Interval = tuple[float, float]  # start, end
 
 
 def hidden_share_of(run: Callable[[], None]) -> float | None:
-    """Of the time in which NCCL's kernels run, the share in which others run too; None where there are none.
+    """Of the time in which kernels of NCCL, RCCL or oneCCL run, the share in which others run too; None without any.
 
     run: called once under the profiler.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         run()
     communication, compute = [], []
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation:
             name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
-            if "nccl" in name:
+            if "ccl" in name:
                 communication.append(span)
             elif not name.startswith(("memcpy", "memset")):
                 compute.append(span)

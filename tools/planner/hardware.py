@@ -28,6 +28,7 @@ class Gpu(BaseModel):
     tf32: PositiveFloat = key("peak FLOP/s in TF32; without tensor cores for it, that of float32")
     bf16: PositiveFloat = key("peak FLOP/s in bfloat16")
     fp16: PositiveFloat = key("peak FLOP/s in float16")
+    fp8: PositiveFloat | None = key("peak FLOP/s in 8-bit floating point; null where the GPU has none", None)
     bandwidth: PositiveFloat = key("bytes/s of its memory")
     launch: PositiveFloat = key("host time of one operation in eager mode")
 

@@ -61,7 +61,7 @@ def rate(plan: Plan) -> str:
 
 
 def precision(config: Config) -> str:
-    """The precision of matrix products: bf16, fp16, tf32 or fp32."""
+    """The precision of matrix products: bf16, fp16, fp8, tf32 or fp32."""
     return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
 
 

@@ -74,8 +74,10 @@ def step_time(
     Gradient reductions and gathers of sharded parameters overlap with the computation of their phase, except for one
     bucket. The exchanges of ring attention overlap with attention. The step waits for every other message. Where all
     ranks share one image, parameters and tokens travel along the same group: all gathers then count as waited for, an
-    upper bound.
+    upper bound. Raises UsageError for fp8 on a GPU without it.
     """
+    if config.amp_mode == "fp8" and gpu.fp8 is None:
+        raise UsageError(f"amp_mode fp8: {gpu.name} has no 8-bit products (fp8 in its entry): use --amp_mode bf16")
     steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
     slowest = max(steps, key=lambda step: sum(step.parts.values()))
     parts = slowest.parts
@@ -160,6 +162,8 @@ class _Step:
             size = self.config.embed_dim // self.config.num_heads
             padded = next((n for n in HEAD_SIZES if n >= size), size)
             return peak * gpu.attention_efficiency * size / padded
+        if self.config.amp_mode == "fp8" and gpu.fp8:  # all: embedding and head, which stay in bf16, are a few percent
+            return gpu.fp8 * gpu.matmul_efficiency
         return low.get(dtype, gpu.tf32 if self.config.enable_tf32 else gpu.fp32) * gpu.matmul_efficiency
 
     def _computing(self, phase):

@@ -114,8 +114,11 @@ def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
 
 
 def _trace(config, layout, rank, device_type):
-    # Compiled code and DTensor are not traced: the mathematics is the same without them.
+    # Compiled code and DTensor are not traced: the mathematics is the same without them. What fp8 keeps for the
+    # backward pass is in bf16.
     config = config.model_copy(update={"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native"})
+    if config.amp_mode == "fp8":
+        config = config.model_copy(update={"amp_mode": "bf16"})
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, autocast.ahead_of_collectives() if autocast else nullcontext():

@@ -29,6 +29,7 @@ from tools.preflight import file_system as files
 from tools.preflight import network
 from tools.preflight.check_results import CheckResult, merge
 from tools.preflight.rendezvous import Absent, Rendezvous, limited
+from utils.device import library
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real, run_main
 from utils.launch import read_launch
 from utils.rank_failure import exit_at_once
@@ -56,7 +57,10 @@ def packages(*_: Any) -> Iterator[CheckResult]:
         else:
             advice = "make setup; another version may work, make test tells"
             yield CheckResult("warn", "packages", f"{name} {found}, requirements.txt says {pin}", advice)
-    build = f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA")
+    version = torch.version
+    built = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
+    build = f"torch {torch.__version__}, "
+    build += next((f"{name} {number}" for name, number in built.items() if number), "no CUDA")
     yield CheckResult("ok", "packages", f"{agree} of {len(pins)} as in requirements.txt; {build}")
 
 
@@ -68,11 +72,11 @@ def devices(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckRe
     if accelerator is not None:
         kind, count = accelerator.type, torch.accelerator.device_count()
         found = f"{count} x {kind}"
-        if kind == "cuda":
+        if gpu := library(accelerator, "mem_get_info"):
             # Other ranks may fill the other devices of the node.
             seen = range(count) if ranks.size == 1 else [ranks.launch.local_rank % count]
-            free, total = (min(gib) / 2**30 for gib in zip(*map(torch.cuda.mem_get_info, seen), strict=True))
-            found += f" {torch.cuda.get_device_name(0)}, {free:.0f} of {total:.0f} GiB free"
+            free, total = (min(gib) / 2**30 for gib in zip(*map(gpu.mem_get_info, seen), strict=True))
+            found += f" {gpu.get_device_name(0)}, {free:.0f} of {total:.0f} GiB free"
             found += f", CUDA {torch.version.cuda}, driver {driver}" if driver else f", torch {torch.__version__}"
             if free < 0.9 * total and ranks.size == 1:
                 level, advice = "warn", "another process holds memory: nvidia-smi shows it"

@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from tools.preflight.check_results import CheckResult
 from tools.preflight.rendezvous import Rendezvous
-from utils.device import select_device, synchronize
+from utils.device import backend_for, library, select_device, synchronize
 from utils.errors import first_line
 from utils.launch import interface_towards, name_gloo_interface
 
-MESSAGE = {"cuda": 64 << 20, "cpu": 8 << 20}  # bytes
 REPEATS = 5
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 SLOW = {
@@ -66,8 +65,9 @@ def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResul
     if ranks.size == 1:
         return
     launch, device = ranks.launch, select_device("auto", ranks.launch.local_rank)
-    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    own = card and f"{card.uuid} {card.pci_bus_id}"  # type: ignore[attr-defined]  # not in torch's stubs
+    gpu = library(device, "get_device_properties")
+    card = gpu and gpu.get_device_properties(device)
+    own = card and f"{getattr(card, 'uuid', '')} {getattr(card, 'pci_bus_id', device)}"
     cards = [card and f"{node} {card}" for node, card in ranks.exchange("process group: devices", [ranks.node, own])]
     count, here = len(set(cards)), torch.accelerator.device_count()
     unequal, shared = None in cards, None not in cards and count < ranks.size
@@ -85,13 +85,13 @@ def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResul
         device = torch.device("cpu")
 
     name_gloo_interface(launch)
-    backend, began = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
+    backend, began = backend_for(device), time.monotonic()
     # NCCL ends the process at its timeout, before the rendezvous can say which rank is missing.
-    patience = ranks.patience * (100 if backend == "nccl" else 1)
+    patience = ranks.patience * (1 if backend == "gloo" else 100)
     store = ranks.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=ranks.rank, world_size=ranks.size,
-        timeout=datetime.timedelta(seconds=patience), device_id=device if backend == "nccl" else None,
+        timeout=datetime.timedelta(seconds=patience), device_id=None if backend == "gloo" else device,
     )  # fmt: skip
     ranks.device = device
     dist.all_reduce(torch.ones(1, device=device))
@@ -155,7 +155,7 @@ def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
             if told := [s for s in ranks.exchange(f"bandwidth: {label}, {kind}", speed) if s]:
                 speeds[kind] = min(told)
         if speeds:
-            found = f"{label}, {MESSAGE[device.type] >> 20} MiB: "
+            found = f"{label}, {message_size(device) >> 20} MiB: "
             found += ", ".join(f"{kind} {speed:.2f}" for kind, speed in speeds.items()) + " GB/s sent by a rank"
             yield CheckResult("ok", "bandwidth", found, values=speeds)
 
@@ -178,7 +178,7 @@ def checkpoint_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckRe
 
 def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> float:
     """GB/s that a rank of the group sends with a ring algorithm: median of the repeats after the first."""
-    count = MESSAGE[device.type] // 4 // size
+    count = message_size(device) // 4 // size
     part, whole = torch.zeros(count, device=device), torch.zeros(count * size, device=device)
     other = torch.empty_like(whole)
     call, sent = {
@@ -204,12 +204,17 @@ def ranks_by_node(ranks: Rendezvous) -> dict[str | None, list[int]]:
     return places
 
 
+def message_size(device: torch.device) -> int:
+    """Bytes of the messages that are timed."""
+    return (8 if device.type == "cpu" else 64) << 20
+
+
 def group_device(ranks: Rendezvous, check: str) -> torch.device | None:
     """The device of the process group, made current in this thread; None if any rank has no group."""
     device = ranks.device
     if ranks.size == 1 or not all(ranks.exchange(f"{check}: group", device is not None)):
         return None
-    if device is not None and device.type == "cuda":
+    if device is not None and device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     return device
 

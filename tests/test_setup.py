@@ -1,0 +1,105 @@
+"""`make setup` with another torch, and the recipes of images: what is installed, in which order, from what."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEEDED = ["Makefile", "requirements.txt", "tools/torch_version.py"]
+DOCKER, APPTAINER = (ROOT / "sites" / name for name in ("Dockerfile", "apptainer.def"))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Call with the words of a make command, and variables; it runs in a folder that holds NEEDED alone."""
+    (tmp_path / "tools").mkdir()
+    for name in NEEDED:
+        shutil.copy(ROOT / name, tmp_path / name)
+
+    def run(*words, **environment):
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PIP_NO_INDEX": "1"} | environment
+        command = ["make", f"PYTHON={sys.executable}", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+
+    return run
+
+
+def installed(make, *words):
+    """What pip would install, in this order: the words of each call."""
+    lines = make("-n", "setup", *words).stdout.splitlines()
+    return [
+        re.split(r"pip install (?:--quiet|--disable-pip-version-check| )*", line)[-1] for line in lines if "pip" in line
+    ]
+
+
+def test_torch_comes_first_and_nothing_else_chooses_it(make):
+    others = "-r /dev/stdin"
+    assert installed(make) == ["$(grep '^torch==' requirements.txt)", others]
+    build = "torch==2.11.0 --index-url https://example.org/whl"
+    assert installed(make, f"TORCH={build}") == [build, others]
+    assert installed(make, "SITE_TORCH=1") == [others]
+    assert "grep -v '^torch==' requirements.txt |" in make("-n", "setup").stdout
+
+
+def test_another_torch_gets_an_environment_of_its_own(make, tmp_path):
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/installed").touch()
+    assert "Nothing to be done" in make("-n", "setup").stdout
+    assert "-m venv --clear  .venv" in make("-n", "setup", "TORCH=torch==2.11.0").stdout
+    assert "-m venv --clear --system-site-packages .venv" in make("-n", "setup", "SITE_TORCH=1").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('__version__ = "2.9.1+rocm6.4"', "error: torch 2.9.1+rocm6.4 is too old: the tests know 2.11 and newer"),
+        (
+            'raise ImportError("libamdhip64.so.7")',
+            "error: no torch (libamdhip64.so.7): load the module that has it, or ",
+        ),
+    ],
+)
+def test_a_torch_that_will_not_do_is_one_line_and_the_environment_stays(make, tmp_path, text, line):
+    (tmp_path / "module/torch").mkdir(parents=True)
+    (tmp_path / "module/torch/__init__.py").write_text(text)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/mine").touch()
+    done = make("setup", "SITE_TORCH=1", PYTHONPATH=str(tmp_path / "module"))
+    assert done.returncode == 2 and done.stderr.startswith(line), done.stderr
+    assert done.stderr.count("\n") == 2 and "make: ***" in done.stderr and (tmp_path / ".venv/mine").is_file()
+
+
+@pytest.mark.slow("an environment is made on top of another's torch, without an index")
+def test_the_torch_of_a_module_is_used(make, tmp_path):
+    done = make("setup", "SITE_TORCH=1", PYTHONPATH=sysconfig.get_path("purelib"))
+    assert done.returncode == 0 and f"torch {metadata.version('torch')}" in done.stdout, done.stderr
+    packages = {path.name for path in (tmp_path / ".venv").glob("lib/python*/site-packages/*")}
+    assert "torch" not in packages and "pip" in packages
+
+
+def test_hadolint_finds_nothing():
+    hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if hadolint is None and "CI" not in os.environ:
+        pytest.skip("hadolint is not installed: pip install -r requirements-dev.txt")
+    done = subprocess.run([hadolint, DOCKER], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_both_images_hold_the_environment_that_make_setup_makes():
+    docker, apptainer = DOCKER.read_text(), APPTAINER.read_text()
+    assert re.search(r"^FROM (.+)", docker, re.M)[1] == re.search(r"^From: (.+)", apptainer, re.M)[1]
+    packages = [re.search(r"--no-install-recommends (.+?)(?: \\)?$", text, re.M)[1] for text in (docker, apptainer)]
+    assert packages[0] == packages[1] and "make" in packages[0]
+    assert 'make setup TORCH="$TORCH"' in docker and 'make setup TORCH="{{ TORCH }}"' in apptainer
+    assert not re.search(r"\bpip3? |sudo|curl|wget", docker + apptainer)  # nothing beside it
+    copied = {name for line in re.findall(r"^COPY (.+) \S+$", docker, re.M) for name in line.split()}
+    section = re.search(r"^%files\n(.+?)\n\n", apptainer, re.M | re.S)[1]
+    assert copied == {line.split()[0] for line in section.splitlines()} == set(NEEDED)
+    assert all("/opt/vit-era5/.venv/bin:$PATH" in text for text in (docker, apptainer))
