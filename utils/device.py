@@ -1,6 +1,7 @@
 """The device of this process: the accelerator that torch.accelerator finds, or the CPU."""
 
 import os
+import re
 import resource
 import socket
 import sys
@@ -11,6 +12,7 @@ import torch
 from utils.errors import UsageError
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/sys/module/amdgpu/version": "AMD"}
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def select_device(name: str, local_rank: int = 0) -> torch.device:
@@ -48,13 +50,32 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def promised_gpus() -> str:
-    """What says that this process should have GPUs: a Slurm job with some, or a driver; '' where nothing does."""
+    """What says that this process should have GPUs: a Slurm job with some, or a driver.
+
+    '' where nothing does, and where they are hidden on purpose.
+    """
+    if any(os.environ.get(name) == "" for name in VISIBLE):
+        return ""
     if count := os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK"):
         return f"Slurm gave this job GPUs ({count} on this node)"
-    for path, what in DRIVERS.items():
+    there = driver()
+    return f"this machine has a driver of {there[0]}" if there else ""
+
+
+def driver() -> tuple[str, str] | None:
+    """Maker and version of the driver of this machine's GPUs; None without one."""
+    for path, maker in DRIVERS.items():
         if Path(path).exists():
-            return f"this machine has a driver of {what}"
-    return ""
+            version = re.search(r"\d+(\.\d+)+", Path(path).read_text())
+            return maker, version[0] if version else "of unknown version"
+    return None
+
+
+def built_for() -> str:
+    """What this build of torch is for: 'CUDA 13.0', 'ROCm 7.1' or 'no GPU'."""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "no GPU"
 
 
 def physical_name(device: torch.device) -> str:
@@ -68,6 +89,12 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all work that was started."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give the memory that torch keeps for its next tensors back to the device, for other processes."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 Each step of the ladder is a process that trains with its own options; all start from the same weights and read the same
 batches. The processes take turns: in a round each trains a few iterations while the others wait, so that a slow minute
-of the machine slows all of them alike.
+of the machine slows all of them alike. Who waits holds only what its model needs, so that all of them fit one GPU.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from tools.tables import format_table, machine
 from training.model import build_model
 from training.step import AMP_DTYPES
 from training.tasks import build_task
-from utils.device import peak_memory_bytes, select_device, synchronize
+from utils.device import empty_cache, peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
@@ -137,6 +137,7 @@ def _start(rank: Rank, config: Config) -> None:
         "peak": 0.0,
     }
     _train(rank, LEAD_IN + 1)
+    empty_cache(rank.device)
 
 
 def _train(rank: Rank, steps: int) -> float:
@@ -160,6 +161,7 @@ def _turn(rank: Rank, steps: int) -> dict[str, float]:
     rank.kept["memory"] = max(rank.kept.get("memory", 0), peak_memory_bytes(rank.device))  # before the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
+    empty_cache(rank.device)
     return {"seconds": seconds, "wait": wait}
 
 
