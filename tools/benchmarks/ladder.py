@@ -5,7 +5,6 @@ batches. The processes take turns: in a round each trains a few iterations while
 of the machine slows all of them alike. Who waits holds only what its model needs, so that all of them fit one GPU.
 """
 
-import importlib.util
 import statistics
 import time
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
 from tools.pictures import bars, save
-from tools.tables import format_table, machine
+from tools.tables import format_table, installed, machine
 from training.model import build_model
 from training.step import AMP_DTYPES
 from training.tasks import build_task
@@ -36,7 +35,7 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     """
     device = select_device(config.device)
     no_gpu = None if device.type == "cuda" else "needs a GPU"
-    no_dali = None if importlib.util.find_spec("nvidia.dali") else "not installed (requirements-dali.txt)"
+    no_dali = None if installed("nvidia.dali") else "not installed (requirements-dali.txt)"
     return [
         ("0 workers", {"num_data_workers": 0}, None),
         (f"{workers} workers", {"num_data_workers": workers}, None),

@@ -3,7 +3,6 @@
 All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
 
-import importlib.util
 import statistics
 import subprocess
 import tempfile
@@ -18,7 +17,7 @@ import h5py
 import torch
 
 from tools.benchmarks.plain_loader import plain_loader
-from tools.tables import format_table, machine
+from tools.tables import format_table, installed, machine
 from training.tasks import build_task
 from utils.data_loader import DataLoader
 from utils.device import select_device, synchronize
@@ -67,7 +66,7 @@ def run(
     rows = [(r["loader"], r["samples_per_sec"], r["bytes_per_sec"] / 1e9, *list(r.values())[3:]) for r in results]
     print(format_table(columns, rows))
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
-    if importlib.util.find_spec("nvidia.dali") is None:
+    if not installed("nvidia.dali"):
         print("DALI: skipped, not installed (requirements-dali.txt)")
     return {"config": config.config, "machine": machine(device), "loaders": results}
 
@@ -101,7 +100,7 @@ def _cases(
     cases: dict[str, Callable[[int], float]] = {CAT: lambda _: _cat(config, contiguous)}
     for n in workers:
         cases[f"plain design, {n} workers"] = partial(_plain, options(contiguous, "pytorch", n))
-    dali = {"dali": "DALI"} if importlib.util.find_spec("nvidia.dali") else {}
+    dali = {"dali": "DALI"} if installed("nvidia.dali") else {}
     for kind, title in ({"pytorch": "native"} | dali).items():
         for layout, folder in layouts.items():
             for n in workers:
