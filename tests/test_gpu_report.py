@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import pytest
 from tests.support.launch import popen
 from tools.gpu_report import __main__ as gpu_report
 from tools.gpu_report import page, running
+from tools.gpu_report.parts import Machine, parts_of
 from tools.gpu_report.running import Command, Part
 from tools.tables import installed
+from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
 
 # A grandchild in a session of its own that no signal but SIGKILL ends, and its parent, which leaves or waits.
@@ -177,19 +180,33 @@ def _read(file):
         return ""
 
 
-@pytest.mark.slow("the real parts of the report, at tiny sizes on the CPU")
-@pytest.mark.timeout(2400)
-def test_the_parts_run_without_a_gpu_at_tiny_sizes(tmp_path):
-    words = ["--device=cpu", "--gpu=h100", f"--out={tmp_path}/out", f"--work={tmp_path}/work", "--minutes=40"]
-    done = subprocess.run([sys.executable, "-m", "tools.gpu_report", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (written,) = (tmp_path / "out").glob("*.json")
-    report = json.loads(written.read_text())
-    parts = {part["part"]: part for part in report["parts"]}
-    skipped = {name for name, part in parts.items() if part["status"] == "skipped"}
-    assert {parts[name]["why"] for name in skipped} == {"needs a GPU", "needs two GPUs"}
-    assert skipped >= {"tests", "quick, graphs"} and len(parts) - len(skipped) >= 15
-    assert parts["quick, stopped and resumed"]["figures"]["resumed at"] >= 200
-    assert parts["collectives, attention"]["figures"]["gloo collectives"] == 5
-    assert {goal["met"] for goal in report["goals"]} <= {"yes", "no"}  # each is measured
-    assert not (tmp_path / "work/data").exists()
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_the_parts_train_what_the_scripts_take_on_any_number_of_gpus(count, tmp_path):
+    layouts = set()
+    for part in parts_of(Machine("cuda", count, "h100", tmp_path)):
+        for words in (list(command.words) for command in part.commands if not part.lacks):
+            if script := next((word for word in words if word in SCRIPTS), None):
+                start = words.index(script)
+                ranks = int(words[start - 1]) if start else 1
+                layout = load_config(words[start + 1 :], None, ranks, *SCRIPTS[script][:2]).layout(ranks)
+                layouts.add((ranks, *layout.mesh_dims.values()))
+    assert {ranks for ranks, *_ in layouts} == {1, count}
+    assert count in (1, 3) or len(layouts) == 6  # one device, and dp, tp, cp, pp, domain
+
+
+@pytest.mark.slow("the real parts of the report, at tiny sizes on the CPU, of two ranks")
+@pytest.mark.timeout(1800)
+def test_the_parts_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # preflight would take the GPUs of this machine
+    parts = [replace(part, seconds=300) for part in parts_of(Machine("cpu", 2, "h100", tmp_path))]
+    results = {result["part"]: result for result in running.run_parts(parts, tmp_path, 1700)}
+    skipped = {name for name, result in results.items() if result["why"] == "needs a GPU"}
+    assert {name: (r["status"], r["why"]) for name, r in results.items() if name not in skipped} == {
+        name: ("passed", "") for name in results if name not in skipped
+    }
+    assert skipped == {"tests", "quick, graphs", "ladder of quick"} and len(results) > 20
+    assert results["quick, stopped and resumed"]["figures"]["resumed at"] >= 40
+    assert results["collectives, attention"]["figures"]["gloo collectives"] == 6
+    page.write_report(tmp_path / "report", {"name": "a CPU"}, list(results.values()))
+    goals = json.loads((tmp_path / "report.json").read_text())["goals"]
+    assert {goal["met"] for goal in goals} <= {"yes", "no"}  # every one is measured

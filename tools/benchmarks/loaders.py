@@ -36,13 +36,13 @@ def run(
 ) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
-    workers: numbers of data workers to try. frames: of the training data, copied into each layout. batches: timed in
+    workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data, copied into each layout. batches: timed in
     a turn.
     """
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
         layouts = _write_layouts(config, Path(folder), frames)
-        cases = _cases(config, layouts, workers, device)
+        cases = _cases(config, layouts, sorted({0, *workers}), device)
         speeds: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(rounds):
             for name, measure in cases.items():

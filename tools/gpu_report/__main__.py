@@ -48,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its part first
     machine = Machine(device.type, count, options.gpu or planner_entry(about["name"]), work)
     parts = [replace(part, seconds=part.seconds * options.minutes / MINUTES) for part in parts_of(machine)]
-    for result in run_parts(parts, work, 60 * options.minutes):
-        results.append(result)
-        write_report(path, about, results)
-        print(f"{result['status']:<12} {result['seconds']:6.1f} s  {result['part']}  {result['why']}", flush=True)
-    shutil.rmtree(work / "data", ignore_errors=True)
+    try:
+        for result in run_parts(parts, work, 60 * options.minutes):
+            results.append(result)
+            write_report(path, about, results)
+            print(f"{result['status']:<12} {result['seconds']:6.1f} s  {result['part']}  {result['why']}", flush=True)
+    finally:
+        shutil.rmtree(work / "data", ignore_errors=True)
     print(f"{path}.md; output of the parts: {options.work}")
     return 0 if {result["status"] for result in results} <= {"passed", "skipped"} else FAILED_STATUS
 
@@ -63,7 +65,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option, work = parser.add_argument, f"logs/gpu_report/{time.strftime('%Y%m%d-%H%M%S')}"
     option("--out", type=Path, default="docs/results", metavar="FOLDER", help="of the report (%(default)s)")
     option("--work", type=Path, default=work, metavar="FOLDER", help="a new one, for runs and output (%(default)s)")
-    option("--minutes", type=float, default=MINUTES, metavar="N", help="the most that all parts take (%(default)s)")
+    option(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        metavar="N",
+        help="of all parts; their own limits grow with it (%(default)s)",
+    )
     option("--gpu", metavar="NAME", help="GPU of config/hardware.yaml to plan for (that of the device's name)")
     option("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal (%(default)s)")
     options = parser.parse_args(argv)
@@ -77,9 +85,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def description(device: torch.device, count: int) -> dict[str, Any]:
     """What the figures are of: the machine, and what is installed."""
     absent = [name for name in OPTIONAL if not tables.installed(name)] + ([] if shutil.which("nsys") else ["nsys"])
+    today = time.strftime("%Y-%m-%d")
     return tables.machine(device) | {
-        "GPUs": count, "driver": " ".join(driver() or ["unknown"]), "built for": built_for(),
-        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "not installed": " ".join(absent),
+        "devices": count, "driver": " ".join(driver() or ["unknown"]), "built for": built_for(),
+        "python": platform.python_version(), "date": today, "not installed": " ".join(absent) or "-",
     }  # fmt: skip
 
 

@@ -34,7 +34,8 @@ class Figures:
         settings, summary = self._run(config, name)
         speed = summary["samples_per_sec"]
         flops = speed * training_flops(settings) / summary["world_size"]
-        peak = self._json("on_device.json")["matmul_flops_per_sec"] if config == "short" else None
+        known = config == "short" and (self.work / "on_device.json").exists()
+        peak = self._json("on_device.json")["matmul_flops_per_sec"] if known else None
         return {
             "samples/s": speed, "data wait": summary["data_wait_fraction"], "TFLOP/s": flops / 1e12,
             "MFU": peak and flops / peak, "peak GiB": summary["peak_memory_bytes"] / GIB,

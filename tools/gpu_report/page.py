@@ -33,7 +33,10 @@ def write_report(path: Path, machine: dict[str, Any], parts: Sequence[dict[str, 
 def page(machine: dict[str, Any], goals: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> str:
     """The page in Markdown."""
     about = ", ".join(f"{what} {value}" for what, value in machine.items())
-    rows = [(part["part"], part["status"], part["seconds"], part["why"] or listed(part["figures"])) for part in parts]
+    rows = [
+        (part["part"], part["status"], part["seconds"], part["why"].replace("|", "/") or listed(part["figures"]))
+        for part in parts
+    ]
     tables = [
         format_table(dict.fromkeys(goals[0], ""), [[*map(shown, goal.values())] for goal in goals]),
         format_table({"part": "", "status": "", "seconds": ".1f", "found": ""}, rows),

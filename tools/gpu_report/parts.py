@@ -55,22 +55,23 @@ class Machine:
 
 def parts_of(machine: Machine) -> Iterator[Part]:
     """All parts for a machine."""
-    read, work, several = Figures(machine.work), machine.work, machine.count > 1
+    read, work = Figures(machine.work), machine.work
     lacks_gpu = "needs a GPU" if machine.device == "cpu" else ""
+    steps, workers = ("--steps=1", "1") if lacks_gpu else ("--steps=4", "8")
     graphs, compiled = ([], []) if lacks_gpu else (GRAPHS, ["--enable_jit"])  # a CPU compiles for minutes
     ranks = [*RANKS, f"{machine.count}"]
 
-    def run(config: str, name: str, *words: str, lacks: str = "", iterations: int = 300, **others: str | int) -> Part:
-        words = f"--num_iters={30 if lacks_gpu else iterations}", *words
-        command = Command(machine.training(config, name, *words, **others))  # type: ignore[arg-type]
+    def run(config: str, name: str, *words: str, lacks: str = "", script: str = "train.py", ranks: int = 1) -> Part:
+        few = f"--num_iters={30 if lacks_gpu else 60 if config == 'short' else 300}"
+        command = Command(machine.training(config, name, few, *words, script=script, ranks=ranks))
         return Part(f"{config}, {name}", 90, [command], lambda: read.run(config, name), lacks)
 
     def short(name: str, *words: str) -> Part:
-        return run("short", name, *FAST, "--limit_nsamples_val=16", "--num_data_workers=8", *words, iterations=60)
+        return run("short", name, *FAST, "--limit_nsamples_val=16", f"--num_data_workers={workers}", *words)
 
     def shared(script: str, config: str, name: str, *words: str) -> Part:
-        words = "--local_batch_size=4", *words
-        return run(config, name, *words, script=script, ranks=machine.count, lacks="" if several else "needs two GPUs")
+        lacks = "" if machine.count > 1 else "needs two GPUs"
+        return run(config, name, "--local_batch_size=4", *words, lacks=lacks, script=script, ranks=machine.count)
 
     def planned(name: str) -> Part:
         config = [f"--yaml_config={work}/runs/short/{name}/config.yaml", "--config=short", f"--gpu={machine.gpu}"]
@@ -84,9 +85,8 @@ def parts_of(machine: Machine) -> Iterator[Part]:
     yield run("quick", "plain")
     yield run("quick", "compiled", *FAST, *compiled)
     yield run("quick", "graphs", *graphs, lacks=lacks_gpu)
-    length = (
-        ["--num_iters=400", "--checkpoint_every=40"] if lacks_gpu else ["--num_iters=2000", "--checkpoint_every=200"]
-    )
+    iterations, every = (400, 40) if lacks_gpu else (2000, 200)
+    length = f"--num_iters={iterations}", f"--checkpoint_every={every}"
     twice = machine.training("quick", "resumed", *graphs, *length)
     stop_and_resume = [Command(twice, status=75, stop_at="Saved checkpoint"), Command(twice)]
     yield Part("quick, stopped and resumed", 90, stop_and_resume, lambda: read.resumed("quick", "resumed"))
@@ -103,10 +103,10 @@ def parts_of(machine: Machine) -> Iterator[Part]:
     yield shared("train_mp.py", "mp_quick", "pp", f"--pipeline_parallel={common}", f"--gradient_accumulation={common}")
     yield shared("train_shard.py", "shard_quick", "domain", f"--domain_parallel={common}")
 
-    years = "--train_years=1979", "--valid_years=1980", "--test_years=1981", "--days=8"
+    years = "--train_years=1979", "--valid_years=1980", "--test_years=1981", "--days=5"
     yield Part("data of short", 120, [machine.data("short", 360, 720, *years)])
-    timed = f"--steps={1 if lacks_gpu else 8}"
-    yield Part(LADDER, 240, machine.benchmark("ladder", "short", timed, "--workers=8"), lambda: read.ladder("short"))
+    climb = machine.benchmark("ladder", "short", steps, f"--workers={workers}")
+    yield Part(LADDER, 270, climb, lambda: read.ladder("short"))
     yield short("fused")
     yield short("embed_1024", *compiled, *([] if lacks_gpu else ["--embed_dim=1024"]))
     yield planned("fused")
@@ -116,8 +116,7 @@ def parts_of(machine: Machine) -> Iterator[Part]:
     yield run("quick", "profiled", "--profile=torch")
     preflight = [*ranks, "-m", "tools.preflight", f"--expdir={work}/runs", f"--train_data_path={work}/data/quick/train"]
     yield Part("preflight", 60, [Command([*preflight, f"--json={work}/preflight.json"])], read.preflight)
-    few = "--workers", "1" if lacks_gpu else "8", "--batches=4"
-    yield Part("loaders", 120, machine.benchmark("data", "short", *few), lambda: read.loaders("short"))
-    yield Part(
-        "ladder of quick", 150, machine.benchmark("ladder", "quick", timed), lambda: read.ladder("quick"), lacks_gpu
-    )
+    loaders = machine.benchmark("data", "short", "--workers", workers, "--batches=4")
+    yield Part("loaders", 120, loaders, lambda: read.loaders("short"))
+    climb = machine.benchmark("ladder", "quick", steps)
+    yield Part("ladder of quick", 150, climb, lambda: read.ladder("quick"), lacks_gpu)

@@ -1,6 +1,7 @@
 """Parts of a report, one after another: each within its time, and none leaves a process behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from utils.errors import first_line
 MARK = "GPU_REPORT_PART"  # in the environment of every process of a part
 KILL_SECONDS = 10  # for killed processes to be gone: one that waits in a driver may never be
 POLL_SECONDS = 0.1
+TELLING = re.compile(r"(?i)(?<!ChildFailed)Error: |^FAIL ")  # of torchrun, of preflight
 
 
 class Failure(Exception):
@@ -97,7 +99,7 @@ def run(command: Command, log: Path, end: float) -> None:
         process.wait()
     if process.returncode != command.status:
         lines = said().splitlines() or ["no output"]
-        telling = [line for line in lines if "error: " in line.lower()] or lines  # torchrun says more after it
+        telling = [line for line in lines if TELLING.search(line)] or lines
         raise Failure(f"exit status {process.returncode}, not {command.status}: {telling[-1].strip()}")
 
 
