@@ -36,8 +36,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
-    workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data, copied into each layout. batches: timed in
-    a turn.
+    workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data,
+    copied into each layout. batches: timed in a turn.
     """
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:

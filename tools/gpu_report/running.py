@@ -18,7 +18,7 @@ from utils.errors import first_line
 MARK = "GPU_REPORT_PART"  # in the environment of every process of a part
 KILL_SECONDS = 10  # for killed processes to be gone: one that waits in a driver may never be
 POLL_SECONDS = 0.1
-TELLING = re.compile(r"(?i)(?<!ChildFailed)Error: |^FAIL ")  # of torchrun, of preflight
+TELLING = re.compile(r"(?i)(?<!ChildFailed)Error: |^FAIL ")  # lines that say why; the last word of torchrun does not
 
 
 class Failure(Exception):
