@@ -6,13 +6,15 @@
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
+# make gpu    run all that needs a GPU, in 10 minutes, and report it in docs/results; ARGS="--out FOLDER", PY=python3
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-.PHONY: afresh demo setup test test-all lint figures clean exercise faults preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo setup test test-all lint figures clean exercise faults gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
+PY := $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: setup
@@ -45,6 +47,9 @@ faults: .venv/installed-dev
 
 preflight: .venv/installed
 	@$(BIN)/$(if $(RANKS),torchrun --nproc_per_node $(RANKS),python) -m tools.preflight
+
+gpu: $(if $(filter $(BIN)/python,$(PY)),.venv/installed-dev)
+	@$(PY) -m tools.gpu_report $(ARGS)
 
 slurm:
 	@tests/slurm/cluster.sh start

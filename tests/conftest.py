@@ -5,6 +5,8 @@ import os
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors; processes of a test must not fight over the cores
+# A test names its device. Where no GPU is, `auto` fails in every process of a test: utils.device.promised_gpus.
+os.environ["SLURM_GPUS_ON_NODE"] = "1"
 
 import multiprocessing
 
@@ -128,6 +130,11 @@ def _clean_slate():
         if type(handler).__module__.startswith(("training", "logging")) and not hasattr(handler, "records"):
             root.removeHandler(handler)
             handler.close()
+
+
+def pytest_configure(config):
+    if config.option.markexpr == "gpu" and not config.option.collectonly and not torch.cuda.is_available():
+        pytest.exit("no GPU is there, which the tests marked gpu need", 2)
 
 
 def pytest_collection_modifyitems(items):

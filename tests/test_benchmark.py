@@ -1,7 +1,10 @@
 """Benchmarks measure what they say, on tiny sizes."""
 
+import contextlib
 import json
 import math
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import benchmark
 from tools.benchmarks import ladder
 from tools.benchmarks.plain_loader import plain_loader
+from tools.instruments.team import Rank
 from tools.tables import format_table
 from training.model import build_model
 from training.tasks import build_task
@@ -69,6 +73,49 @@ def test_every_step_adds_to_the_one_before_but_dali(tiny_config):
     assert names[:3] == ["0 workers", "3 workers", "DALI"] and names[-1] == "CUDA graphs"
 
 
+class OneGpu:
+    """80 GiB that several processes share, each with a model of 2 GiB that needs 50 more while it trains."""
+
+    def __init__(self, monkeypatch):
+        self.held, self.current = {}, None
+        monkeypatch.setattr(
+            ladder, "Team", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(call=self.process()))
+        )
+        monkeypatch.setattr(ladder, "select_device", lambda _: CPU)
+        monkeypatch.setattr(
+            ladder, "build_task", lambda _: SimpleNamespace(build_loaders=lambda _: [mock.MagicMock()] * 2)
+        )
+        monkeypatch.setattr(ladder, "build_step", lambda config, *_: mock.MagicMock(config=config))
+        monkeypatch.setattr(ladder, "_train", lambda *_: self.hold(52) or 0.1)
+        monkeypatch.setattr(
+            ladder, "matmul_flops_per_sec", lambda *_: self.hold(max(8, self.held[self.current])) or 1e12
+        )
+        monkeypatch.setattr(
+            ladder, "_end", lambda _: {"peak_memory_bytes": 1, "matmul_flops_per_sec": 1e12, "losses": [1]}
+        )
+        monkeypatch.setattr(ladder, "synchronize", lambda _: None)
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: self.hold(2))
+
+    def process(self):
+        rank = Rank(torch.device("cuda"))
+
+        def call(function, *args):
+            self.current = rank
+            return [function(rank, *args)]
+
+        return call
+
+    def hold(self, gib):
+        self.held[self.current] = gib
+        assert sum(self.held.values()) <= 80, "out of memory"
+
+
+def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_config, monkeypatch):
+    gpu = OneGpu(monkeypatch)
+    ladder.run(tiny_config(), steps=1, rounds=2)
+    assert len(gpu.held) > 5 and set(gpu.held.values()) == {2}
+
+
 def test_a_step_that_fails_is_named(tiny_config, sample_folder):
     config = tiny_config(train_data_path=str(sample_folder / "nowhere"))
     with pytest.raises(UsageError, match="nowhere: no such data folder"):
@@ -77,7 +124,7 @@ def test_a_step_that_fails_is_named(tiny_config, sample_folder):
 
 def test_loaders_are_compared_with_plain_reading(tiny_options, tmp_path, capsys):
     words = tiny_options(expdir=None, global_batch_size=2)
-    benchmark.main(["data", "--workers", "0", "1", "--batches=2", "--rounds=1", f"--json={tmp_path}/d.json", *words])
+    benchmark.main(["data", "--workers", "1", "--batches=2", "--rounds=1", f"--json={tmp_path}/d.json", *words])
     loaders = {row["loader"]: row for row in json.loads((tmp_path / "d.json").read_text())["loaders"]}
     assert loaders["plain design, 0 workers"]["ratio_to_plain"] == 1
     assert loaders["cat file > /dev/null"]["ratio_to_cat"] == 1

@@ -61,6 +61,7 @@ def test_ranks_that_share_a_gpu_are_told_so_all_of_them():
 )
 def test_a_gpu_job_does_not_train_on_the_cpu_in_silence(monkeypatch, variables, driver, line):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")  # tests/conftest.py
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if driver:
@@ -68,6 +69,8 @@ def test_a_gpu_job_does_not_train_on_the_cpu_in_silence(monkeypatch, variables, 
     with pytest.raises(UsageError, match=line):
         device.select_device("auto")
     assert device.select_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
+    assert device.select_device("auto") == torch.device("cpu")
 
 
 def groups_timeouts(config):

@@ -19,6 +19,7 @@ from tools.preflight import file_system as preflight_files
 from tools.preflight import network as preflight_network
 from tools.preflight.check_results import CheckResult, merge
 from tools.preflight.rendezvous import Rendezvous, limited, shortened
+from utils import device
 from utils.errors import UsageError
 from utils.launch import Launch
 
@@ -142,16 +143,48 @@ def test_variables_that_slow_a_run_down_warn_and_a_wrong_interface_fails(check, 
 def test_a_gpu_that_torch_does_not_see_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(preflight.torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(preflight_network, "nvidia_driver", lambda: "580.1")
-    (result,) = preflight.devices(None, None)
-    assert result.level == "FAIL" and "nvidia-smi shows driver 580.1" in result.found
+    for said in ("Slurm gave this job GPUs (1 on this node)", "this machine has a driver of AMD"):
+        (result,) = preflight.devices(None, None)
+        assert result.level == "FAIL" and result.found.startswith(f"none, although {said}; torch is built for ")
+        monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+        monkeypatch.setattr(device, "DRIVERS", {__file__: "AMD"})
+
+
+NVIDIA = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:12:40 UTC 2025\nGCC version: 12.3.0"
+DEVICES = [
+    ("13.0", None, NVIDIA, "CUDA 13.0, driver 580.65.06"),
+    (None, "7.1", "6.12.12\n", "ROCm 7.1, driver 6.12.12"),
+]
+
+
+@pytest.mark.parametrize(("cuda", "hip", "driver", "found"), DEVICES, ids=["NVIDIA", "AMD"])
+@pytest.mark.parametrize("free", [60, 10])
+def test_gpus_of_either_maker_are_shown_without_a_tool_of_theirs(monkeypatch, tmp_path, cuda, hip, driver, found, free):
+    (tmp_path / "version").write_text(driver)
+    monkeypatch.setattr(device, "DRIVERS", {str(tmp_path / "version"): "its maker"})
+    monkeypatch.setenv("PATH", "")
+    for name, value in {"cuda": cuda, "hip": hip}.items():
+        monkeypatch.setattr(preflight.torch.version, name, value)
+    for name, value in {
+        "is_available": True,
+        "current_accelerator": preflight.torch.device("cuda"),
+        "device_count": 2,
+    }.items():
+        monkeypatch.setattr(preflight.torch.accelerator, name, lambda value=value: value)
+    monkeypatch.setattr(preflight.torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(preflight.torch.cuda, "mem_get_info", lambda _: (free << 30, 64 << 30))
+    (result,) = preflight.devices(None, Rendezvous(Launch(), 1))
+    assert result.found == f"2 x cuda a GPU, {free} of 64 GiB free, {found}"
+    assert (result.level, result.advice) == (
+        ("ok", "") if free == 60 else ("warn", f"another process holds memory: {'amd' if hip else 'nvidia'}-smi")
+    )
 
 
 @pytest.mark.gpu
 def test_gpus_are_counted_with_their_memory(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (result,) = preflight.devices(None, Rendezvous(Launch(), 1))
-    assert re.match(r"\d+ x cuda .*, \d+ of \d+ GiB free, CUDA .*", result.found), result.found
+    assert re.match(r"\d+ x cuda .*, \d+ of \d+ GiB free, (CUDA|ROCm) .*", result.found), result.found
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(words, port):

@@ -4,12 +4,17 @@ import ast
 import os
 import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests import conftest
-from tests.support import programs
+from tests.support import launch, programs
+from tools.instruments.team import Team
+from utils.device import select_device
+from utils.errors import UsageError
 
 
 def test_nothing_outside_the_tests_imports_them():
@@ -58,6 +63,18 @@ def test_make_passes_files_and_arguments_on(words, command):
     env = {name: value for name, value in os.environ.items() if name not in around}
     said = subprocess.run(["make", "-n", *words], capture_output=True, text=True, check=True, env=env).stdout
     assert " ".join(said.splitlines()[-1].split()).endswith(f"python {command}")
+
+
+def test_the_device_auto_fails_in_tests_and_in_the_programs_that_they_start(tiny_config, tiny_options):
+    """So no test computes on a GPU by chance; all of them pin `cpu`, which a machine without a GPU shows."""
+    if torch.accelerator.is_available():
+        pytest.skip("auto is a GPU here")
+    with pytest.raises(UsageError, match="sees none"):
+        select_device("auto")
+    with pytest.raises(UsageError, match="sees none"):
+        Team(1, tiny_config(device="auto"))
+    assert programs.run(["train.py", *tiny_options(device="auto")]).returncode == 2
+    assert launch.popen([sys.executable, "train.py", *tiny_options(device="auto")]).wait() == 2
 
 
 PROGRAM = """

@@ -1,5 +1,6 @@
 """Tables, CSV and JSON of benchmarks."""
 
+import importlib.util
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,14 @@ def machine(device: torch.device) -> dict[str, Any]:
     gpu = library(device, "get_device_name")
     name = gpu.get_device_name(device) if gpu else platform.processor() or platform.machine()
     return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def installed(module: str) -> bool:
+    """Whether this Python has a module, which is not imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # nor the package around it
+        return False
 
 
 def format_table(columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> str:

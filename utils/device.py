@@ -4,6 +4,7 @@ import contextlib
 import math
 import mmap
 import os
+import re
 import resource
 import socket
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor
 from utils.errors import UsageError
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/sys/module/amdgpu/version": "AMD"}
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def select_device(name: str, local_rank: int = 0) -> torch.device:
@@ -58,13 +60,32 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def promised_gpus() -> str:
-    """What says that this process should have GPUs: a Slurm job with some, or a driver; '' where nothing does."""
+    """What says that this process should have GPUs: a Slurm job with some, or a driver.
+
+    '' where nothing does, and where they are hidden on purpose.
+    """
+    if any(os.environ.get(name) == "" for name in VISIBLE):
+        return ""
     if count := os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK"):
         return f"Slurm gave this job GPUs ({count} on this node)"
-    for path, what in DRIVERS.items():
+    there = driver()
+    return f"this machine has a driver of {there[0]}" if there else ""
+
+
+def driver() -> tuple[str, str] | None:
+    """Maker and version of the driver of this machine's GPUs; None without one."""
+    for path, maker in DRIVERS.items():
         if Path(path).exists():
-            return f"this machine has a driver of {what}"
-    return ""
+            version = re.search(r"\d+(\.\d+)+", Path(path).read_text())
+            return maker, version[0] if version else "of unknown version"
+    return None
+
+
+def built_for() -> str:
+    """What this build of torch is for: 'CUDA 13.0', 'ROCm 7.1', 'XPU 2025' or 'no GPU'."""
+    version = torch.version
+    kinds = {"ROCm": version.hip, "CUDA": version.cuda, "XPU": getattr(version, "xpu", None)}
+    return next((f"{name} {number}" for name, number in kinds.items() if number), "no GPU")
 
 
 def library(device: torch.device, *needed: str) -> Any:
@@ -137,6 +158,12 @@ def pinned_tensor(shape: Sequence[int]) -> Tensor:
     torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
     weakref.finalize(array, runtime.cudaHostUnregister, address)
     return torch.from_numpy(array)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give the memory that torch keeps for its next tensors back to the device, for other processes."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

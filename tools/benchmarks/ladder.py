@@ -2,10 +2,9 @@
 
 Each step of the ladder is a process that trains with its own options; all start from the same weights and read the same
 batches. The processes take turns: in a round each trains a few iterations while the others wait, so that a slow minute
-of the machine slows all of them alike.
+of the machine slows all of them alike. Who waits holds only what its model needs, so that all of them fit one GPU.
 """
 
-import importlib.util
 import statistics
 import time
 from contextlib import ExitStack
@@ -18,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
 from tools.pictures import bars, save
-from tools.tables import format_table, machine
+from tools.tables import format_table, installed, machine
 from training.float8 import has_float8
 from training.model import build_model
 from training.step import AMP_DTYPES
 from training.tasks import build_task
-from utils.device import peak_memory_bytes, select_device, synchronize
+from utils.device import empty_cache, peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
@@ -38,8 +37,8 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     """
     device = select_device(config.device)
     no_gpu = None if device.type == "cuda" else "needs a GPU"
-    no_dali = None if importlib.util.find_spec("nvidia.dali") else "not installed (requirements-dali.txt)"
-    no_fp8 = None if importlib.util.find_spec("torchao") else "not installed (requirements-fp8.txt)"
+    no_dali = None if installed("nvidia.dali") else "not installed (requirements-dali.txt)"
+    no_fp8 = None if installed("torchao") else "not installed (requirements-fp8.txt)"
     if not has_float8(device):
         no_fp8 = "needs a GPU with 8-bit products"
     return [
@@ -143,6 +142,7 @@ def _start(rank: Rank, config: Config) -> None:
         "peak": 0.0,
     }
     _train(rank, LEAD_IN + 1)
+    empty_cache(rank.device)
 
 
 def _train(rank: Rank, steps: int) -> float:
@@ -166,6 +166,7 @@ def _turn(rank: Rank, steps: int) -> dict[str, float]:
     rank.kept["memory"] = max(rank.kept.get("memory", 0), peak_memory_bytes(rank.device))  # before the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
+    empty_cache(rank.device)
     return {"seconds": seconds, "wait": wait}
 
 

@@ -3,7 +3,6 @@
 All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
 
-import importlib.util
 import statistics
 import subprocess
 import tempfile
@@ -18,7 +17,7 @@ import h5py
 import torch
 
 from tools.benchmarks.plain_loader import plain_loader
-from tools.tables import format_table, machine
+from tools.tables import format_table, installed, machine
 from training.tasks import build_task
 from utils.data_loader import DataLoader
 from utils.device import select_device, synchronize
@@ -37,13 +36,13 @@ def run(
 ) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
-    workers: numbers of data workers to try. frames: of the training data, copied into each layout. batches: timed in
-    a turn.
+    workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data,
+    copied into each layout. batches: timed in a turn.
     """
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
         layouts = _write_layouts(config, Path(folder), frames)
-        cases = _cases(config, layouts, workers, device)
+        cases = _cases(config, layouts, sorted({0, *workers}), device)
         speeds: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(rounds):
             for name, measure in cases.items():
@@ -67,7 +66,7 @@ def run(
     rows = [(r["loader"], r["samples_per_sec"], r["bytes_per_sec"] / 1e9, *list(r.values())[3:]) for r in results]
     print(format_table(columns, rows))
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
-    if importlib.util.find_spec("nvidia.dali") is None:
+    if not installed("nvidia.dali"):
         print("DALI: skipped, not installed (requirements-dali.txt)")
     return {"config": config.config, "machine": machine(device), "loaders": results}
 
@@ -101,7 +100,7 @@ def _cases(
     cases: dict[str, Callable[[int], float]] = {CAT: lambda _: _cat(config, contiguous)}
     for n in workers:
         cases[f"plain design, {n} workers"] = partial(_plain, options(contiguous, "pytorch", n))
-    dali = {"dali": "DALI"} if importlib.util.find_spec("nvidia.dali") else {}
+    dali = {"dali": "DALI"} if installed("nvidia.dali") else {}
     for kind, title in ({"pytorch": "native"} | dali).items():
         for layout, folder in layouts.items():
             for n in workers:

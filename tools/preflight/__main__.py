@@ -29,7 +29,7 @@ from tools.preflight import file_system as files
 from tools.preflight import network
 from tools.preflight.check_results import CheckResult, merge
 from tools.preflight.rendezvous import Absent, Rendezvous, limited
-from utils.device import library
+from utils.device import VISIBLE, built_for, driver, library, promised_gpus
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real, run_main
 from utils.launch import read_launch
 from utils.rank_failure import exit_at_once
@@ -57,16 +57,12 @@ def packages(*_: Any) -> Iterator[CheckResult]:
         else:
             advice = "make setup; another version may work, make test tells"
             yield CheckResult("warn", "packages", f"{name} {found}, requirements.txt says {pin}", advice)
-    version = torch.version
-    built = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
-    build = f"torch {torch.__version__}, "
-    build += next((f"{name} {number}" for name, number in built.items() if number), "no CUDA")
+    build = f"torch {torch.__version__}, built for {built_for()}"
     yield CheckResult("ok", "packages", f"{agree} of {len(pins)} as in requirements.txt; {build}")
 
 
 def devices(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     """The devices that torch.accelerator finds, compared with what the driver and Slurm report."""
-    driver = network.nvidia_driver()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     level, advice = "ok", ""
     if accelerator is not None:
@@ -77,16 +73,15 @@ def devices(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckRe
             seen = range(count) if ranks.size == 1 else [ranks.launch.local_rank % count]
             free, total = (min(gib) / 2**30 for gib in zip(*map(gpu.mem_get_info, seen), strict=True))
             found += f" {gpu.get_device_name(0)}, {free:.0f} of {total:.0f} GiB free"
-            found += f", CUDA {torch.version.cuda}, driver {driver}" if driver else f", torch {torch.__version__}"
+            installed = driver()  # a container may hide it
+            found += f", {built_for()}" + (f", driver {installed[1]}" if installed else "")
             if free < 0.9 * total and ranks.size == 1:
-                level, advice = "warn", "another process holds memory: nvidia-smi shows it"
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        found = "CUDA_VISIBLE_DEVICES is empty: training runs on the CPU"
-    elif driver:
-        found = f"none, although nvidia-smi shows driver {driver}; torch is built for CUDA {torch.version.cuda}"
-        level, advice = "FAIL", "a torch for this driver, or a newer driver"
-    elif os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-        found, level, advice = "none, although Slurm gave GPUs", "warn", "a torch and modules for these GPUs"
+                level, advice = "warn", f"another process holds memory: {'amd' if torch.version.hip else 'nvidia'}-smi"
+    elif hidden := [name for name in VISIBLE if os.environ.get(name) == ""]:
+        found = f"{hidden[0]} is empty: training runs on the CPU"
+    elif there := promised_gpus():
+        found = f"none, although {there}; torch is built for {built_for()}"
+        level, advice = "FAIL", "a torch and modules for these GPUs and their driver, or a newer driver"
     else:
         found = "no GPU: training runs on the CPU"
     yield CheckResult(level, "devices", found, advice)

@@ -2,9 +2,7 @@
 
 import datetime
 import os
-import shutil
 import socket
-import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -28,15 +26,6 @@ SLOW = {
     ("CUDA_LAUNCH_BLOCKING", "1"): "the host waits for every kernel",
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every collective is checked",
 }
-
-
-def nvidia_driver() -> str | None:
-    """The driver version that nvidia-smi reports; None without nvidia-smi."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    return answer.stdout.split()[0] if answer.returncode == 0 and answer.stdout.strip() else None
 
 
 def interfaces() -> list[str]:

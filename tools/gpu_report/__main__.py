@@ -1,0 +1,102 @@
+"""A report of all that needs a GPU: tests, training, forecast, benchmarks, plans beside measurements.
+
+    make gpu                                              on this machine's GPUs, in 10 minutes at most
+    python -m tools.gpu_report --device cpu --gpu h100    a rehearsal at tiny sizes, without a GPU
+
+Its parts run one after another, the most valuable first, each within a time of its own; whatever becomes of one, the
+others follow. The report, NAME.json and NAME.md for GPUs of that name, is written anew after each. Exit status: 0 no
+part failed (one that lacks something is skipped), 1 some did, 2 wrong options or no GPU.
+"""
+
+import argparse
+import platform
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools import tables
+from tools.gpu_report.page import write_report
+from tools.gpu_report.parts import Machine, parts_of
+from tools.gpu_report.running import run_parts
+from tools.planner.hardware import load_gpu, read_gpus
+from utils.device import built_for, driver, select_device
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, reported_as_usage_error, run_main
+
+MINUTES = 10  # for which the parts have their limits
+OPTIONAL = ("nvidia.dali", "natten", "matplotlib", "pytest")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the report that the words of a command line ask for; returns the exit status."""
+    options = parse(argv)
+    device = select_device(options.device)
+    count = 1 if device.type == "cpu" else torch.accelerator.device_count()
+    about, work = description(device, count), options.work.absolute()
+    results: list[dict[str, Any]] = []
+    path = options.out / re.sub(r"\W+", "-", f"{about['name']} x{count}".lower())
+    with reported_as_usage_error(OSError, "--out, --work"):
+        options.out.mkdir(parents=True, exist_ok=True)
+        work.mkdir(parents=True)  # a new one: data in it are deleted at the end
+        write_report(path, about, results)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its part first
+    machine = Machine(device.type, count, options.gpu or planner_entry(about["name"]), work)
+    parts = [replace(part, seconds=part.seconds * options.minutes / MINUTES) for part in parts_of(machine)]
+    try:
+        for result in run_parts(parts, work, 60 * options.minutes):
+            results.append(result)
+            write_report(path, about, results)
+            print(f"{result['status']:<12} {result['seconds']:6.1f} s  {result['part']}  {result['why']}", flush=True)
+    finally:
+        shutil.rmtree(work / "data", ignore_errors=True)
+    print(f"{path}.md; output of the parts: {options.work}")
+    return 0 if {result["status"] for result in results} <= {"passed", "skipped"} else FAILED_STATUS
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options. Raises UsageError for options that cannot be used."""
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option, work = parser.add_argument, f"logs/gpu_report/{time.strftime('%Y%m%d-%H%M%S')}"
+    option("--out", type=Path, default="docs/results", metavar="FOLDER", help="of the report (%(default)s)")
+    option("--work", type=Path, default=work, metavar="FOLDER", help="a new one, for runs and output (%(default)s)")
+    option(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        metavar="N",
+        help="of all parts; their own limits grow with it (%(default)s)",
+    )
+    option("--gpu", metavar="NAME", help="GPU of config/hardware.yaml to plan for (that of the device's name)")
+    option("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal (%(default)s)")
+    options = parser.parse_args(argv)
+    if not options.minutes > 0:
+        raise UsageError("--minutes: more than 0")
+    if options.gpu:
+        load_gpu(options.gpu)
+    return options
+
+
+def description(device: torch.device, count: int) -> dict[str, Any]:
+    """What the figures are of: the machine, and what is installed."""
+    absent = [name for name in OPTIONAL if not tables.installed(name)] + ([] if shutil.which("nsys") else ["nsys"])
+    today = time.strftime("%Y-%m-%d")
+    return tables.machine(device) | {
+        "devices": count, "driver": " ".join(driver() or ["unknown"]), "built for": built_for(),
+        "python": platform.python_version(), "date": today, "not installed": " ".join(absent) or "-",
+    }  # fmt: skip
+
+
+def planner_entry(name: str) -> str:
+    """The entry of config/hardware.yaml for a GPU of this name; '' where there is none."""
+    fitting = [entry for entry in read_gpus() if all(word in name.lower() for word in entry.split("-"))]
+    return max(fitting, key=len, default="")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,100 @@
+"""What no training shows: collectives of every kind, attention of every method, the matrix products that MFU is of.
+
+    torchrun --nproc_per_node 1 -m tools.gpu_report.on_device --json FILE
+
+Each rank has a GPU. A single rank makes a group as well, of NCCL with gloo beside it. Wrong numbers are an error.
+"""
+
+import os
+from argparse import ArgumentParser
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+
+from distributed import attention
+from distributed.collectives import as_group
+from tools.benchmarks.ladder import matmul_flops_per_sec
+from utils.device import select_device
+from utils.files import write_json
+from utils.layout import shard_sizes
+
+SIZES = {"cuda": (16200, 64, torch.bfloat16), "cpu": (50, 8, torch.float32)}  # tokens, features of a head, dtype
+TOLERANCE = 0.02  # of bfloat16
+
+
+def check_collectives(device: torch.device) -> list[str]:
+    """Names of the collectives that were tried on tensors of a device. Raises ValueError for wrong numbers."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    own, x, parts = (torch.zeros(*shape, device=device) for shape in ((2,), (2,), (size, 2)))
+    own += rank + 1
+    received, sent = ([2 * (other == peer) for other in range(size)] for peer in (before, after))  # others: nothing
+    total, neighbour = size * (size + 1) / 2, before + 1
+    calls = {
+        "all_reduce": (lambda: dist.all_reduce(x.copy_(own)), total),
+        "broadcast": (lambda: dist.broadcast(x.copy_(own), size - 1), size),
+        "all_gather": (lambda: (dist.all_gather([*parts], own), x.copy_(parts.sum(0))), total),
+        "reduce_scatter": (lambda: dist.reduce_scatter(x, [own] * size), total),
+        "all_to_all": (lambda: dist.all_to_all_single(x, own, received, sent), neighbour),
+    }
+    if size > 1 or device.type != "cpu":  # gloo sends nothing to itself
+        ops = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, x, before)]
+        calls["point-to-point"] = (lambda: [work.wait() for work in dist.batch_isend_irecv(ops)], neighbour)
+    for name, (call, expected) in calls.items():
+        x.zero_()
+        call()
+        if x.tolist() != [expected] * 2:
+            raise ValueError(f"{name} on {device}: {x.tolist()}, not {expected}")
+    dist.barrier()
+    return list(calls)
+
+
+def attend(method: str, device: torch.device) -> dict[str, float]:
+    """Milliseconds of attention, forward and backward, and its relative error. Raises ValueError for a large one."""
+    (tokens, features, dtype), group = SIZES[device.type], as_group(dist.group.WORLD)
+    sizes = shard_sizes(tokens, group.size)
+    own = slice(sum(sizes[: group.rank]), sum(sizes[: group.rank + 1]))
+    torch.manual_seed(0)  # the same on all ranks
+    *qkv, grad = torch.randn(4, 1, 4 * group.size, tokens, features, device=device).to(dtype).unbind()
+
+    def step() -> list[Tensor]:
+        q, k, v = (x[:, :, own].clone().requires_grad_() for x in qkv)
+        out = attention.METHODS[method](q, k, v, sizes=sizes, group=group)
+        return [out, *torch.autograd.grad(out, (q, k, v), grad[:, :, own])]
+
+    q, k, v = (x.float().clone().requires_grad_() for x in qkv)
+    whole = F.scaled_dot_product_attention(q, k, v)
+    expected = [x[:, :, own] for x in (whole, *torch.autograd.grad(whole, (q, k, v), grad.float()))]
+    error = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(step(), expected, strict=True))
+    if not error < TOLERANCE:
+        raise ValueError(f"{method} attention: relative error {error:.3g}")
+    return {"ms": Timer("step()", globals={"step": step}).timeit(5).mean * 1e3, "error": error}
+
+
+def main() -> None:
+    """Check everything on this rank; the first one writes the figures."""
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", required=True)
+    options = parser.parse_args()
+    device = select_device(options.device, int(os.environ["LOCAL_RANK"]))
+    backends = {"gloo": torch.device("cpu")} | ({"nccl": device} if device.type == "cuda" else {})
+    dist.init_process_group(
+        ",".join(f"{device.type}:{name}" for name, device in backends.items()), timeout=timedelta(seconds=60)
+    )
+    figures = {
+        "collectives": {name: check_collectives(device) for name, device in backends.items()},
+        "attention": {method: attend(method, device) for method in attention.METHODS},
+        "matmul_flops_per_sec": matmul_flops_per_sec(device, torch.bfloat16),
+    }
+    if dist.get_rank() == 0:
+        write_json(options.json, figures)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
