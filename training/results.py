@@ -1,5 +1,6 @@
 """Results for people: TensorBoard pages and the table at the end of a run."""
 
+import contextlib
 import logging
 import os
 import shlex
@@ -94,6 +95,11 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
     """
     if not comm.is_main():
         return
+    with contextlib.suppress(OSError, ValueError):  # closed, or full: summary.json has all of it
+        _print_result(summary, scores, config)
+
+
+def _print_result(summary, scores, config):
     print(f"\n{scores}\n")
     print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
     programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use

@@ -98,8 +98,8 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         """Close what is open; where all iterations are done, write the summary and print it."""
-        if self.summary and kind is None and comm.is_main():
-            print(f"{self.folder.path} is a finished run; its result:")
+        if self.summary and kind is None:
+            log.info("%s is a finished run; its result:", self.folder.path)
         self.open.__exit__(kind, *error)
         if fallback.calls:
             log.info("Operations on whole tensors (--domain_fallback gather): %s", fallback.report())

@@ -1,0 +1,112 @@
+"""Terminals that go away, and disks that fill, while a run trains on."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import plan
+import train
+from tests.support import programs
+from tests.support.launch import popen, summary
+from training import results
+from training.checkpoint import CheckpointFolder
+from utils.errors import UsageError
+
+
+def shell(line, words, **variables):
+    """Run train.py with these words by a line of the shell, in which it is `train`."""
+    command = subprocess.list2cmdline([sys.executable, "train.py", *words])
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; train() {{ {command}; }}; {line}"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train > /dev/full",
+        pytest.param("train >&-", marks=pytest.mark.slow("a terminal that was closed")),
+        pytest.param("train | head -1", marks=pytest.mark.slow("a pipe that was closed")),
+        pytest.param("train 2>&-", marks=pytest.mark.slow("no standard error")),
+        pytest.param("train > /dev/full 2>&1", marks=pytest.mark.slow("neither can be written")),
+    ],
+)
+def test_a_run_goes_on_where_its_output_cannot(tiny_options, tmp_path, line):
+    done = shell(line, tiny_options(num_iters=20, warmup=0))
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert summary(tmp_path, "00")["iterations"] == 20
+    assert "Saved checkpoint" in (tmp_path / "logs/quick/00/out.log").read_text()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_lost_connection_stops_a_run_as_a_warning_does_but_not_under_nohup(tiny_options, tmp_path, ignored):
+    words = ["train.py", *tiny_options(num_iters=300 if ignored else 100_000, checkpoint_every=100_000)]
+    run = popen(["nohup", sys.executable, *words]) if ignored else programs.start(words)
+    log = tmp_path / "logs/quick/00/out.log"
+    while not (log.exists() and "Starting training" in log.read_text()) and run.poll() is None:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGHUP)
+    assert run.wait() == (0 if ignored else 75)
+    assert CheckpointFolder(tmp_path / "logs/quick/00/checkpoints", keep=1).newest_whole()[0] is not None
+
+
+def test_a_full_disk_ends_the_events_and_not_the_run(tiny_options, tmp_path, monkeypatch):
+    whole = results.SummaryWriter.add_scalar
+
+    def add_scalar(self, name, value, iteration):
+        if iteration > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(self, name, value, iteration)
+
+    monkeypatch.setattr(results.SummaryWriter, "add_scalar", add_scalar)
+    train.main(tiny_options(num_iters=20, warmup=0))
+    assert summary(tmp_path, "00")["iterations"] == 20
+    log = (tmp_path / "logs/quick/00/out.log").read_text()
+    assert log.count("TensorBoard's events cannot be written from here on: No space left on device") == 1
+
+
+@pytest.mark.parametrize("run_num", ["../..", "/tmp/elsewhere", "a/b", ".", "..", ""])
+def test_a_run_stays_in_its_folder(tiny_options, tmp_path, run_num):
+    with pytest.raises(UsageError, match="run_num: "):
+        train.main(tiny_options(run_num=run_num))
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_folder_in_place_of_a_file_to_write_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="is a folder, and a file is to be written"):
+        plan.main(["--yaml_config=config/mp.yaml", "--config=mp_quick", "--gpus=1", "--json", str(tmp_path)])
+
+
+def test_settings_are_those_of_the_checkpoint_where_config_yaml_is_gone(tiny_options, tmp_path):
+    train.main(tiny_options(num_iters=2, warmup=0))
+    run = tmp_path / "logs/quick/00"
+    (run / "config.yaml").unlink()
+    (run / "summary.json").unlink()
+    with pytest.raises(UsageError, match=r"holds a run of other settings: depth \(2 there, 1 now\)"):
+        train.main(tiny_options(num_iters=2, warmup=0, depth=1))
+    train.main(tiny_options(num_iters=2, warmup=0))
+    assert (run / "config.yaml").is_file() and summary(tmp_path, "00")["iterations"] == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"world_size": "two"}'])
+def test_a_summary_that_is_none_is_one_line(tiny_options, tmp_path, text):
+    train.main(tiny_options(num_iters=2, warmup=0))
+    (tmp_path / "logs/quick/00/summary.json").write_text(text)
+    with pytest.raises(UsageError, match=r"summary.json: is not (JSON|the summary of a run)"):
+        train.main(tiny_options(num_iters=2, warmup=0))
+
+
+def test_a_run_that_is_further_than_it_is_asked_to_be_says_so(tiny_options, tmp_path):
+    train.main(tiny_options(num_iters=4, warmup=0))
+    (tmp_path / "logs/quick/00/summary.json").unlink()
+    (tmp_path / "logs/quick/00/config.yaml").unlink()
+    with pytest.raises(UsageError, match="num_iters|is at iteration 4, beyond num_iters 2: nothing is left to do"):
+        train.main(tiny_options(num_iters=2, warmup=0))
