@@ -10,7 +10,8 @@
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-.PHONY: afresh demo setup test test-all lint figures clean exercise faults gpu preflight slurm slurm-shell slurm-stop
+# make fuzz MINUTES=10   feed every reader and every command hostile input
+.PHONY: afresh demo setup test test-all lint figures clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,6 +45,9 @@ exercise: .venv/installed
 
 faults: .venv/installed-dev
 	$(BIN)/python -m tests.faults --rounds $(or $(ROUNDS),1)
+
+fuzz: .venv/installed-dev
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),1)
 
 preflight: .venv/installed
 	@$(BIN)/$(if $(RANKS),torchrun --nproc_per_node $(RANKS),python) -m tools.preflight

@@ -11,8 +11,10 @@ fi
 
 if [ -n "${SLURM_JOB_ID:-}" ]; then
     if [ -z "${MASTER_ADDR:-}" ]; then
-        # The batch script runs on the first node, where rank 0 will be: its own name is known to the others.
+        # The batch script runs on the first node, where rank 0 will be: its own name is known to the others. On one node
+        # rank 0 listens where no other machine reaches it.
         MASTER_ADDR=$(hostname)
+        if [ "${SLURM_STEP_NUM_NODES:-${SLURM_JOB_NUM_NODES:-}}" = 1 ]; then MASTER_ADDR=127.0.0.1; fi
         if [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ]; then # srun without a batch script: this may be another node
             MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
         fi

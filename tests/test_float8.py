@@ -116,7 +116,7 @@ def test_other_accelerators_are_refused():
 @pytest.mark.parametrize(("there", "reason"), [(False, "needs a GPU with 8-bit products"), (True, None)])
 def test_the_ladder_tries_it_after_compilation(tiny_config, monkeypatch, there, reason):
     monkeypatch.setattr("tools.benchmarks.ladder.has_float8", lambda device: there)
-    monkeypatch.setattr("tools.benchmarks.ladder.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("tools.benchmarks.ladder.installed", lambda name: True)
     steps = ladder(tiny_config(), 2)
     assert ("fp8", {"amp_mode": "fp8"}, reason) in steps
     names = [name for name, *_ in steps]

@@ -102,7 +102,7 @@ def test_ranks_ask_for_the_backend_of_their_devices_and_gloo_for_what_is_offload
     monkeypatch.setattr(comm, "select_device", lambda *_: torch.device(kind, 0))
     monkeypatch.setattr(comm, "physical_name", lambda _: "")
     monkeypatch.setattr(comm, "check_devices", lambda *_: None)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(comm, "listen_on_loopback", lambda launch: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **others: asked.update(others, backend=backend))
     monkeypatch.setattr(comm, "FailureListener", lambda *_: None)
     monkeypatch.setattr(comm, "_listener", None)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from utils.device import backend_for, physical_name, select_device
-from utils.errors import ArgumentParser, UsageError, first_line, run_main, whole
+from utils.errors import ArgumentParser, UsageError, first_line, os_errors_as_usage_errors, run_main, whole
 from utils.launch import Launch, name_gloo_interface, read_launch
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FailureListener, end_with_launcher
@@ -297,7 +297,8 @@ def run_ranks(main: Callable[[], int | None]) -> NoReturn:
 
     def guarded():
         try:
-            status = main()
+            with os_errors_as_usage_errors():
+                status = main()
         except (Exception, KeyboardInterrupt) as error:
             if _listener:
                 _listener.end_this_rank(error, shutdown)

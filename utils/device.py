@@ -93,7 +93,7 @@ def library(device: torch.device, *needed: str) -> Any:
 
     needed: names of functions. None where one of them is missing, and on the CPU.
     """
-    module = torch.get_device_module(device) if device.type != "cpu" else None
+    module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
     return module if module and all(hasattr(module, name) for name in needed) else None
 
 

@@ -69,6 +69,17 @@ def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...],
         raise UsageError(f"{where}: {error}") from None
 
 
+@contextmanager
+def os_errors_as_usage_errors() -> Iterator[None]:
+    """Turn what the system says of a file into a UsageError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the exception's name where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
@@ -89,7 +100,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr = open(os.devnull, "w")
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
-        status = main()
+        with os_errors_as_usage_errors():
+            status = main()
     except (UsageError, NonFiniteLossError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS

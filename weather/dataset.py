@@ -177,7 +177,7 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
         values = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may promise more than memory holds
         if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
             raise ValueError("it holds no array of floats")
-    except (OSError, ValueError, EOFError, TypeError, MemoryError, SyntaxError, RecursionError) as error:
+    except Exception as error:  # numpy's parser of a header lets much through
         raise UsageError(f"{path}: cannot be read as .npy statistics: {first_line(error)}") from None
     enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
     if not enough or values.shape[2] < height or values.shape[3] < width:

@@ -1,0 +1,240 @@
+"""Feed every reader and every command hostile input: it takes it, or says in a line what is wrong.
+
+    make fuzz MINUTES=10        or        python -m tests.fuzz --minutes 10
+
+Files are damaged copies of good ones, year files have metadata of any kind, command lines have options with values that
+no one should give. A command may end with status 0 or 2, within a minute, with at most three lines of errors, without a
+traceback, and writes nothing outside its own folder.
+"""
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from tests.conftest import TINY, words_of
+from tests.support import programs
+from tools import hang
+from tools.benchmarks.scaling.study import read_study
+from tools.forecasting.output_files import prepare_folder
+from tools.planner.hardware import load_gpu
+from training.checkpoint_marker import MARKER, CheckpointError, digest, read_marker
+from training.run_folder import read_summary
+from utils.config import Config, load_config
+from utils.errors import UsageError
+from utils.launch import read_launch
+from weather.dataset import FieldDataset, read_statistics
+from weather.sample_data import make_sample_data
+
+HOSTILE = [
+    "", "0", "-1", "-0.0", "nan", "inf", "-inf", "1e400", "1e-400", "99999999999999999999", "2147483648", "0x10",
+    "1_000", "true", "null", "~", "[]", "[1, 2]", "[" * 2000, "{}", "{a: b}", "{" * 500, "&a [*a]", "*a", "!!int abc",
+    "!!python/name:os", "2020-13-45", "..", "../..", "/", "/dev/null", "/etc/passwd", "nowhere", "a" * 5000, "a\nb",
+    "\x1b[31m", "\x00", "é\udce9", "%s%n", "$(id)", "'\"", "auto", "cuda", "tp2", "1..2", "16..8", "1980-1979",
+]  # fmt: skip
+ATOMS = [word.encode(errors="surrogateescape") for word in HOSTILE]
+VARIABLES = [
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "SLURM_PROCID",
+    "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "SLURM_LAUNCH_NODE_IPADDR",
+]  # fmt: skip
+
+
+def damaged(data, chance):
+    """A copy of some bytes with a few changes: cut, flipped, replaced or with something hostile inside."""
+    data = bytearray(data)
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        at = chance.randrange(len(data) + 1)
+        match chance.randrange(5):
+            case 0:
+                del data[at:]
+            case 1 if data:
+                data[at % len(data)] ^= 1 << chance.randrange(8)
+            case 2:
+                data[at:at] = chance.choice(ATOMS)
+            case 3:
+                data[at : at + chance.randrange(1, 40)] = chance.choice(ATOMS)
+            case _:
+                data[at:at] = data[: chance.randrange(1, 200)]
+    return bytes(data)
+
+
+def good_files(folder):
+    """{reader's name: (a good file's bytes, read(path))}."""
+    np.save(folder / "means.npy", np.ones((1, 20, 1, 1), np.float32))
+    marker = {"iteration": 3, "val_loss": 0.5, "world_size": 1, "config": {}, "trainer": {}, "files": {}}
+    summary = {"config": "quick", "run": "logs/quick/00", "iterations": 3, "world_size": 1, "units": {}}
+    record = {"rank": 0, "world_size": 1, "pg_config": {}, "entries": []}
+
+    def as_marker(path):
+        shutil.copyfile(path, path.with_name(MARKER))
+        read_marker(path.parent)
+
+    def as_record(path):
+        shutil.copyfile(path, path.with_name("collectives-rank0.json"))
+        hang.main([str(path.parent)])
+
+    def as_skill(path):
+        shutil.copyfile(path, path.with_name("skill.json"))
+        prepare_folder(path.parent)
+
+    return {
+        "config": (Path("config/ViT.yaml").read_bytes(), lambda path: load_config([f"--yaml_config={path}"])),
+        "hardware": (Path("config/hardware.yaml").read_bytes(), lambda path: load_gpu("a100-40gb", path)),
+        "study": (Path("config/scaling.yaml").read_bytes(), lambda path: read_study(str(path), "quick")),
+        "statistics": ((folder / "means.npy").read_bytes(), lambda path: read_statistics(path, 20)),
+        "marker": (json.dumps({"sha256": digest(marker), **marker}).encode(), as_marker),
+        "summary": (json.dumps(summary).encode(), lambda path: read_summary(path, run=str, units=dict)),
+        "collectives": (json.dumps(record).encode(), as_record),
+        "skill": (b'{"files": ["a.nc"]}', as_skill),
+    }
+
+
+def read_damaged(chance, folder):
+    """One damaged file for a reader; returns the reader's name."""
+    name, (data, read) = chance.choice(sorted(good_files(folder).items()))
+    path = folder / "damaged"
+    path.write_bytes(damaged(data, chance))
+    with contextlib.redirect_stdout(None):
+        read(path)
+    return name
+
+
+def read_strange_year(chance, folder):
+    """A year file whose datasets may be of any type, size and content."""
+
+    def strange(good):
+        values = [
+            good, good[:-1], good.astype("S3"), good.astype("i8"), np.full(good.shape, np.nan), good.reshape(-1, 1),
+            good[:0], np.array(7), np.array("text", "S4"), good * 1e30, np.zeros((2, 2, 2), [("a", "f4")]),
+        ]  # fmt: skip
+        return chance.choice(values) if chance.random() < 0.5 else good
+
+    path = folder / "train" / "1979.h5"
+    path.parent.mkdir(exist_ok=True)
+    with h5py.File(path, "w") as file:
+        fields = np.ones((4, 2, 4, 8), "f4")
+        if chance.random() < 0.3:
+            fields = chance.choice([fields.astype("f8"), fields.astype("i4"), fields[0], fields[:1], fields[:, :0]])
+        if chance.random() < 0.9:
+            file.create_dataset("fields", data=fields, chunks=chance.choice([None, True]) if fields.size else None)
+        for name, good in {"latitude": np.linspace(90, -90, 4), "longitude": np.arange(8) * 45.0}.items():
+            if chance.random() < 0.8:
+                file[name] = strange(good)
+        for name in ("channel", "channel_units"):
+            if chance.random() < 0.8:
+                file[name] = chance.choice([["a", "b"], ["a"], [1, 2], "a", ["a\x1b", "b" * 5000], np.zeros((2, 2))])
+    dataset = FieldDataset(path.parent, 2, (4, 8))
+    dataset.read(0, np.empty(dataset.shape, np.float32))
+    dataset.close()
+
+
+def read_strange_environment(chance, _folder):
+    """Any of the launchers' variables with any value."""
+    chosen = chance.sample(VARIABLES, chance.randrange(1, len(VARIABLES)))
+    read_launch({name: chance.choice([*HOSTILE, "1", "2", "4", "127.0.0.1"]) for name in chosen})
+
+
+def strange_command(chance, folder, data):
+    """The words of a command with one to three options that are hostile."""
+
+    def hostile(options):
+        return [f"--{chance.choice(options)}={chance.choice(HOSTILE)}" for _ in range(chance.randrange(1, 4))]
+
+    tiny = words_of(TINY | data | {"num_iters": 2, "warmup": 0, "expdir": folder / "logs"})
+    keys = sorted(set(Config.model_fields) - {"expdir", "num_iters", "comm_timeout", "depth", "model"})
+    commands = [
+        ["train.py", *tiny, *hostile(keys)],
+        ["train_mp.py", *tiny, "--yaml_config=config/ViT.yaml", *hostile(keys)],
+        ["train_shard.py", *tiny, "--yaml_config=config/ViT.yaml", *hostile(keys)],
+        ["forecast.py", *hostile(["run_folder", "checkpoint", "dates", "starts", "lead_hours", "channel", "split"])],
+        ["plan.py", *hostile(["gpus", "gpu", "top", "calibrate", "yaml_config", "config", *keys])],
+        ["benchmark.py", "mp", "--device=cpu", *hostile(["layouts", "rounds", "steps", "embed_dims"])],
+        ["benchmark.py", "dp", "--device=cpu", *hostile(["world_sizes", "rounds", "steps", "strategies"])],
+        ["benchmark.py", "scaling", *hostile(["study", "study_file", "only"])],
+        ["-m", "tools.checkpoint", "show", chance.choice(HOSTILE)],
+        ["-m", "tools.hang", chance.choice(HOSTILE)],
+        ["-m", "tools.preflight", f"--expdir={folder}/logs", *hostile(["timeout", "train_data_path"])],
+        ["-m", "utils.comm", "--world_size=8", *hostile(["tensor_parallel", "domain_parallel", "dp_shard"])],
+        ["-m", "weather.sample_data", f"{folder}/data", *hostile(["img_size", "days", "train_years", "seed"])],
+    ]  # fmt: skip
+    return [word.replace("\x00", "") for word in chance.choice(commands)]  # no system passes it on
+
+
+def run_command(words, folder):
+    """Run a command; returns what is wrong with how it ended, '' if nothing is."""
+    before = set(Path.cwd().rglob("*"))
+    env = os.environ | {"TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = programs.run(words, env=env, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "it hangs"
+    finally:
+        programs.end_all()
+    said = done.stderr.strip().splitlines()
+    allowed = (0, 1, 2) if "tools.preflight" in words else (0, 2)  # 1: a check has failed
+    if done.returncode not in allowed or "Traceback" in done.stderr or (done.returncode == 2 and len(said) > 3):
+        return f"status {done.returncode}: {done.stderr[-2000:]}"
+    new = [str(path) for path in set(Path.cwd().rglob("*")) - before if ".git" not in path.parts]
+    return f"it wrote {new}" if new else ""
+
+
+READERS = (read_damaged, read_strange_year, read_strange_environment)
+
+
+def fuzz_readers(chance, folder):
+    """One input to one reader; raises what the reader lets through. Returns the reader's name."""
+    reader = chance.choice(READERS)
+    with contextlib.suppress(UsageError, CheckpointError):
+        reader(chance, folder)
+    return reader.__name__
+
+
+def data_of(folder):
+    """The options that name the sample data in a folder, which is made."""
+    make_sample_data(folder, (16, 32), [1979], [1981], [1982], days=5, seed=1)
+    parts = {"train": "train", "valid": "valid", "inf": "test"}
+    data = {f"{key}_data_path": folder / part for key, part in parts.items()}
+    return data | {f"{k}_path": folder / f"stats/{k}.npy" for k in ("global_means", "global_stds", "time_means")}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=1)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    options = parser.parse_args()
+    counts, failures, seeds = collections.Counter(), 0, itertools.count(options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = data_of(folder / "data")
+        end = time.monotonic() + 60 * options.minutes
+        while time.monotonic() < end:
+            for seed in itertools.islice(seeds, 50):
+                try:
+                    counts[fuzz_readers(random.Random(seed), folder)] += 1
+                except Exception as error:
+                    failures += 1
+                    print(f"--seed {seed}: {type(error).__name__}: {error}"[:1000], flush=True)
+            words = strange_command(random.Random(seed), folder, data)
+            counts["commands"] += 1
+            if wrong := run_command(words, folder):
+                failures += 1
+                print(f"--seed {seed}: {words}: {wrong}"[:3000], flush=True)
+    print(f"{dict(counts)}, {failures} failed")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""A short round of tests/fuzz.py: hostile input is taken, or refused in a line."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import fuzz
+
+ANY = st.randoms(use_true_random=True)
+LONG = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@settings(max_examples=300, **LONG)
+@given(chance=ANY)
+def test_readers_take_or_refuse_what_they_find(folder, chance):
+    fuzz.fuzz_readers(chance, folder)
+
+
+@pytest.mark.slow("commands that are started one by one")
+@settings(max_examples=30, **LONG)
+@given(chance=ANY)
+def test_commands_take_or_refuse_their_words(folder, data_keys, chance):
+    words = fuzz.strange_command(chance, folder, data_keys)
+    assert fuzz.run_command(words, folder) == ""
+
+
+def test_what_a_reader_lets_through_is_noticed(folder, monkeypatch):
+    monkeypatch.setattr(fuzz, "READERS", (lambda *_: [].pop(),))
+    with pytest.raises(IndexError):
+        fuzz.fuzz_readers(random.Random(0), folder)
