@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from tests.support.launch import rank_pids, summary, torchrun
 from tests.support.programs import finish, start_ranks
 from weather.sample_data import make_sample_data
@@ -39,7 +41,7 @@ class Run:
     """One training run of two ranks, in a folder of its own. launch: by_torchrun or by_fork."""
 
     def __init__(self, data, folder, launch):
-        self.folder, self.launch = Path(folder), launch
+        self.folder, self.launch, self.data = Path(folder), launch, Path(data)
         self.checkpoints = self.folder / "logs/quick/00/checkpoints"
         self.words = [
             "--config=quick", "--device=cpu", "--img_size", "16", "32", "--embed_dim=32", "--depth=2", "--num_heads=2",
@@ -128,12 +130,86 @@ def fill_the_disk(run):
     subprocess.run(["mount", "-o", "remount,size=100m", str(run.folder)], check=True)
 
 
+def kill_the_launcher(run):
+    """torchrun goes without its ranks; where there is none, all ranks go."""
+    processes = run.start()
+    run.wait_for_checkpoint(processes)
+    ranks = [psutil.Process(pid) for pid in rank_pids(processes[0])] if len(processes) == 1 else []
+    for process in processes:
+        process.kill()
+    _, left = psutil.wait_procs(ranks, timeout=60)
+    assert not left, "the ranks of a dead launcher train on"
+
+
+def start_twice(run):
+    processes = run.start()
+    run.wait_for_checkpoint(processes)
+    status, output = finish_all(run.start())
+    assert processes[0].poll() is not None or (status != 0 and "is in use: " in output), output
+    _kill(processes)
+
+
+def stop_a_rank_for_a_while(run):
+    processes = run.start()
+    run.wait_for_checkpoint(processes)
+    ranks = rank_pids(processes[0]) if len(processes) == 1 else [process.pid for process in processes]
+    rank = random.choice(ranks)
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(rank, signal.SIGCONT)
+    _kill(processes)
+
+
+def put_a_folder_in_place_of_a_shard(run):
+    """What cannot be read, whoever asks: root may read any file."""
+    kill_a_rank(run)
+    file = _newest_file(run)
+    file.unlink()
+    file.mkdir()
+
+
+def hide_a_file_from_a_rank(run):
+    """The rank sees another folder of the same name, in which a year is missing."""
+    other = run.folder / "train"
+    shutil.copytree(run.data / "train", other, ignore=shutil.ignore_patterns("1980.h5"))
+    words = [word.replace(f"{run.data}/train", str(other)) for word in run.words]
+    both = (["train.py", *run.words], ["train.py", *words])
+    status, output = finish_all(start_ranks(lambda rank: both[rank]))
+    assert status == 2 and "1980.h5: rank 1 on " in output, output
+    kill_a_rank(run)
+
+
+def lose_the_output(run):
+    """Nobody reads what the run says; its log says all."""
+    run.folder.mkdir()
+    program = run.folder / "silent.py"
+    program.write_text(SILENT)
+    ranks = start_ranks([str(program), *run.words])
+    run.wait_for_checkpoint(ranks)
+    _kill(ranks)
+
+
+SILENT = """
+import os
+import train
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+from utils import comm
+comm.run_ranks(train.main)
+"""
+
+
 FAULTS = {
     "rank killed": kill_a_rank,
     "rank killed in mid-save": kill_in_mid_save,
     "newest checkpoint truncated": truncate_the_newest,
     "bit flipped in newest checkpoint": flip_a_bit_of_the_newest,
     "disk full while saving": fill_the_disk,
+    "launcher killed": kill_the_launcher,
+    "started twice": start_twice,
+    "rank stopped for a while": stop_a_rank_for_a_while,
+    "shard that cannot be read": put_a_folder_in_place_of_a_shard,
+    "file that one rank lacks": hide_a_file_from_a_rank,
+    "output that cannot be written": lose_the_output,
 }
 
 

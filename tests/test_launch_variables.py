@@ -55,6 +55,9 @@ def test_exported_variables_inside_srun():
             "RANK 0 of 2 contradicts srun's task 1 of 2: source export_DDP_vars.sh inside",
         ),
         ({k: v for k, v in SRUN.items() if k != "SLURM_PROCID"}, "SLURM_PROCID is not set"),
+        (EXPORTED | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not within 1 to 65535"),
+        (EXPORTED | {"WORLD_SIZE": "-2"}, "WORLD_SIZE=-2 is not within 1 to"),
+        (EXPORTED | {"MASTER_ADDR": " "}, "MASTER_ADDR is empty"),
     ],
 )
 def test_missing_and_contradictory_variables_are_named(env, line):

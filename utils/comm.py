@@ -11,6 +11,7 @@ import datetime
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -64,7 +65,11 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
     name_gloo_interface(launch)
     backend, _patience = backend_for(device), datetime.timedelta(seconds=timeout)
     try:
-        store = listen_on_loopback(launch) if launch.rank == 0 else None
+        store: dist.Store | None = None
+        if launch.rank == 0:
+            store = listen_on_loopback(launch)
+        else:
+            wait_for_rank_0(launch, timeout)
         if store is None:
             store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=_patience))
         # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
@@ -97,6 +102,22 @@ def listen_on_loopback(launch: Launch) -> dist.Store | None:
     return dist.TCPStore(
         "127.0.0.1", launch.master_port, launch.world_size, True, _patience, master_listen_fd=listener.detach()
     )
+
+
+def wait_for_rank_0(launch: Launch, timeout: float) -> None:
+    """Return when rank 0's store can be reached; raises OSError after `timeout` seconds.
+
+    torch's client waits too, and then prints stacks of C++ before its error.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((launch.master_addr, launch.master_port), timeout).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def check_devices(store: dist.Store, ranks: int, name: str) -> None:

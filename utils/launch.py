@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from utils.errors import UsageError
 
 SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+BOUNDS = {"MASTER_PORT": (1, 2**16 - 1), "WORLD_SIZE": (1, 2**20), "SLURM_STEP_NUM_NODES": (1, 2**20)}
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -61,6 +62,8 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
         )  # fmt: skip
     else:
         return Launch()
+    if launch.world_size > 1 and not launch.master_addr.strip():
+        raise UsageError("MASTER_ADDR is empty: it is the address of rank 0's node")
     if not 0 <= launch.rank < launch.world_size:
         raise UsageError(f"RANK {launch.rank} is not one of the {launch.world_size} ranks of WORLD_SIZE")
     return launch
@@ -101,11 +104,15 @@ def _nodes(env: Mapping[str, str], size: int) -> int:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     try:
-        return int(env[name])
+        value = int(env[name])
     except KeyError:
         raise UsageError(f"{name} is not set, although srun started several tasks") from None
     except ValueError:
         raise UsageError(f"{name}='{env[name]}' is not a whole number") from None
+    least, most = BOUNDS.get(name, (0, 2**31 - 1))
+    if not least <= value <= most:
+        raise UsageError(f"{name}={value} is not within {least} to {most}")
+    return value
 
 
 def _slurm_master(env: Mapping[str, str]) -> str:
