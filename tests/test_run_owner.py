@@ -78,8 +78,9 @@ def test_a_number_that_another_process_has_now_is_no_owner(tmp_path):
     RunOwner(tmp_path).release()
 
 
-def test_an_owner_elsewhere_is_alive_while_its_heart_beats(tmp_path):
+def test_an_owner_elsewhere_is_alive_while_its_heart_beats(tmp_path, monkeypatch):
     """Also for an array's other task, which is a job of its own."""
+    monkeypatch.setattr(run_owner, "DEAD_SECONDS", 100.0)
     write(tmp_path, host="elsewhere", job="7")
     with ThreadPoolExecutor() as pool:
         second = pool.submit(RunOwner, tmp_path)
