@@ -196,7 +196,7 @@ def test_the_parts_train_what_the_scripts_take_on_any_number_of_gpus(count, tmp_
 
 TAUGHT = {  # trainings whose words the test above checks, and which other tests run
     "quick, compiled", "quick, fsdp", "mp_quick, tp", "mp_quick, cp", "mp_quick, pp", "shard_quick, domain",
-    "quick, graphs_and_checkpointing", "quick, profiled",
+    "quick, graphs_and_checkpointing", "quick, profiled", "preflight", "loaders",
 }  # fmt: skip
 
 

@@ -327,7 +327,7 @@ def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_pa
 @pytest.mark.slow("two jobs of Slurm in one run folder")
 def test_of_two_jobs_in_one_run_folder_one_trains(cluster, tiny_options):
     def submit():
-        return cluster.submit("submit_pm.sh", *tiny_options(num_iters=1500, run_num="both"), options=["-n", "2"])
+        return cluster.submit("submit_pm.sh", *tiny_options(num_iters=800, run_num="both"), options=["-n", "2"])
 
     first = submit()
     cluster.until(first, "Starting training")
