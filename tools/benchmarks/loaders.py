@@ -94,8 +94,8 @@ def _cases(
     contiguous, most = layouts["contiguous"], max(workers)
 
     def options(folder: Path, kind: str, n: int) -> Config:
-        own = {"train_data_path": str(folder), "data_loader_config": kind, "num_data_workers": n}
-        return config.model_copy(update=own)
+        own = {"train_data_path": str(folder), "valid_data_path": str(folder)}  # the same points
+        return config.model_copy(update=own | {"data_loader_config": kind, "num_data_workers": n})
 
     cases: dict[str, Callable[[int], float]] = {CAT: lambda _: _cat(config, contiguous)}
     for n in workers:
