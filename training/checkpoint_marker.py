@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
@@ -52,7 +52,7 @@ def read_marker(folder: Path) -> Marker:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {first_line(error)}") from None
 
 
-def is_score(loss: float | None) -> bool:
+def is_score(loss: float | None) -> TypeGuard[float]:
     """Whether a marker's val_loss can be compared."""
     return loss is not None and math.isfinite(loss)
 

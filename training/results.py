@@ -46,6 +46,12 @@ class _PatientWriter:
 
         return call
 
+    def close(self) -> None:
+        """Close the events, and leave the errors of threads to whom they were left before."""
+        threading.excepthook = self.usual_hook
+        with contextlib.suppress(OSError):
+            self.inner.close()
+
     def _of_thread(self, args):
         """It writes in a thread, whose traceback nobody needs: the next call meets the same error."""
         if args.thread is None or type(args.thread).__name__ != "_AsyncWriterThread":

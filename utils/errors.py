@@ -107,8 +107,13 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS
-    except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
-        status = None
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
+            status = None
+        else:
+            raise  # another pipe, or a connection
     try:
         sys.stdout and sys.stdout.flush()
     except OSError:  # Python would try once more, and complain

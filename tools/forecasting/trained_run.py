@@ -55,7 +55,7 @@ def find_checkpoint(run: Path | str, which: str) -> tuple[Path, Marker]:
     if which == "newest":
         return find(run)
     if which == "best":
-        losses = {folder: loss for folder in folders if is_score(loss := _val_loss(folder)) and loss is not None}
+        losses = {folder: loss for folder in folders if is_score(loss := _val_loss(folder))}
         for folder in sorted(losses, key=lambda folder: losses[folder]):
             try:
                 return folder, verify(folder)
