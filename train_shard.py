@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int | None:
     loaders = task.loaders(device)  # of this rank's part of the samples
     parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config), split)
     optimizer = build_optimizer(config, model, device)
-    step = TrainingStep(config, device, parallel, optimizer, task.loss)
+    step = TrainingStep(config, device, parallel, optimizer, task)
 
     with Run(config, step, task, loaders) as run:  # continues from the newest checkpoint in its folder
         for x, y in run.batches():

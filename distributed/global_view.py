@@ -12,7 +12,7 @@ from distributed.shard_tensor import wrap
 from distributed.split import Split
 from utils import comm
 
-Tensors = dict[str, Any]  # {"model": {name: weight}, "optimizer": {name: {moment: tensor}}, ...}
+Tensors = dict[str, Any]  # {"model" or "ema": {name: weight}, "optimizer": {name: {moment: tensor}}, ...}
 
 
 def global_view(tensors: Tensors, split: Split) -> Tensors:
@@ -24,19 +24,24 @@ def global_view(tensors: Tensors, split: Split) -> Tensors:
     """
     if not split.dims and not split.specs:
         return tensors
-    weights = {name: _global(value, name, split) for name, value in tensors["model"].items()}
+    weights = {
+        part: {name: _global(value, name, split) for name, value in tensors[part].items()}
+        for part in ("model", "ema")
+        if part in tensors
+    }
     moments = {
         name: {key: _global(value, name, split) for key, value in state.items()}
         for name, state in tensors["optimizer"].items()
     }
-    return tensors | {"model": weights, "optimizer": moments}
+    return tensors | weights | {"optimizer": moments}
 
 
 @torch.no_grad()
 def take_parts(tensors: Tensors, view: Tensors, split: Split) -> None:
     """Copy what was loaded into a global view back into `tensors`, where the two do not share memory."""
     for name, spec in split.specs.items():
-        tensors["model"][name].copy_(part_of(view["model"][name], spec))
+        for part in {"model", "ema"} & tensors.keys():
+            tensors[part][name].copy_(part_of(view[part][name], spec))
         for key, value in tensors["optimizer"][name].items():
             value.copy_(part_of(view["optimizer"][name][key], spec) if value.dim() else view["optimizer"][name][key])
 

@@ -71,14 +71,14 @@ class ParallelModel:
                 dist.broadcast(buffer, group=comm.get_group("dp"), group_src=0)
 
     @torch.no_grad()
-    def forecast(self, x: Tensor, out_channels: int) -> Tensor:
-        """Forecasts of whole images, (B, C_out, H, W), on every rank that shares these samples.
+    def predict(self, x: Tensor, out_channels: int) -> Tensor:
+        """The model's output on every rank that shares these samples, this rank's part of it: (B, C_out, h, w).
 
         x: this rank's part of the input, (B, C_in, h, w).
         """
         if not self.pipeline:
-            return self.whole_images(self.model(x))
-        return self.whole_images(self.pipeline.forecast(x, (len(x), out_channels, *x.shape[2:])))
+            return self.model(x)
+        return self.pipeline.forecast(x, (len(x), out_channels, *x.shape[2:]))
 
     def whole_images(self, part: Tensor) -> Tensor:
         """Whole images from the parts of all ranks that share them: (B, C, h, w) -> (B, C, H, W)."""

@@ -40,9 +40,9 @@ def train(config, steps=STEPS, backend=GENERATED):
     """
     with compile_by(backend):
         model, step = build(config)
-    random, losses = torch.Generator().manual_seed(1), []
+    random, losses, task = torch.Generator().manual_seed(1), [], build_task(config)
     for i in range(steps):
-        x, y = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
+        x, y = task.random_batch(random)
         own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
         losses.append(step(i, x[own], y[own]))
     losses = comm.all_reduce(torch.stack(losses)) / comm.world_size()
@@ -316,7 +316,7 @@ def weights_after_a_resume(config, settle):
     model, step = build(config)
     restore_state(kept, model, step.optimizer)
     if settle:
-        step.settle(batches[3, 0])
+        step.settle(*batches[3])
     found = trained(step, range(3, 6))
     return all(torch.equal(found[name], value) for name, value in expected.items())
 

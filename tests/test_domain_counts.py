@@ -153,7 +153,7 @@ def counts_without_a_domain(config, script):
         model = build_model(config)
         split = split_images(model, config.options(DomainOptions)) if script == "train_shard" else None
         parallel = data_parallel(model, config.options(DataParallelOptions), CPU, initial_weights(config), split)
-        step = TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU), build_task(config).loss)
+        step = TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU), build_task(config))
         losses = [step(i, *batch_of(config)) for i in range(5)]
     return counted.calls, counted.bytes, torch.stack(losses), found.count(ShardTensor)
 

@@ -9,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from networks.vit import ViT
 from tests.support.marks import slow_but
-from tools.checkpoint import export, find, load_weights, stored_tensors
+from tools.checkpoint import export, load_weights
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.trained_weights import find, stored_tensors
 from utils import comm
 
 SAVED, END, BATCH = 3, 6, 12

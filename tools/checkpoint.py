@@ -14,50 +14,26 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from training.checkpoint import CheckpointFolder, hush_single_process_warning
+from training.checkpoint import hush_single_process_warning
 from training.checkpoint_files import write_safetensors
-from training.checkpoint_marker import MARKER, CheckpointError, Marker, verify
+from training.trained_weights import find, stored_tensors
 from utils.errors import ArgumentParser, UsageError, run_main
 from utils.files import whole_file
 
 
-def find(path: Path | str) -> tuple[Path, Marker]:
-    """Find and verify the checkpoint at `path`; returns (folder, marker).
-
-    path: a checkpoint, a folder of checkpoints or the folder of a run; of several checkpoints the newest complete one.
-    Raises UsageError if there is none, or if it is damaged.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        raise UsageError(f"{path}: no such folder")
-    if path.name.startswith("iter-") or (path / MARKER).exists():
-        try:
-            return path, verify(path)
-        except CheckpointError as error:
-            raise UsageError(error) from None
-    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    folder, marker = CheckpointFolder(inside, keep=1).newest_whole()
-    if folder is None or marker is None:
-        raise UsageError(f"{path}: no whole checkpoint in it")
-    return folder, marker
-
-
-def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """{name: TensorStorageMetadata} of a checkpoint: shape, dtype, and the shards as chunks."""
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
-
-
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """The unsharded weights and buffers of a model, {name as in the plain model: CPU tensor}. One process suffices."""
+    """The unsharded weights and buffers of a model, {name as in the plain model: CPU tensor}. One process suffices.
+
+    The averaged weights, where the run kept an average.
+    """
     hush_single_process_warning()
-    weights = {
-        name.removeprefix("model."): torch.empty(stored.size, dtype=stored.properties.dtype)
-        for name, stored in stored_tensors(folder).items()
-        if name.startswith("model.")
-    }
-    dcp.load({"model": weights}, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return weights
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
+    for name, stored in stored_tensors(folder).items():
+        part, _, own = name.partition(".")
+        if part in parts:
+            parts[part][own] = torch.empty(stored.size, dtype=stored.properties.dtype)
+    dcp.load(parts, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return parts["model"] | parts["ema"]
 
 
 def export(path: Path | str, out: Path | str) -> None:
@@ -96,8 +72,10 @@ def show(path: Path | str) -> None:
     for name, shape, dtype, stored in rows:
         print(f"{name:<{width}}  {shape!s:<20}{dtype:<10}{len(stored.chunks):>7}{_bytes(stored):>16,}")
     print()
-    for part in ("model", "optimizer", "random"):
+    for part in ("model", "ema", "optimizer", "random"):
         own = [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]
+        if not own:
+            continue
         values, size = sum(stored.size.numel() for stored in own), sum(map(_bytes, own))
         print(f"{part:<12} {len(own)} tensors, {values:,} values, {size:,} bytes")
 

@@ -39,7 +39,8 @@ from utils.files import sync_folder
 
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 log = logging.getLogger(__name__)
-State = dict[str, dict[str, Any]]  # {"model", "optimizer" or "random": {name: tensor, or a parameter's moments}}
+# {"model", "ema", "optimizer" or "random": {name: tensor, or a parameter's moments}}
+State = dict[str, dict[str, Any]]
 NAME = re.compile(r"iter-\d{8,}")
 
 

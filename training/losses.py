@@ -1,13 +1,21 @@
-"""Training loss."""
+"""Training losses."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import alike_on_ranks, as_group
+from distributed.collectives import alike_on_ranks, as_group, sum_over_ranks
 from distributed.context_parallel import l2_norms
 from distributed.shard_tensor import ShardTensor
+from training.metrics import latitude_weights
+from utils.config import nearest
+from utils.errors import UsageError
+from utils.schema import Config
+from weather.channels import pressure_level
 
 
 def relative_l2_loss(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -42,3 +50,40 @@ def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGro
         error, size = l2_norms(prediction - target, target, group=image_group)
         return error / size
     return torch.linalg.vector_norm(prediction - target, dim=1) / torch.linalg.vector_norm(target, dim=1)
+
+
+def weighted_squared_error(
+    prediction: Tensor, target: Tensor, weights: Tensor, image_group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Sum over channels and points of weights x squared error, one value a sample: (B, C, h, w) -> (B,), in float32.
+
+    weights: (C, h, 1), see loss_weights. image_group: as for relative_l2_loss; the weights are then those of this
+    rank's rows, and one all-reduce of B numbers adds up the parts.
+    """
+    errors = ((prediction.float() - target.float()).square() * weights).flatten(1).sum(1)
+    return sum_over_ranks(errors, as_group(image_group))
+
+
+def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> Tensor:
+    """Weights of the channels and rows of an image, (C, H, 1) float32; those of all its points add up to 1.
+
+    Points weigh as the area of their cell, channels as channel_weights says, else 1; with pressure_weights those on
+    pressure levels as their pressure, with mean 1: more where more of the air is (Lam et al. 2023, GraphCast,
+    arXiv:2212.12794). names: of the channels; latitude: (H,) degrees. Raises UsageError for an unknown channel.
+    """
+    names = list(names[: config.n_out_channels])
+    for name in config.channel_weights:
+        if name not in names:
+            there = ", ".join(names)
+            raise UsageError(f"{config.config}: channel_weights: no channel '{name}'{nearest(name, names)}: {there}")
+    levels = [pressure_level(name) for name in names]
+    weights = np.ones(len(names))
+    if config.pressure_weights and any(levels):
+        mean = np.mean([level for level in levels if level])
+        weights = np.array([level / mean if level else 1 for level in levels])
+    weights = np.array([config.channel_weights.get(n, w) for n, w in zip(names, weights, strict=True)], np.float64)
+    if not weights.sum() > 0:
+        raise UsageError(f"{config.config}: channel_weights: all channels weigh nothing")
+    rows = latitude_weights(latitude)
+    whole = weights[:, None] / weights.sum() * rows / rows.sum() / config.img_size[1]
+    return torch.from_numpy(whole.astype(np.float32))[..., None]

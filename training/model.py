@@ -56,7 +56,7 @@ def _builder(config):
     settings = {
         "img_size": config.img_size,
         "patch_size": config.patch_size,
-        "in_channels": config.n_in_channels,
+        "in_channels": config.model_in_channels,
         "out_channels": config.n_out_channels,
         "num_classes": config.num_classes,
         "embed_dim": config.embed_dim,

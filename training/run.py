@@ -19,7 +19,7 @@ from tqdm import tqdm
 from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
 from distributed.shard import fallback
-from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.clock import Clock
 from training.model import build_model
 from training.optimizer import learning_rate
@@ -28,6 +28,7 @@ from training.results import open_writer, print_result, write_validation
 from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
+from training.trained_weights import check_origin, find_start, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
@@ -129,7 +130,7 @@ class Run:
                 x, y = next(batches)
                 self.clock.data_wait += time.perf_counter() - waited
             if self.resumed:
-                self.step.settle(x)
+                self.step.settle(x, y)
                 self.resumed = False
             yield x, y
         if self.profiler:
@@ -210,7 +211,7 @@ class Run:
     def _validate(self) -> None:
         """Score the model; a signal in one process interrupts it, and leaves `result` None."""
         started = time.perf_counter()
-        with span("validation"), self.step.autocast():
+        with span("validation"), self.step.autocast(), self.step.best_weights():
             self.result = self.validator.run(self.step.parallel, stop=self._validation_interrupted)
         self.validation_due = self.result is None
         if self.result is None:
@@ -242,7 +243,7 @@ class Run:
             "scaler": self.step.scaler.state_dict(),
         }
         self.step.parallel.share_buffers()
-        tensors = global_view(collect_state(self.model, self.optimizer), self.step.parallel.split)
+        tensors = global_view(self._tensors(), self.step.parallel.split)
         val_loss = result["val_loss"] if result else None
         wait = self.stopping or self.iteration == self.config.num_iters or not self.config.async_save
         try:
@@ -251,13 +252,28 @@ class Run:
             raise UsageError(f"iteration {self.iteration}: a checkpoint could not be written: {error}") from None
         log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
 
+    def _tensors(self) -> State:
+        average = {"ema": self.step.average.weights} if self.step.average else {}
+        return collect_state(self.model, self.optimizer) | average
+
+    def _start_from(self, path: str) -> None:
+        """Take the weights of a checkpoint, and nothing else of it."""
+        folder, marker = comm.on_main(lambda: find_start(path))
+        check_origin(self.config, folder, marker)
+        load_weights_into(self.step.parallel, folder)
+        if self.step.average:
+            self.step.average.restart()
+        log.info("Initial weights are those of %s", folder)
+
     def _resume(self) -> None:
-        tensors = collect_state(self.model, self.optimizer)
+        tensors = self._tensors()
         view = global_view(tensors, self.step.parallel.split)
         marker = self.checkpoints.load_newest(view)
         for note in self.config.notes:
             log.info("%s", note)
         if marker is None:
+            if self.config.init_from:
+                self._start_from(self.config.init_from)
             log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
         take_parts(tensors, view, self.step.parallel.split)

@@ -1,6 +1,6 @@
 """Options that make the same model faster or smaller, applied from outside. Names and weights stay the same."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,9 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the convolution of the patch embedding
     if config.amp_mode == "fp8":
         use_float8(blocks_of(model, "amp_mode fp8"), device)
-    if config.activation_checkpointing != "none":
+    if config.activation_checkpointing == "step":
+        model.forward = checkpointed(model.forward, preserve_rng_state=not config.enable_cuda_graphs)
+    elif config.activation_checkpointing != "none":
         every = config.checkpointing_interval
         blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
         selective, generators = config.activation_checkpointing == "selective", not config.enable_cuda_graphs
@@ -72,4 +74,9 @@ def checkpoint_activations(blocks: Iterable[nn.Module], selective: bool = False,
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
     for block in blocks:
-        transform_forward(block, lambda forward: partial(checkpoint, forward, use_reentrant=False, **options))
+        transform_forward(block, partial(checkpointed, **options))
+
+
+def checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function that keeps only its arguments for the backward pass, where it is called a second time."""
+    return partial(checkpoint, forward, use_reentrant=False, **options)

@@ -1,6 +1,7 @@
 """One optimizer step."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,15 @@ from torch.optim import Optimizer
 
 from distributed.domain_parallel import transform_forward
 from distributed.parallel_model import ParallelModel
+from training.averaged_weights import AveragedWeights
 from training.cuda_graphs import CapturedStep
 from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
+from training.tasks import Task
 from utils import comm
 from utils.schema import Config
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what fp8 leaves
-Loss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # (prediction, target, group that shares images)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
@@ -31,14 +33,14 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 class TrainingStep:
     """Forward, loss, backward, reduction, update: step(iteration, x, y) gives the loss, a scalar on the device.
 
-    loss: of a Task (training/tasks). Nothing in here waits for the device, so the host runs ahead of it (with fp16 only
-    if the optimizer is fused: it then skips a step that overflowed by itself). Made last of all that draws random
-    numbers: it seeds dropout.
+    task: gives prediction and loss (training/tasks). Nothing in here waits for the device, so the host runs ahead of it
+    (with fp16 only if the optimizer is fused: it then skips a step that overflowed by itself). Made last of all that
+    draws random numbers: it seeds dropout.
     """
 
-    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, loss: Loss):
+    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, task: Task):
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
-        self.image_loss = loss
+        self.task = task
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         # Ranks with different parameters must agree whether a step has overflowed.
         # The group is named: the default is the one that was there when torch's module was first imported.
@@ -49,13 +51,20 @@ class TrainingStep:
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             transform_forward(stage, self.autocast())
-        self.run = CapturedStep(self.eager, parallel.replicated) if config.enable_cuda_graphs else self.eager
+        self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
+        self.captured: dict[int, CapturedStep] = {}  # one for each number of steps of a rollout: targets of one size
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        return self.run(x, y)
+        run: Callable[..., Tensor] = self.eager
+        if self.config.enable_cuda_graphs:
+            run = self.captured.setdefault(y.numel(), CapturedStep(self.eager, self.parallel.replicated))
+        loss = run(x, y)
+        if self.average:
+            self.average.update(iteration)
+        return loss
 
     def eager(self, x: Tensor, y: Tensor) -> Tensor:
         """The step itself. x, y: input and target, (B, ...). Returns the mean loss of this rank's samples."""
@@ -65,7 +74,7 @@ class TrainingStep:
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
                 with span("forward"), self.autocast():
-                    loss = self.loss(self.parallel.module(x_part), y_part)
+                    loss = self.loss(self.task.predict(self.parallel, x_part, y_part), y_part)
                 with span("backward"):
                     self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
@@ -77,7 +86,7 @@ class TrainingStep:
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         """This micro-batch's share of the loss of the whole batch, a scalar."""
-        return self.image_loss(prediction, target, comm.get_group("image")) / self.config.gradient_accumulation
+        return self.task.loss(prediction, target, comm.get_group("image")) / self.config.gradient_accumulation
 
     def update(self) -> None:
         """Clip the gradients where asked, let the optimizer use them, and forget them."""
@@ -89,11 +98,15 @@ class TrainingStep:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def best_weights(self) -> AbstractContextManager[None]:
+        """The context in which the model has its averaged weights, where there is an average."""
+        return self.average.in_use() if self.average else nullcontext()
+
     def autocast(self) -> Any:
         """The context, also a decorator, in which this step's model runs."""
         return autocast(self.config, self.device)
 
-    def settle(self, x: Tensor) -> None:
+    def settle(self, x: Tensor, y: Tensor) -> None:
         """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
 
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
@@ -104,7 +117,8 @@ class TrainingStep:
             devices = [self.device] if self.device.type != "cpu" else []
             with torch.random.fork_rng(devices, device_type=self.device.type), self.autocast():
                 for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
-                    self.parallel.module(x.chunk(self.config.gradient_accumulation)[0]).sum().backward()
+                    parts = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
+                    self.task.predict(self.parallel, *parts).sum().backward()
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
             self.optimizer.zero_grad(set_to_none=True)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from utils.data_loader import Batch, BatchLoader, Indices
+from utils.data_loader import ONE_STEP, Batch, BatchLoader
 from utils.device import to_device
+from utils.sample_order import Order
 
 
 class Waves(ABC):
@@ -56,7 +57,7 @@ class WaveLoader(BatchLoader):
     """Batches of the samples of Waves: inputs (B, C, ...), targets (B, ...)."""
 
     def __init__(self, waves: Waves, batch_size: int, device: torch.device):
-        self.waves, self.batch_size, self.device = waves, batch_size, device
+        self.waves, self.batch_size, self.device, self.stages = waves, batch_size, device, ONE_STEP
 
     @property
     def num_samples(self) -> int:
@@ -73,6 +74,6 @@ class WaveLoader(BatchLoader):
     def _check(self, samples: Iterable[int]) -> None:
         """Made numbers are finite."""
 
-    def _shared_batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
+    def _shared_batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         for iteration in iterations:
-            yield self.waves.batch(indices(iteration), self.device)
+            yield self.waves.batch(order.samples(iteration), self.device)

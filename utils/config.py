@@ -17,7 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from utils.errors import ArgumentParser, UsageError, first_line
 from utils.files import read_text
-from utils.schema import ALIASES, Affects, Config, keys_that_affect
+from utils.schema import ALIASES, MOST_STEPS, Affects, Config, keys_that_affect
 
 
 class Script(NamedTuple):
@@ -173,6 +173,7 @@ def check_config(
     if config.lr_scaling != "none" and config.base_batch_size is None:
         raise UsageError(f"{where}: lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to")
     _check_data_parallel(config, where)
+    _check_rollout(config, where)
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         raise UsageError(
             f"{where}: enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a "
@@ -232,6 +233,28 @@ def _check_data_parallel(config: Config, where: str) -> None:
             *others, last = strategies
             to = f"{', '.join(others)} and {last}" if others else last
             raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
+
+
+def _check_rollout(config: Config, where: str) -> None:
+    """The stages of a rollout follow each other, and every step gives what the next one takes."""
+    firsts = [0, *(first for first, _ in config.rollout_schedule)]
+    steps = [config.rollout_steps, *(k for _, k in config.rollout_schedule)]
+    if sorted(set(firsts)) != firsts or not all(1 <= k <= MOST_STEPS for k in steps):
+        raise UsageError(
+            f"{where}: rollout_schedule {config.rollout_schedule}: give pairs of an iteration, in increasing order "
+            f"from 1, and of the steps from there on, 1 to {MOST_STEPS}"
+        )
+    if max(steps) > 1 and config.n_out_channels < config.n_in_channels:
+        raise UsageError(
+            f"{where}: rollout_steps {max(steps)}: the model takes {config.n_in_channels} channels and forecasts "
+            f"{config.n_out_channels}, not enough for a second step"
+        )
+    if config.predict == "change" and config.n_in_channels < config.n_out_channels:
+        raise UsageError(f"{where}: predict change: n_out_channels must not exceed n_in_channels, which they change")
+    if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
+        raise UsageError(f"{where}: channel_weights and pressure_weights belong to loss squared_error, not relative_l2")
+    if len(set(config.forcings)) < len(config.forcings):
+        raise UsageError(f"{where}: forcings {config.forcings}: one is named twice")
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -320,7 +343,7 @@ def parse_command_line(argv: Sequence[str], description: str | None, yaml_config
         elif str in kinds or any(isinstance(kind, str) for kind in kinds):
             how = {"metavar": "|".join(kinds) if isinstance(kinds[0], str) else "TEXT"}
         elif isinstance(field.annotation, type(list[int])):
-            how = {"type": _scalar, "nargs": "+", "metavar": "X"}
+            how = {"type": _scalar, "nargs": "*", "metavar": "X"}
         else:
             how = {"type": _scalar, "metavar": "X"}
         parser.add_argument(

@@ -5,6 +5,7 @@ from pinned memory on a side stream, while the previous step computes, and norma
 buffer itself is the batch: the threads normalise each frame from the page cache into its place.
 """
 
+import math
 import threading
 import warnings
 from collections import deque
@@ -20,23 +21,28 @@ from torch import Tensor
 
 from utils import comm
 from utils.device import library, pinned_tensor
-from utils.sample_order import rank_indices, training_indices, validation_counts, validation_indices
+from utils.sample_order import Order, rank_indices, training_indices, validation_counts, validation_indices
+from weather.channels import count_forcings
 from weather.dataset import FieldDataset, Statistics
+from weather.forcings import Forcings
 
 # A frame seen in its file is only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
 
+ONE_STEP = ((0, 1),)  # from iteration 0 on
 AHEAD = 2  # batches that a GPU has not done with when the next one is made
 Batch = tuple[Tensor, Tensor]  # (input, target)
-Indices = partial[np.ndarray]  # indices(iteration): the samples of this rank
 
 
 class BatchLoader:
-    """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, n_out, h, w).
+    """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, k n_out, h, w).
 
+    The target holds the k steps of a forecast, one after the other; forcings of k steps follow the input's channels.
     A batch is valid until the next one is requested: its memory is used again.
     statistics: of the dataset's channels. batch_size: samples of this rank; the ranks' batches side by side are the
-    batch of a single process. num_workers: threads or processes that read ahead. Subclasses implement `_batches`.
+    batch of a single process. num_workers: threads or processes that read ahead. forcings: further inputs, None for
+    none. stages: the steps of a forecast in training, see sample_order.Order; in validation the most of them.
+    Subclasses implement `_batches`.
     """
 
     def __init__(
@@ -48,9 +54,12 @@ class BatchLoader:
         batch_size: int,
         device: torch.device,
         num_workers: int = 0,
+        forcings: Forcings | None = None,
+        stages: Sequence[tuple[int, int]] = ONE_STEP,
     ):
         self.dataset, self.batch_size, self.device, self.num_workers = dataset, batch_size, device, num_workers
         self.statistics, self.n_in, self.n_out = statistics, n_in, n_out
+        self.forcings, self.stages = forcings, stages
 
     @property
     def num_samples(self) -> int:
@@ -60,7 +69,7 @@ class BatchLoader:
     def train(self, seed: int, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches of the training steps start, ..., stop - 1."""
         args = self.num_samples, self.batch_size * comm.get_size("dp"), seed
-        yield from self._paced(self._shared_batches(self._own(training_indices, args), range(start, stop)))
+        yield from self._paced(self._shared_batches(self._own(training_indices, args, self.stages), range(start, stop)))
 
     def valid(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Every sample once over all ranks, as (input, target, count): only the first `count` of a batch are new.
@@ -70,15 +79,16 @@ class BatchLoader:
         """
         rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
         counts = validation_counts(self.num_samples, self.batch_size, rank, ranks)
-        indices = self._own(validation_indices, (self.num_samples, self.batch_size * ranks))
-        batches = self._paced(self._shared_batches(indices, range(len(counts))))
+        args = self.num_samples, self.batch_size * ranks
+        order = self._own(validation_indices, args, ((0, max(steps for _, steps in self.stages)),))
+        batches = self._paced(self._shared_batches(order, range(len(counts))))
         for (x, y), count in zip(batches, counts, strict=True):
             yield x, y, count
 
     def check_step(self, seed: int, iteration: int) -> None:
         """Raise UsageError where a sample of this rank, of a training step, holds a value that is not finite."""
-        indices = self._own(training_indices, (self.num_samples, self.batch_size * comm.get_size("dp"), seed))
-        self._check(indices(iteration))
+        args = self.num_samples, self.batch_size * comm.get_size("dp"), seed
+        self._check(self._own(training_indices, args, self.stages).samples(iteration))
 
     def check_all(self) -> None:
         """As check_step, for all samples."""
@@ -96,8 +106,10 @@ class BatchLoader:
         """Close the files and end what reads from them."""
         self.dataset.close()
 
-    def _own(self, indices: Callable[..., np.ndarray], args: tuple[int, ...]) -> Indices:
-        return partial(rank_indices, indices, args, comm.get_rank("dp"), comm.get_size("dp"))
+    def _own(
+        self, indices: Callable[..., np.ndarray], args: tuple[int, ...], stages: Sequence[tuple[int, int]]
+    ) -> Order:
+        return Order(partial(rank_indices, indices, args, comm.get_rank("dp"), comm.get_size("dp")), stages)
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
@@ -112,32 +124,37 @@ class BatchLoader:
             if len(used) > AHEAD:
                 used.popleft().synchronize()
 
-    def _batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
-        """One (input, target) for each of `iterations`, a range, of the samples indices(iteration)."""
+    def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
+        """One (input, target) for each of `iterations`, a range, of the samples that `order` gives."""
         raise NotImplementedError
 
-    def _shared_batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
+    def _shared_batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         """As _batches; where several ranks train on the same samples, the first one reads and broadcasts them."""
         group = comm.get_group("tp_pp")
         if comm.get_size("tp_pp") == 1:
-            yield from self._batches(indices, iterations)
+            yield from self._batches(order, iterations)
         elif reads_samples():
-            for x, y in self._batches(indices, iterations):
+            for x, y in self._batches(order, iterations):
                 x, y = x.contiguous(), y.contiguous()
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
                 yield x, y
         else:
             h, w = self.dataset.shape[2:]
-            for _ in iterations:
-                x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in (self.n_in, self.n_out))
+            fixed, timed = count_forcings(self.forcings.names) if self.forcings else (0, 0)
+            for k in map(order.steps, iterations):
+                channels = self.n_in + fixed + k * timed, k * self.n_out
+                x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in channels)
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
                 yield x, y
 
-    def _split(self, frames: Tensor) -> Batch:
-        """Input and target of normalised samples (B, 2, C, h, w)."""
-        return frames[:, 0, : self.n_in], frames[:, 1, : self.n_out]
+    def _split(self, frames: Tensor, samples: np.ndarray) -> Batch:
+        """Input and target of normalised samples (B, k + 1, C, h, w) of these numbers."""
+        x, y = frames[:, 0, : self.n_in], frames[:, 1:, : self.n_out].flatten(1, 2)
+        if self.forcings:
+            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - 1))], 1)
+        return x, y
 
 
 def reads_samples() -> bool:
@@ -146,13 +163,18 @@ def reads_samples() -> bool:
 
 
 class Slot:
-    """A reused batch buffer: (B, 2, C, h, w) float32, pinned where the batches go to a GPU."""
+    """A reused batch buffer for (B, k + 1, C, h, w) float32, pinned where the batches go to a GPU."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.tensor = pinned_tensor(shape) if pinned else torch.empty(shape)
-        self.array = self.tensor.numpy()
+        self.memory = (pinned_tensor(shape) if pinned else torch.empty(shape)).flatten()
         self.reads: list[Future[None]] = []
         self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again
+
+    def hold(self, samples: np.ndarray, shape: Sequence[int]) -> None:
+        """From here on it holds samples of these numbers, (B, k + 1, C, h, w), no more than its memory has room for."""
+        self.samples = samples
+        self.tensor = self.memory[: math.prod(shape)].view(*shape)
+        self.array = self.tensor.numpy()
 
 
 def reading_threads(count: int) -> ThreadPoolExecutor:
@@ -194,29 +216,30 @@ class DataLoader(BatchLoader):
             self.pool.shutdown(cancel_futures=True)
         super().close()
 
-    def _batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
-        index_lists = map(indices, iterations)
+    def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
+        asked = ((order.samples(iteration), order.steps(iteration)) for iteration in iterations)
         free, reading = deque(self.slots), deque[Slot]()
         try:
             while True:
-                while free and (samples := next(index_lists, None)) is not None:
-                    reading.append(self._start_reading(free.popleft(), samples))
+                while free and (batch := next(asked, None)) is not None:
+                    reading.append(self._start_reading(free.popleft(), *batch))
                 if not reading:
                     return
                 slot = reading.popleft()
                 for read in slot.reads:
                     read.result()
-                batch = self._to_device(slot)
+                frames = self._to_device(slot)
                 free.append(slot)
-                yield batch
+                yield self._split(frames, slot.samples)
         finally:
             for slot in reading:  # left early: no thread may still write into a buffer
                 for read in slot.reads:
                     read.cancel() or read.exception()
 
-    def _start_reading(self, slot: Slot, indices: np.ndarray) -> Slot:
+    def _start_reading(self, slot: Slot, indices: np.ndarray, steps: int) -> Slot:
         if slot.copied is not None:
             slot.copied.synchronize()
+        slot.hold(indices, (len(indices), steps + 1, *self.dataset.shape[1:]))
         if self.pool is None:
             self._read(indices, slot.array)
         else:
@@ -225,22 +248,22 @@ class DataLoader(BatchLoader):
         return slot
 
     def _read(self, indices: np.ndarray, outs: np.ndarray) -> None:
-        """Read samples into outs, (n, 2, C, h, w), and normalise them where the batch stays on the CPU."""
+        """Read samples into outs, (n, k + 1, C, h, w), and normalise them where the batch stays on the CPU."""
         for index, out in zip(indices, outs, strict=True):
             if not self.normalise_on_read:
                 self.dataset.read(index, out)
             elif self.dataset.mappable:
-                with self.dataset.mapped(index) as frames:
+                with self.dataset.mapped(index, len(out)) as frames:
                     self._normalise_into(out, frames)
             else:
                 self.dataset.read(index, out)
-                self._normalise_into(out, out)
+                self._normalise_into(out, np.split(out, len(out)))
 
-    def _to_device(self, slot: Slot) -> Batch:
+    def _to_device(self, slot: Slot) -> Tensor:
         if self.device.type == "cpu":
-            return self._split(slot.tensor)
+            return slot.tensor
         if self.side_stream is None:
-            return self._split(self._normalise(slot.tensor.to(self.device)))
+            return self._normalise(slot.tensor.to(self.device))
         with self.gpu.stream(self.side_stream):
             frames = slot.tensor.to(self.device, non_blocking=True)
             slot.copied = self.side_stream.record_event()
@@ -248,18 +271,18 @@ class DataLoader(BatchLoader):
         main = self.gpu.current_stream(self.device)
         main.wait_stream(self.side_stream)
         frames.record_stream(main)
-        return self._split(frames)
+        return frames
 
     def _normalise(self, frames: Tensor) -> Tensor:
         return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
 
-    def _normalise_into(self, out: np.ndarray, frames: np.ndarray) -> None:
-        """Normalise frames (2, C, h, w) on the host, in one pass over the memory."""
-        source, target = torch.from_numpy(frames), torch.from_numpy(out)
-        if source[0].is_contiguous():
-            for frame, place in zip(source.split(1), target.split(1), strict=True):
-                torch.native_batch_norm(frame, *self.affine, False, 0, 0, out=(place, *self.no_moments))
-        else:  # a part of the image
-            planes = zip(target.unbind(1), source.unbind(1), self.bias, self.affine[0].tolist(), strict=True)
-            for place, plane, bias, scale in planes:
+    def _normalise_into(self, out: np.ndarray, frames: Sequence[np.ndarray]) -> None:
+        """Normalise frames, (1, C, h, w) each, on the host, in one pass over the memory."""
+        for source, target in zip(frames, torch.from_numpy(out).split(1), strict=True):
+            frame = torch.from_numpy(source)
+            if frame.is_contiguous():
+                torch.native_batch_norm(frame, *self.affine, False, 0, 0, out=(target, *self.no_moments))
+                continue
+            planes = zip(target[0], frame[0], self.bias, self.affine[0].tolist(), strict=True)
+            for place, plane, bias, scale in planes:  # a part of the image
                 torch.add(bias, plane, alpha=scale, out=place)

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data_loader import Batch, BatchLoader, Indices
+from utils.data_loader import Batch, BatchLoader
 from utils.errors import UsageError
+from utils.sample_order import Order
 from utils.stop_signals import STOP_SIGNALS
 from weather.dataset import FieldDataset, Statistics
 from weather.year_reader import YearFile
@@ -49,12 +50,12 @@ class DaliDataLoader(BatchLoader):
             stream.close()
         super().close()
 
-    def _batches(self, indices: Indices, iterations: range) -> Iterator[Batch]:
-        asked = indices.func, indices.args, iterations
-        stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, indices, iterations))
+    def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
+        asked = order.samples.func, order.samples.args, order.stages, iterations
+        stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, order, iterations))
         try:
-            for frames in stream:
-                yield self._split(frames)
+            for iteration, frames in zip(iterations, stream, strict=True):
+                yield self._split(frames, order.samples(iteration))
             self.idle[asked] = stream  # its processes wait for the next pass
         finally:
             if self.idle.get(asked) is not stream:  # left early
@@ -67,7 +68,7 @@ class DaliDataLoader(BatchLoader):
 
 
 class BatchStream:
-    """A DALI pipeline and its processes. Each iteration over it gives all batches of the source: (B, 2, C, h, w)."""
+    """A DALI pipeline and its processes. An iteration over it gives all batches of the source: (B, k + 1, C, h, w)."""
 
     def __init__(
         self, source: "SampleSource", statistics: Statistics, batch_size: int, device: torch.device, num_workers: int
@@ -127,7 +128,7 @@ def gpu_of(device: torch.device) -> int | None:
 def normalised_samples(source: "SampleSource", statistics: Statistics, parallel: bool, on_gpu: bool) -> Any:
     """The pipeline: normalised samples of the source, on the GPU where there is one."""
     float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
-    samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (2, C, h, w)
+    samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (k + 1, C, h, w)
     if on_gpu:
         samples = samples.gpu()
     return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])
@@ -136,21 +137,22 @@ def normalised_samples(source: "SampleSource", statistics: Statistics, parallel:
 class SampleSource:
     """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself.
 
-    indices(iteration): the samples of a batch. iterations: a range.
+    iterations: a range.
     """
 
-    def __init__(self, dataset: FieldDataset, indices: Indices, iterations: range):
-        self.dataset, self.indices, self.iterations = dataset, indices, iterations
+    def __init__(self, dataset: FieldDataset, order: Order, iterations: range):
+        self.dataset, self.order, self.iterations = dataset, order, iterations
         self.unopened: list[Path] = []  # in a worker, before its first sample: the paths of the dataset's files
 
     def __call__(self, info: types.SampleInfo) -> np.ndarray:
-        """One sample, (2, C, h, w) float32; StopIteration after the last batch."""
+        """One sample, (k + 1, C, h, w) float32; StopIteration after the last batch."""
         if info.iteration >= len(self.iterations):
             raise StopIteration
         if self.unopened:
             self.dataset.files, self.unopened = [YearFile(path) for path in self.unopened], []
-        sample = np.empty(self.dataset.shape, np.float32)
-        self.dataset.read(self.indices(self.iterations[info.iteration])[info.idx_in_batch], sample)
+        iteration = self.iterations[info.iteration]
+        sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
+        self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
         return sample
 
     def __getstate__(self) -> dict[str, Any]:

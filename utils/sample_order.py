@@ -1,7 +1,8 @@
 """The samples of a rank in an iteration: a function of numbers alone, so that a run can resume anywhere."""
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,20 @@ def rank_indices(
     samples = indices(*args, iteration)
     own = len(samples) // world_size
     return samples[rank * own : (rank + 1) * own]
+
+
+class Order(NamedTuple):
+    """What a rank reads in each iteration.
+
+    samples(iteration): their numbers. stages: how many steps of a forecast, as (first iteration, steps), from 0 on.
+    """
+
+    samples: partial[np.ndarray]
+    stages: Sequence[tuple[int, int]]
+
+    def steps(self, iteration: int) -> int:
+        """The steps of the forecasts of an iteration."""
+        return [steps for first, steps in self.stages if first <= iteration][-1]
 
 
 def validation_counts(num_samples: int, batch_size: int, rank: int, world_size: int) -> list[int]:

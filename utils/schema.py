@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from utils.layout import ORDER, Layout, tile_counts
+from weather.channels import count_forcings
 
 MOST = 2**31 - 1
+MOST_STEPS = 1000  # of a rollout that is trained
 # Names of folders inside others.
 Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$", max_length=200)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -71,6 +73,11 @@ class Config(BaseModel):
     n_in_channels: Size = key("channels of the input, the first ones of the file", affects="model")
     n_out_channels: Size = key("channels to forecast, the first ones of the file", affects="model")
     dt: PositiveInt = key("forecast lead, in time steps of the file", affects="model")
+    forcings: list[Name] = key(
+        "further inputs: hour (local), day (of the year), latitude, or fields of the files: orography", [], "model",
+        max_length=64,
+    )  # fmt: skip
+    predict: Literal["state", "change"] = key("what the network gives: the next state, or the change", "state", "model")
     train_data_path: Text = key("folder of the training years (.h5)")
     valid_data_path: Text = key("folder of the validation years")
     inf_data_path: Text = key("folder of the test years")
@@ -94,7 +101,24 @@ class Config(BaseModel):
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
     warmup: NonNegativeInt = key("iterations of linear warmup", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
+    ema: float | None = key(
+        "validate and forecast with a moving average of the weights: its decay, 0.999", None, "training", ge=0, lt=1
+    )
+    init_from: Text | None = key("start with the weights of this run or checkpoint, as iteration 0", None, "training")
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
+    loss: Literal["relative_l2", "squared_error"] = key(
+        "of forecasts: of whole images, or of channels and points by their weights", "relative_l2", "training"
+    )
+    channel_weights: dict[Name, Annotated[float, Field(ge=0, le=1e6)]] = key(
+        "squared_error: weights of channels, else 1: {u10: 0.1}", {}, "training"
+    )
+    pressure_weights: bool = key("squared_error: channels weigh as the pressure of their level", False, "training")
+    rollout_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = key(
+        "steps of a forecast to train over, each from the one before", 1, "training"
+    )
+    rollout_schedule: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]] = key(
+        "later numbers of rollout_steps: [600, 2] [900, 4] is 2 from iteration 600 on, then 4", [], "training"
+    )
 
     comm_timeout: Seconds = key("seconds after which a rank that waits for another gives up", 600, "nothing")
     watchdog_timeout: Seconds = key("seconds without a finished step after which the run ends", 1800, "nothing")
@@ -106,9 +130,10 @@ class Config(BaseModel):
     enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False, "training")
     enable_tf32: bool = key("TF32 in float32 matrix products and convolutions on a GPU", False)
     enable_channels_last: bool = key("channels-last memory format in convolutions", False)
-    activation_checkpointing: Literal["none", "full", "selective"] = key(
-        "recompute blocks in the backward pass: whole, or all but matrix products and attention", "none", "layout"
-    )
+    activation_checkpointing: Literal["none", "full", "selective", "step"] = key(
+        "recompute in the backward pass: whole blocks, all but matrix products and attention, or steps of a rollout",
+        "none", "layout",
+    )  # fmt: skip
     checkpointing_interval: Size = key("recompute only every k-th block", 1, "layout")
 
     data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key(
@@ -175,6 +200,17 @@ class Config(BaseModel):
     def notes(self) -> list[str]:
         """What was changed on the way from the file and the command line to this config, as lines for the log."""
         return self._notes
+
+    @property
+    def model_in_channels(self) -> int:
+        """Channels that the model takes: those of the state and the forcings of one step."""
+        return self.n_in_channels + sum(count_forcings(self.forcings))
+
+    @property
+    def rollout_stages(self) -> list[tuple[int, int]]:
+        """(first iteration, steps of the forecasts), in order, for every stage that num_iters reaches."""
+        later = [(first, steps) for first, steps in self.rollout_schedule if first < self.num_iters]
+        return [(0, self.rollout_steps), *later]
 
     def options(self, kind: Callable[..., Options]) -> Options:
         """A dataclass whose fields are named as keys of this config, filled from them: DataParallelOptions, ..."""

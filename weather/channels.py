@@ -1,5 +1,7 @@
 """The 20 channels of FourCastNet (Pathak et al. 2022, arXiv:2202.11214), in file order, in ERA5's units."""
 
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -33,3 +35,17 @@ CHANNELS = (
     Channel("r850", "%", "relative humidity at 850 hPa"),
     Channel("tcwv", "kg m-2", "total column water vapour"),
 )
+
+TIMED = ("hour", "day")  # forcings: the local hour, and the day of the year; a cosine and a sine of each
+
+
+def count_forcings(names: Sequence[str]) -> tuple[int, int]:
+    """(channels that stay the same, channels that change with the date) of the forcings of these names."""
+    timed = sum(name in TIMED for name in names)
+    return len(names) - timed, 2 * timed
+
+
+def pressure_level(name: str) -> int | None:
+    """The level of a channel in hPa: 500 of z500; None for one at the surface, such as u10 or t2m."""
+    match = re.fullmatch(r"[a-z]+?(\d+)", name)
+    return int(match[1]) if match and name not in ("u10", "v10") else None

@@ -1,7 +1,7 @@
-"""Samples on disk: pairs of frames from year files, and the statistics of their channels.
+"""Samples on disk: frames from year files, and the statistics of their channels.
 
-A sample is the frame at t and the frame dt steps later in the same file. Both frames are read directly into the
-caller's buffer, or seen in the page cache: see weather/year_reader.py.
+A sample is the frame at t and the frames dt, 2 dt, ... later in the same file. They are read directly into the caller's
+buffer, or seen in the page cache: see weather/year_reader.py.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ class FieldDataset:
 
     folder: holds *.h5 files, one for each year; they may differ in length.
     channels: how many channels to read, from the first. img_size: (H, W), the first rows and columns of the files.
-    dt: steps from input to target. limit: use only this many samples, from the first.
+    dt: frames from one step of a forecast to the next. limit: use only this many samples, from the first.
     rows, columns: read only this part of the image (slices of [0, H) and of [0, W)).
+    steps: the most steps of a forecast that a sample covers; one of them is the input and `steps` targets.
     Raises UsageError if the folder or a file does not hold such data.
     """
 
@@ -35,11 +36,13 @@ class FieldDataset:
         limit: int | None = None,
         rows: slice | None = None,
         columns: slice | None = None,
+        steps: int = 1,
     ):
-        self.folder, self.channels, self.dt = Path(folder), channels, dt
+        self.folder, self.channels, self.dt, self.steps = Path(folder), channels, dt, steps
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
-        self.files = []
+        self.files: list[YearFile] = []
+        self._times: list[np.ndarray] = []  # of each file, once they are asked for
         try:
             for path in self._find_files(img_size):
                 self.files.append(YearFile(path))
@@ -50,7 +53,7 @@ class FieldDataset:
         except UsageError:
             self.close()
             raise
-        lengths = [file.shape[0] - dt for file in self.files]
+        lengths = [file.shape[0] - steps * dt for file in self.files]
         self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
@@ -61,8 +64,8 @@ class FieldDataset:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of one sample: (2, C, h, w), the input frame and the target frame."""
-        return 2, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        """Shape of one sample: (steps + 1, C, h, w), the input frame and the target frames."""
+        return self.steps + 1, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
     def mappable(self) -> bool:
@@ -70,22 +73,37 @@ class FieldDataset:
         return all(file.map is not None for file in self.files)
 
     def read(self, index: int, out: np.ndarray) -> None:
-        """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape."""
+        """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
         file, frame = self._locate(index)
         if self.dt == 1:
             file.read(frame, out, self.rows, self.columns)  # often adjacent on disk: one read
         else:
-            file.read(frame, out[:1], self.rows, self.columns)
-            file.read(frame + self.dt, out[1:], self.rows, self.columns)
+            for number in range(len(out)):
+                file.read(frame + number * self.dt, out[number : number + 1], self.rows, self.columns)
 
-    def mapped(self, index: int) -> AbstractContextManager[np.ndarray]:
-        """Sample `index` in the mapped file, as a context manager of an array of self.shape: see YearFile.mapped."""
+    def mapped(self, index: int, frames: int) -> AbstractContextManager[list[np.ndarray]]:
+        """The first frames of sample `index` in the mapped file, as a context manager: see YearFile.mapped."""
         file, frame = self._locate(index)
-        return file.mapped(frame, frame + self.dt, self.channels, self.rows, self.columns)
+        numbers = range(frame, frame + frames * self.dt, self.dt)
+        return file.mapped(numbers, self.channels, self.rows, self.columns)
+
+    def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+        """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
+        from weather.dates import file_times  # slow to import
+
+        if not self._times:
+            self._times = [file_times(file) for file in self.files]
+        return np.array([self._times[number][first : first + steps * self.dt : self.dt]
+                         for number, first in map(self._position, indices)])  # fmt: skip
+
+    def _position(self, index: int) -> tuple[int, int]:
+        """(number of the file, frame in it) of the first frame of a sample."""
+        number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
+        return number, int(index - self.first_sample[number])
 
     def _locate(self, index: int) -> tuple[YearFile, int]:
-        number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
-        return self.files[number], int(index - self.first_sample[number])
+        number, frame = self._position(index)
+        return self.files[number], frame
 
     def check_like(self, other: "FieldDataset") -> None:
         """Raise UsageError where channels, units or points are not those of another dataset."""
@@ -131,13 +149,30 @@ class FieldDataset:
             raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
         if (height, width) != self.files[0].shape[2:]:
             raise UsageError(f"{file.path}: has {height} x {width} points, unlike {self.files[0].path}")
-        if frames <= self.dt:
-            raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt} needs at least {self.dt + 1}")
+        if frames <= self.steps * self.dt:
+            steps = f" x {self.steps} steps of a rollout" if self.steps > 1 else ""
+            need = self.steps * self.dt + 1
+            raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt}{steps} needs at least {need}")
 
     @staticmethod
     def _check_like(file: YearFile, description: Description, first_path: Path, first: Description) -> None:
         if difference := description.difference(first):
             raise UsageError(f"{file.path}: {difference}, as in {first_path}")
+
+
+def load_change_scale(global_stds_path: Path | str, channels: int) -> np.ndarray:
+    """The standard deviation of the change between frames / that of the state: (C, 1, 1) float32, for predict change.
+
+    It is read from the change_stds.npy beside the standard deviations. Raises UsageError as load_statistics.
+    """
+    path = Path(global_stds_path).with_name("change_stds.npy")
+    if not path.exists():
+        make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"
+        raise UsageError(f"{path}: not there; predict change needs the size of the change: make it with `{make}`")
+    stds, changes = (read_statistics(p, channels) for p in (global_stds_path, path))
+    if (changes <= 0).any():
+        raise UsageError(f"{path}: holds standard deviations that are not positive")
+    return changes / stds
 
 
 class Statistics(NamedTuple):

@@ -5,6 +5,7 @@
     OUT/stats/global_means.npy       (1, C, 1, 1) float32, of the training years only
     OUT/stats/global_stds.npy        (1, C, 1, 1) float32, of the training years only
     OUT/stats/time_means.npy         (1, C, H, W) float32, the climatology of the training years
+    OUT/stats/change_stds.npy        (1, C, 1, 1) float32, of the change from one training frame to the next
 
 A file gets its name when it is complete, and stores the settings it was made with. Making the same data set again
 therefore writes only the missing files. sample_data.py and prepare_era5.py supply the frames.
@@ -13,22 +14,23 @@ therefore writes only the missing files. sample_data.py and prepare_era5.py supp
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError
+from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, run_main
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, year_frames
 
 SPLITS = ("train", "valid", "test")
-STATS = ("global_means", "global_stds", "time_means")
+STATS = ("global_means", "global_stds", "time_means", "change_stds")
 CHUNK_BYTES = 64e6  # of frames held in memory at a time
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 
@@ -73,6 +75,7 @@ class YearFileWriter:
     grid: of all frames. settings: everything else that the values depend on (JSON).
     title: identifies the kind of data; files with another title are never touched. attributes: for every file.
     overwrite: replace files with this title that were made with other settings.
+    constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
     Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
     """
 
@@ -88,8 +91,9 @@ class YearFileWriter:
         title: str,
         attributes: dict[str, Any],
         overwrite: bool = False,
+        constant: Mapping[str, tuple[str, np.ndarray]] = MappingProxyType({}),
     ):
-        self.out, self.grid, self.settings = Path(out), grid, settings
+        self.out, self.grid, self.settings, self.constant = Path(out), grid, settings, constant
         self.attributes = {"title": title, **attributes}
         if not 0 <= days <= 365:
             raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
@@ -183,6 +187,11 @@ class YearFileWriter:
             fields.dims[axis].attach_scale(file[name])
         file["channel_units"] = [channel.units for channel in CHANNELS]
         file["channel_units"].dims[0].attach_scale(file["channel"])
+        for name, (units, values) in self.constant.items():
+            file[name] = values.astype(np.float32)
+            file[name].attrs["units"] = units
+            for axis, scale in enumerate(("latitude", "longitude")):
+                file[name].dims[axis].attach_scale(file[scale])
         file.attrs.update({**self.attributes, "settings": json.dumps(self.settings)})
         return fields
 
@@ -190,19 +199,44 @@ class YearFileWriter:
 def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     """Statistics of the year files `paths`, computed in one pass with float64 sums.
 
-    Returns float32 global_means and global_stds, each (1, C, 1, 1), and time_means (1, C, H, W).
+    Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
+    of the mean square of the change from one frame to the next (1, C, 1, 1).
     """
     total, squares, count = np.zeros(1), np.zeros(1), 0
+    changes, pairs = np.zeros(1), 0
     for path in paths:
         with h5py.File(path) as file:
+            before = file["fields"][:1].astype(np.float64)
             for first, step in _chunks(file["fields"]):
                 x = file["fields"][first : first + step].astype(np.float64)
                 total, squares, count = total + x.sum(0), squares + np.square(x).sum((0, 2, 3)), count + step
+                changes = changes + np.square(np.diff(np.concatenate([before, x]), axis=0)).sum((0, 2, 3))
+                before = x[-1:]
+            pairs += len(file["fields"]) - 1
     time_means = total / count  # (C, H, W)
-    means = time_means.mean((1, 2))
-    variances = squares / (count * time_means[0].size) - means**2
-    arrays = means[None, :, None, None], np.sqrt(variances)[None, :, None, None], time_means[None]
-    return [array.astype(np.float32) for array in arrays]
+    points, means = time_means[0].size, time_means.mean((1, 2))
+    variances = squares / (count * points) - means**2
+    stds, change_stds = np.sqrt(variances), np.sqrt(changes / (max(1, pairs) * points))
+    arrays = means[:, None, None], stds[:, None, None], time_means, change_stds[:, None, None]
+    return [array[None].astype(np.float32) for array in arrays]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the statistics of year files that were made elsewhere: python -m weather.year_files TRAIN_FOLDER OUT."""
+    parser = ArgumentParser(prog="python -m weather.year_files", description="Statistics of the training years.")
+    parser.add_argument("train", type=Path, help="folder of the training years (.h5)")
+    parser.add_argument("out", type=Path, help="folder of the statistics (.npy); files that are there stay")
+    options = parser.parse_args(argv)
+    paths = sorted(options.train.glob("*.h5"))
+    if not paths:
+        raise UsageError(f"{options.train}: holds no .h5 file")
+    with reported_as_usage_error(OSError, str(options.out)), reported_as_usage_error(KeyError, str(options.train)):
+        options.out.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(STATS, training_statistics(paths), strict=True):
+            if not (path := options.out / f"{name}.npy").exists():
+                with whole_file(path) as part, open(part, "wb") as file:
+                    np.save(file, value)
+                print(path)
 
 
 def _split_years(*years_of_splits: Iterable[int]) -> dict[int, str]:
@@ -234,3 +268,7 @@ def _chunks(fields):
     """(first frame, number of frames) of parts of a dataset that fit in memory."""
     step = max(1, int(CHUNK_BYTES // (fields.nbytes / len(fields))))
     return [(first, min(step, len(fields) - first)) for first in range(0, len(fields), step)]
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -97,6 +97,16 @@ class YearFile:
             ),
         )
 
+    def constant_field(self, name: str) -> np.ndarray:
+        """A field that does not change with time, (H, W) float64. Raises UsageError where the file has none."""
+        field, shape = self.file.get(name), self.shape[2:]
+        if not isinstance(field, h5py.Dataset) or field.shape != shape or field.dtype.kind not in "fiu":
+            there = [key for key, value in self.file.items() if getattr(value, "shape", None) == shape]
+            known = f"it has {', '.join(there)}" if there else "it has no such field"
+            raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
+        with self._reading(name):
+            return np.asarray(field[:], np.float64)
+
     def _texts(self, name, otherwise):
         if name not in self.file:
             return otherwise
@@ -127,8 +137,8 @@ class YearFile:
             raise UsageError(f"{self.path}: '{name}' cannot be read: {first_line(error)}") from None
 
     @contextlib.contextmanager
-    def mapped(self, frame: int, later: int, channels: int, rows: slice, columns: slice) -> Iterator[np.ndarray]:
-        """Two frames, first C channels, a window of points, as a read-only array over the file itself, (2, C, h, w).
+    def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
+        """Frames, first C channels, a window of points, as read-only arrays over the file itself, (1, C, h, w) each.
 
         A context manager. Raises UsageError if the file has become shorter; if that happens inside the block, SIGBUS
         ends the process. Raises ValueError if the file is not mapped, because its frames are not stored as one piece.
@@ -136,15 +146,12 @@ class YearFile:
         if self.map is None or self.frame_offsets is None:
             raise ValueError(f"{self.path}: has no map, its frames must be read")
         if os.fstat(self.descriptor).st_size < self.size:
-            raise UsageError(f"{self.path}: ends before frame {later}: the file was truncated")
-        _, _, height, width = self.shape
-        starts = [int(self.frame_offsets[f]) for f in (frame, later)]
-        strides = (starts[1] - starts[0], 4 * height * width, 4 * width, 4)
-        frames = np.ndarray((2, channels, height, width), "<f4", self.map, starts[0], strides)
-        window = frames[:, :, rows, columns]
-        if window.shape == frames.shape:
+            raise UsageError(f"{self.path}: ends before frame {frames[-1]}: the file was truncated")
+        starts, shape = [int(self.frame_offsets[frame]) for frame in frames], (1, channels, *self.shape[2:])
+        windows = [np.ndarray(shape, "<f4", self.map, start)[:, :, rows, columns] for start in starts]
+        if windows[0].shape == shape:
             self._advise(mmap.MADV_WILLNEED, starts, channels)  # read what is not in the page cache in one go
-        yield window
+        yield windows
         self._advise(mmap.MADV_DONTNEED, starts, channels)  # mapped pages would count as memory of this process
 
     def _advise(self, advice, starts, channels):

@@ -80,7 +80,7 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         stack.enter_context(_shapes(config, layout))
         stack.enter_context(fake)
         parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
-        step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), task.loss)
+        step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), task)
         if mutate:
             mutate(step)
         x, y = (part.to(device) for part in _batch(config, task))
@@ -89,7 +89,7 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         if config.task == "forecast" and not parallel.pipeline:
             parallel.model.eval()
             with step.autocast():
-                assert parallel.forecast(x, config.n_out_channels).device == device
+                assert parallel.predict(x, config.n_out_channels).device == device
 
 
 def _read_the_loss(step):

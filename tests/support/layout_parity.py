@@ -12,6 +12,7 @@ from tests.test_data_parallel import train as train_data_parallel
 from tools.instruments.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.model import patch_size
+from training.tasks import build_task
 from utils import comm
 from utils.tiles import own_window
 
@@ -39,9 +40,9 @@ def own_part(batch, config, window=None):
 
 def train_steps(step, config, start, stop):
     """Losses of the steps from start to stop, averaged over the ranks; a step's batch is the same in every layout."""
-    random, losses, window = torch.Generator().manual_seed(1), [], window_of(config)
+    random, losses, window, task = torch.Generator().manual_seed(1), [], window_of(config), build_task(config)
     for i in range(stop):
-        batch = torch.randn(2, config.global_batch_size, 20, *config.img_size, generator=random)
+        batch = task.random_batch(random)
         if i >= start:
             losses.append(step(i, *(own_part(part, config, window) for part in batch)))
     return comm.all_reduce(torch.stack(losses)) / comm.world_size()

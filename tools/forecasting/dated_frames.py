@@ -5,18 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xarray
 from torch import Tensor
 
 from training.model import patch_size
-from training.tasks.forecast import statistics_of
+from training.tasks.forecast import forcings_of, statistics_of
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
 from weather.dataset import FieldDataset
-from weather.year_reader import YearFile
-
-HOUR = np.timedelta64(1, "h")
+from weather.dates import HOUR, file_times
 
 
 class DatedFrames:
@@ -30,8 +27,9 @@ class DatedFrames:
     def __init__(self, folder: Path | str, config: Config, device: torch.device):
         self.folder, self.device, self.statistics = folder, device, statistics_of(config)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
-        window = own_window(config.img_size, patch_size(config))
-        self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, *window)
+        rows, columns = own_window(config.img_size, patch_size(config))
+        self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, rows, columns)
+        self.forcings = forcings_of(config, self.dataset, (rows, columns), device)
         times = [file_times(file) for file in self.dataset.files]
         self.first_frame = np.cumsum([0, *map(len, times)])
         self.times = np.concatenate(times)
@@ -51,6 +49,10 @@ class DatedFrames:
             file.read(frame, out[None], self.dataset.rows, self.dataset.columns)
         return (torch.from_numpy(frames).to(self.device) - self.means) / self.stds
 
+    def with_forcings(self, state: Tensor, times: np.ndarray) -> Tensor:
+        """What the model takes: the channels of a state, (B, C, h, w), and the forcings of its dates, (B,)."""
+        return torch.cat([state, self.forcings(times[:, None])], 1) if self.forcings else state
+
     def starts(self, leads: Sequence[int]) -> np.ndarray:
         """The dates that are followed by a frame at every lead time of `leads` (hours): (N,) datetime64[s]."""
         followed = [np.isin(self.times + lead * HOUR, self.times) for lead in leads]
@@ -68,23 +70,6 @@ class DatedFrames:
     def close(self) -> None:
         """Close the files."""
         self.dataset.close()
-
-
-def file_times(file: YearFile) -> np.ndarray:
-    """Dates of the frames of a YearFile, (T,) datetime64[s]: its `time`, or 6-hourly in the year of its name."""
-    stored, frames = file.file.get("time"), file.shape[0]
-    if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
-        attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
-        try:
-            decoded = xarray.decode_cf(xarray.Dataset({"time": ("time", stored[:], attributes)}))["time"].values
-        except (ValueError, OverflowError):
-            decoded = stored[:]
-        if decoded.dtype.kind != "M":
-            raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
-        return decoded.astype("datetime64[s]")
-    if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
-        raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
-    return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
 
 
 def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import xarray
 
-from tools.forecasting.dated_frames import HOUR, show
+from tools.forecasting.dated_frames import show
 from utils.errors import UsageError
 from utils.files import read_json, whole_file, write_json
 from weather.channels import CHANNELS
+from weather.dates import HOUR
 from weather.grid import Grid
 
 STANDARD_NAMES = {

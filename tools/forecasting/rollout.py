@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from tools.forecasting.dated_frames import HOUR, DatedFrames
+from tools.forecasting.dated_frames import DatedFrames
 from tools.forecasting.output_files import forecast_dataset, write_netcdf
 from training.metrics import ForecastMetrics
 from training.results import FORECASTS
 from training.step import autocast
+from training.tasks.forecast import rollout_of
 from utils import comm
 from utils.config import nearest
 from utils.errors import UsageError
 from utils.sample_order import rank_indices, validation_counts, validation_indices
 from utils.schema import Config
+from weather.dates import HOUR
 from weather.grid import Grid
 
 Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
@@ -72,9 +74,11 @@ def roll_out(
         for dates, count in own_batches(starts, config.local_batch_size or 1):
             start = frames.read(dates)
             persistence, kept, truths = whole(start[:, :n_out])[:count], [], []
-            steps = rollout(parallel, start[:, :n_in], len(leads), n_in)
-            for step, (lead, part) in enumerate(zip(leads, steps, strict=True)):
-                forecast, truth = whole(part)[:count], whole(frames.read(dates + lead * HOUR)[:, :n_out])[:count]
+            state, made = start[:, :n_in], rollout_of(config, frames.device)
+            for step, lead in enumerate(leads):
+                x = frames.with_forcings(state[:, :n_in], dates + (lead - leads[0]) * HOUR)
+                (state,) = made.steps(parallel.model, x, 1)
+                forecast, truth = whole(state)[:count], whole(frames.read(dates + lead * HOUR)[:, :n_out])[:count]
                 skill.update(step, persistence, forecast, truth)
                 if writes and (out or example is None):
                     kept.append(physical(forecast))
@@ -114,18 +118,6 @@ def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
             f"{config.n_out_channels}, not enough for a second step; give --lead_hours {step}"
         )
     return list(range(step, lead_hours + 1, step))
-
-
-@torch.no_grad()
-def rollout(parallel: ParallelModel, x: Tensor, steps: int, in_channels: int) -> Iterator[Tensor]:
-    """Yield the forecast of a ParallelModel after each of `steps` steps, for this rank's part of the images.
-
-    x: the initial state, (B, in_channels, h, w), normalised. Yields (B, out_channels, h, w), normalised, float32.
-    """
-    for _ in range(steps):
-        y = parallel.model(x).float()
-        yield y
-        x = y[:, :in_channels]
 
 
 def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:

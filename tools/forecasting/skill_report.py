@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from tools.forecasting.dated_frames import HOUR, show
+from tools.forecasting.dated_frames import show
 from tools.forecasting.output_files import STORE, file_name, write_skill, write_zarr, zarr_missing
 from tools.forecasting.rollout import Result
 from training.pictures import animate, lead_time_figure, skill_figure
 from training.results import HEADLINE
 from utils.files import whole_file
+from weather.dates import HOUR
 
 COLUMNS = 5  # lead times in the table, besides the first
 

@@ -46,9 +46,7 @@ def split_as_configured(model: nn.Module, config: Config, where: str = "") -> Sp
 def build_step(config: Config, device: torch.device, where: str = "") -> TrainingStep:
     """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
     parallel = build_parallel(config, device, where=where)
-    return TrainingStep(
-        config, device, parallel, build_optimizer(config, parallel.model, device), build_task(config).loss
-    )
+    return TrainingStep(config, device, parallel, build_optimizer(config, parallel.model, device), build_task(config))
 
 
 def random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:

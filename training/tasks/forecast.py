@@ -1,6 +1,6 @@
 """Forecasting: from the state of the atmosphere to the state one step later, on year files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,28 +9,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.losses import relative_l2, relative_l2_loss
+from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics
 from training.pictures import forecast_figure
 from training.results import skill_table
+from training.rollout import Rollout
 from training.tasks.task import Shape, Task, Validator
 from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config
-from weather.dataset import FieldDataset, Statistics, load_statistics
+from weather.channels import CHANNELS, count_forcings
+from weather.dataset import FieldDataset, Statistics, load_change_scale, load_statistics
+from weather.forcings import Forcings
+from weather.grid import latitudes
 
 PICTURED = ("u10", "z500")
 
 
 class Trained(Task):
-    """Image to image: relative L2 loss, latitude-weighted scores of each channel."""
+    """Image to image, over one step or several: latitude-weighted scores of each channel."""
 
     def check(self) -> None:
         """The data have latitude and longitude."""
         if len(self.config.img_size) != 2:
             where = f"{self.config.config}: img_size {self.config.img_size}"
             raise UsageError(f"{where}: forecasts are of latitude and longitude")
+        self._rollout: Rollout | None = None
+        self._weights: dict[bool, Tensor] = {}  # of whole images, or of this rank's part
+        # Names of the channels and latitudes of the rows, until the data tell.
+        self._described = [channel.name for channel in CHANNELS], latitudes(self.config.img_size[0])
 
     def output_shape(self, samples: int) -> Shape:
         """Whole images of the channels to forecast."""
@@ -40,33 +48,66 @@ class Trained(Task):
         """Loaders of pairs of frames. Raises UsageError where data and config disagree."""
         config = self.config
         Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
-        n_in, n_out, window = config.n_in_channels, config.n_out_channels, self.own_window()
+        n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
+        stages = config.rollout_stages
+        steps = max(steps for _, steps in stages)
         train, valid = (
-            FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, *window)
+            FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, rows, columns, steps)
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),
                 (config.valid_data_path, config.limit_nsamples_val),
             )
         )
         valid.check_like(train)
+        self._described = train.description.names, train.description.grid.latitude
+        if config.loss != "relative_l2":
+            loss_weights(config, *self._described)
         self.check_batch(len(train), f" in {config.train_data_path}")
         batch_size = config.global_batch_size // comm.get_size("dp")
-        shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers
+        forcings = forcings_of(config, train, (rows, columns), device)
+        shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings, stages
         return [Loader(dataset, *shared) for dataset in (train, valid)]
 
+    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
+        """A forecast of as many steps as y has."""
+        rollout = self.rollout(x.device)
+        # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
+        return rollout.forecast(parallel.model, x, y.shape[1] // rollout.n_out, last=parallel.module)
+
+    def rollout(self, device: torch.device) -> Rollout:
+        """What makes forecasts of the network's outputs."""
+        if self._rollout is None:
+            self._rollout = rollout_of(self.config, device)
+        return self._rollout
+
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
-        """The relative L2 loss of neural operators."""
-        return relative_l2_loss(prediction, target, image_group)
+        """The loss that the config names, the mean over the steps of the forecast."""
+        n_out = self.config.n_out_channels
+        prediction, target = (x.unflatten(1, (-1, n_out)).flatten(0, 1) for x in (prediction, target))
+        return self.sample_losses(prediction, target, False, image_group).mean()
+
+    def sample_losses(
+        self, prediction: Tensor, target: Tensor, whole: bool = True, image_group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """The loss of each sample, (B,), of images (B, n_out, H, W); not whole: of this rank's part of them."""
+        if self.config.loss == "relative_l2":
+            return relative_l2(prediction, target, image_group)
+        if whole not in self._weights:
+            weights = loss_weights(self.config, *self._described)
+            self._weights[whole] = (weights if whole else weights[:, self.own_window()[0]]).to(target.device)
+        return weighted_squared_error(prediction, target, self._weights[whole], image_group)
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """RMSE and ACC of each channel."""
-        return ForecastValidator(loader)
+        return ForecastValidator(loader, self.rollout(loader.device), self.sample_losses)
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers."""
         config, (samples, *size) = self.config, (self.config.global_batch_size, *self.config.img_size)
-        x = torch.randn(samples, config.n_in_channels, *size, generator=generator)
-        return x, torch.randn(samples, config.n_out_channels, *size, generator=generator)
+        steps = max(steps for _, steps in config.rollout_stages)
+        inputs = config.model_in_channels + (steps - 1) * count_forcings(config.forcings)[1]
+        x = torch.randn(samples, inputs, *size, generator=generator)
+        return x, torch.randn(samples, steps * config.n_out_channels, *size, generator=generator)
 
 
 def loader_class(name: str) -> type[BatchLoader]:
@@ -85,11 +126,30 @@ def statistics_of(config: Config) -> Statistics:
     return load_statistics(*paths, channels, config.img_size)
 
 
-class ForecastValidator(Validator):
-    """Loss, RMSE and ACC of the forecasts, beside those of persistence and climatology."""
+def forcings_of(
+    config: Config, dataset: FieldDataset, window: Sequence[slice], device: torch.device
+) -> Forcings | None:
+    """The forcings that a config names, at the points of a window of the dataset's images; None for none."""
+    if not config.forcings:
+        return None
+    grid = dataset.description.grid
+    return Forcings(config.forcings, dataset.files[0], grid, config.img_size, window, device)
 
-    def __init__(self, loader: BatchLoader):
+
+def rollout_of(config: Config, device: torch.device) -> Rollout:
+    """The Rollout of a config. Raises UsageError where the size of the change is asked for, and not known."""
+    if config.predict == "state":
+        return Rollout(config)
+    scale = load_change_scale(config.global_stds_path, config.n_out_channels)
+    return Rollout(config, torch.from_numpy(scale).to(device))
+
+
+class ForecastValidator(Validator):
+    """Loss of the whole forecasts; RMSE and ACC of their first step, beside those of persistence and climatology."""
+
+    def __init__(self, loader: BatchLoader, rollout: Rollout, sample_losses: Callable[[Tensor, Tensor], Tensor]):
         super().__init__(loader)
+        self.rollout, self.sample_losses = rollout, sample_losses
         n = loader.n_out
         names, units, self.grid = loader.dataset.description
         self.names, self.units = names[:n], units[:n]
@@ -109,16 +169,19 @@ class ForecastValidator(Validator):
         for x, y, count in self.loader.valid():
             if stop():
                 return None
-            prediction = parallel.forecast(x, self.loader.n_out)[:count]
-            x, y = parallel.whole_images(x)[:count], parallel.whole_images(y)[:count]
-            losses.append(relative_l2(prediction, y))
-            metrics.update(prediction, y)
+            n_out, state = self.loader.n_out, parallel.whole_images(x[:, : self.loader.n_in])[:count]
+            network = partial(parallel.predict, out_channels=n_out)
+            steps = zip(self.rollout.steps(network, x, y.shape[1] // n_out), y.split(n_out, 1), strict=True)
+            pairs = [[parallel.whole_images(part)[:count] for part in parts] for parts in steps]
+            losses.append(torch.stack([self.sample_losses(*pair) for pair in pairs]).mean(0))
+            prediction, target = pairs[0]
+            metrics.update(prediction, target)
             if not self.baselines:
-                climatology.update(self.climatology.expand_as(y), y)
-                if x.shape[1] >= y.shape[1]:
-                    persistence.update(x[:, : y.shape[1]], y)
+                climatology.update(self.climatology.expand_as(target), target)
+                if self.loader.n_in >= n_out:
+                    persistence.update(state[:, :n_out], target)
             if example is None and count:
-                example = x[0].clone(), y[0].clone(), prediction[0].float()
+                example = state[0].clone(), target[0].clone(), prediction[0]
         if not self.baselines:
             scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
             self.baselines = {name: self._by_channel(m.compute()[0]) for name, m in scored.items() if m.squared_errors}

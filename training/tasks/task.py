@@ -34,7 +34,7 @@ class Task(ABC):
     def check_model(self) -> None:
         """Raise UsageError where the output of the config's model does not fit the task."""
         config = self.config
-        found, wanted = output_shape(config, (1, config.n_in_channels, *config.img_size)), self.output_shape(1)
+        found, wanted = output_shape(config, (1, config.model_in_channels, *config.img_size)), self.output_shape(1)
         if found != wanted:
             raise UsageError(
                 f"{config.config}: task {config.task} needs a model whose output is {list(wanted)} for one sample; "
@@ -48,6 +48,10 @@ class Task(ABC):
     @abstractmethod
     def output_shape(self, samples: int) -> Shape:
         """The shape of what a model gives for so many whole samples."""
+
+    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
+        """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters."""
+        return parallel.module(x)
 
     def loaders(self, device: torch.device) -> list[BatchLoader]:
         """build_loaders on every rank; where one of them fails, or sees other files, every rank raises a UsageError."""

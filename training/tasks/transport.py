@@ -48,7 +48,7 @@ class TransportValidator(Validator):
         for x, y, count in self.loader.valid():
             if stop():
                 return None
-            prediction = parallel.forecast(x, y.shape[1])[:count]
+            prediction = parallel.whole_images(parallel.predict(x, y.shape[1]))[:count]
             x, y = parallel.whole_images(x)[:count], parallel.whole_images(y)[:count]
             scores.append(torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1))
         loss, persistence = comm.global_mean(torch.cat(scores)).tolist()

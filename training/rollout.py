@@ -1,0 +1,61 @@
+"""A forecast of several steps: what the network gives after one step is what it takes for the next.
+
+Trained over several steps, a model sees inputs that it has made itself, and learns not to let their errors grow. The
+gradient runs back through all steps (Keisler 2022, arXiv:2202.07575; Lam et al. 2023, GraphCast, arXiv:2212.12794).
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from utils.schema import Config
+from weather.channels import count_forcings
+
+Network = Callable[[Tensor], Tensor]
+
+
+class Rollout:
+    """The forecasts of a network whose inputs and outputs are those of a config.
+
+    A batch of inputs holds the channels of the state, the forcings that stay, and those that change, one step after the
+    other: (B, n_in + fixed + k timed, h, w).
+    change_scale: (C, 1, 1) on the device, where the network gives the change of the state, in units of its own.
+    """
+
+    def __init__(self, config: Config, change_scale: Tensor | None = None):
+        self.n_in, self.n_out = config.n_in_channels, config.n_out_channels
+        self.fixed, self.timed = count_forcings(config.forcings)
+        self.change_scale = change_scale
+
+    def inputs(self, state: Tensor, x: Tensor, step: int) -> Tensor:
+        """What the network takes for a step, counted from 0: (B, n_in + fixed + timed, h, w). x: a batch of inputs."""
+        if not self.fixed and not self.timed:
+            return state
+        first = self.n_in + self.fixed
+        forcings = x[:, self.n_in : first], x[:, first + step * self.timed : first + (step + 1) * self.timed]
+        return torch.cat([state, *forcings], 1)
+
+    def next_state(self, state: Tensor, output: Tensor) -> Tensor:
+        """The state one step later, (B, n_out, h, w) in float32, of the network's output."""
+        output = output.float()
+        if self.change_scale is None:
+            return output
+        return torch.addcmul(state[:, : self.n_out], output, self.change_scale)
+
+    def steps(self, network: Network, x: Tensor, count: int, last: Network | None = None) -> Iterator[Tensor]:
+        """Yield the state after each of `count` steps: (B, n_out, h, w), normalised, float32.
+
+        last: called in place of `network` in the last step.
+        """
+        state = x[:, : self.n_in]
+        for step in range(count):
+            call = last if last and step == count - 1 else network
+            state = self.next_state(state, call(self.inputs(state, x, step)))
+            yield state
+            state = state[:, : self.n_in]
+
+    def forecast(self, network: Network, x: Tensor, count: int, last: Network | None = None) -> Tensor:
+        """All steps, one after the other: (B, count n_out, h, w)."""
+        states = list(self.steps(network, x, count, last))
+        return states[0] if count == 1 else torch.cat(states, 1)

@@ -1,0 +1,71 @@
+"""Forcings: what a model is told beside the state of the atmosphere, because it is known for any date and any place.
+
+They are the sun's time (of the day and of the year), the latitude, and fields that never change and that a year file
+may hold, such as `orography` or `land`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.errors import UsageError
+from weather.channels import TIMED
+from weather.dates import turns
+from weather.grid import Grid
+from weather.year_reader import YearFile
+
+
+class Forcings:
+    """The forcings of some points: forcings(dates) gives them on the device.
+
+    names: `hour`, `day`, `latitude`, or names of fields of `file`, which are normalised over the whole image. img_size:
+    (H, W). window: the rows and columns of these points. Raises UsageError for a field that the file lacks.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        file: YearFile,
+        grid: Grid,
+        img_size: Sequence[int],
+        window: Sequence[slice],
+        device: torch.device,
+    ):
+        window = tuple(window)
+        self.names, self.device = names, device
+        latitude = np.broadcast_to(np.sin(np.deg2rad(grid.latitude))[:, None], img_size)
+        fixed = [name for name in names if name not in TIMED]
+        fields = [latitude if name == "latitude" else _normalised(file, name, img_size) for name in fixed]
+        self.shape = latitude[window].shape
+        parts = np.array([field[window] for field in fields], np.float32).reshape(-1, *self.shape)
+        self.fixed = torch.from_numpy(parts).to(device)  # (F, h, w)
+        self.east = torch.from_numpy(grid.longitude[window[1]] / 360).float().to(device)  # in turns, (w,)
+
+    def __call__(self, dates: np.ndarray) -> Tensor:
+        """(B, F + k T, h, w): the F channels that stay, then the T that change, for one date after the other.
+
+        dates: (B, k) datetime64, in UTC.
+        """
+        parts = [self.fixed.expand(len(dates), -1, -1, -1)]
+        angles = []
+        day, year = (torch.from_numpy(t).to(self.device, non_blocking=True)[..., None] for t in turns(dates))
+        if "hour" in self.names:
+            angles.append(day + self.east)  # (B, k, w)
+        if "day" in self.names:
+            angles.append(year.expand(-1, -1, len(self.east)))
+        if angles:
+            angle = 2 * math.pi * torch.stack(angles, 2)  # (B, k, T / 2, w)
+            timed = torch.cat([angle.cos(), angle.sin()], 2).flatten(1, 2)
+            parts.append(timed[:, :, None].expand(-1, -1, self.shape[0], -1))
+        return torch.cat(parts, 1)
+
+
+def _normalised(file: YearFile, name: str, img_size: Sequence[int]) -> np.ndarray:
+    field = file.constant_field(name)[: img_size[0], : img_size[1]]
+    spread = field.std()
+    if not np.isfinite(spread) or spread == 0:
+        raise UsageError(f"{file.path}: forcing '{name}' is the same everywhere, or not finite")
+    return (field - field.mean()) / spread
