@@ -69,7 +69,7 @@ class TrainingStep:
     def eager(self, x: Tensor, y: Tensor) -> Tensor:
         """The step itself. x, y: input and target, (B, ...). Returns the mean loss of this rank's samples."""
         if self.parallel.pipeline:
-            losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale)
+            losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale, self.task.rounds(y))
         else:
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):

@@ -251,6 +251,12 @@ def _check_rollout(config: Config, where: str) -> None:
         )
     if config.predict == "change" and config.n_in_channels < config.n_out_channels:
         raise UsageError(f"{where}: predict change: n_out_channels must not exceed n_in_channels, which they change")
+    parts, stages = config.gradient_accumulation, config.pipeline_parallel
+    if max(steps) > 1 and stages > 1 and config.pp_schedule != "gpipe" and parts % max(1, parts // stages):
+        raise UsageError(
+            f"{where}: rollout_steps {max(steps)} with pp_schedule {config.pp_schedule} over {stages} stages: "
+            f"gradient_accumulation {parts} must be a multiple of {parts // stages}; or choose pp_schedule gpipe"
+        )
     if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
         raise UsageError(f"{where}: channel_weights and pressure_weights belong to loss squared_error, not relative_l2")
     if len(set(config.forcings)) < len(config.forcings):

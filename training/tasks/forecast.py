@@ -74,6 +74,11 @@ class Trained(Task):
         # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
         return rollout.forecast(parallel.model, x, y.shape[1] // rollout.n_out, last=parallel.module)
 
+    def rounds(self, y: Tensor) -> tuple[Rollout, int] | None:
+        """One round for each step."""
+        steps = y.shape[1] // self.config.n_out_channels
+        return None if steps == 1 and self.config.predict == "state" else (self.rollout(y.device), steps)
+
     def rollout(self, device: torch.device) -> Rollout:
         """What makes forecasts of the network's outputs."""
         if self._rollout is None:
