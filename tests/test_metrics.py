@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from training.losses import relative_l2_loss
+from training.losses import loss_weights, relative_l2_loss, weighted_squared_error
 from training.metrics import ForecastMetrics, latitude_weights
+from utils.errors import UsageError
 
 
 def test_relative_l2_loss_is_the_mean_of_ratios_of_norms():
@@ -56,3 +57,33 @@ def test_a_perfect_forecast_and_climatology_itself():
     assert (rmse == 0).all()
     np.testing.assert_allclose(acc, 1, rtol=1e-6)
     assert (scores(climatology.expand(2, 3, 6, 8), target, *args, batch=2)[1] == 0).all()
+
+
+def test_the_weighted_squared_error_is_the_mean_over_the_sphere_and_the_channels(tiny_config):
+    names, latitude = ["u10", "t2m", "z500", "t850", "r500"], np.linspace(80, -80, 16)
+    config = tiny_config(
+        n_out_channels=5, loss="squared_error", pressure_weights=True, channel_weights={"u10": 0.1, "r500": 0}
+    )
+    prediction, target = torch.randn(3, 5, 16, 32), torch.randn(3, 5, 16, 32)
+    weights = np.array([0.1, 1, 500, 850, 0]) / [1, 1, 1850 / 3, 1850 / 3, 1]
+    rows = latitude_weights(latitude)
+    errors = ((prediction - target) ** 2).double().numpy()
+    expected = (errors.mean(3) @ (rows / rows.sum()) * weights).sum(1) / weights.sum()
+    found = weighted_squared_error(prediction, target, loss_weights(config, names, latitude))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    plain = loss_weights(tiny_config(n_out_channels=5, loss="squared_error"), names, latitude)
+    np.testing.assert_allclose(plain.sum() * 32, 1, rtol=1e-5)
+    assert len(plain.unique()) == 8  # of the rows alone, alike north and south
+
+
+@pytest.mark.parametrize(
+    ("weights", "error"),
+    [
+        ({"z50": 1.0}, "channel_weights: no channel 'z50' .did you mean 'z500'.*: u10, z500"),
+        ({"u10": 0.0, "z500": 0.0}, "channel_weights: all channels weigh nothing"),
+    ],
+)
+def test_channel_weights_that_cannot_be_used_are_refused(tiny_config, weights, error):
+    config = tiny_config(n_out_channels=2, loss="squared_error", channel_weights=weights)
+    with pytest.raises(UsageError, match=error):
+        loss_weights(config, ["u10", "z500"], np.linspace(80, -80, 16))

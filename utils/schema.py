@@ -207,10 +207,10 @@ class Config(BaseModel):
         return self.n_in_channels + sum(count_forcings(self.forcings))
 
     @property
-    def rollout_stages(self) -> list[tuple[int, int]]:
+    def rollout_stages(self) -> tuple[tuple[int, int], ...]:
         """(first iteration, steps of the forecasts), in order, for every stage that num_iters reaches."""
         later = [(first, steps) for first, steps in self.rollout_schedule if first < self.num_iters]
-        return [(0, self.rollout_steps), *later]
+        return (0, self.rollout_steps), *later
 
     def options(self, kind: Callable[..., Options]) -> Options:
         """A dataclass whose fields are named as keys of this config, filled from them: DataParallelOptions, ..."""
