@@ -40,8 +40,11 @@ def test_every_key_is_an_option():
     for name, field in Config.model_fields.items():
         if field.annotation is bool:
             strategy = "fsdp" if name == "cpu_offload" else "ddp"
-            assert getattr(load_config([f"--{name}", f"--data_parallel={strategy}"]), name) is True
+            words = [f"--{name}", f"--data_parallel={strategy}", "--loss=squared_error"]
+            assert getattr(load_config(words), name) is True
             assert getattr(load_config([f"--no-{name}"]), name) is False
+        elif field.default == []:
+            assert getattr(load_config([f"--{name}"]), name) == []
         elif name != "config":
             with pytest.raises(UsageError, match=f"argument --{name}.*: expected"):
                 load_config([f"--{name}"])

@@ -6,6 +6,7 @@ import socket
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,7 +257,7 @@ def test_a_pinned_buffer_takes_its_own_size_and_ends_with_its_slot(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     slot = Slot((5, 2, 20, 33, 64), pinned=True)
-    address = slot.tensor.data_ptr()
+    address = slot.memory.data_ptr()
     assert calls == [(address, 5 * 2 * 20 * 33 * 64 * 4)] and address % 4096 == 0
     del slot
     assert calls[1:] == [address]
@@ -265,5 +266,6 @@ def test_a_pinned_buffer_takes_its_own_size_and_ends_with_its_slot(monkeypatch):
 @pytest.mark.gpu
 def test_a_slot_is_pinned_for_the_gpu():
     slot = Slot((3, 5), pinned=True)
+    slot.hold(np.arange(3), (3, 5))
     slot.array[:] = 2
     assert slot.tensor.is_pinned() and slot.tensor.to("cuda", non_blocking=True).sum().item() == 30

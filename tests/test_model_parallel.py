@@ -153,9 +153,9 @@ def batches_read(config):
     comm.build_mesh(CPU, config.layout(comm.world_size()))
     read, mapped = [0], FieldDataset.mapped
 
-    def counted(self, index):
+    def counted(self, index, frames):
         read[0] += 4 * math.prod(self.shape)
-        return mapped(self, index)
+        return mapped(self, index, frames)
 
     with unittest.mock.patch.object(FieldDataset, "mapped", counted):
         loader, valid = build_task(config).build_loaders(CPU)

@@ -349,7 +349,7 @@ def parse_command_line(argv: Sequence[str], description: str | None, yaml_config
         elif str in kinds or any(isinstance(kind, str) for kind in kinds):
             how = {"metavar": "|".join(kinds) if isinstance(kinds[0], str) else "TEXT"}
         elif isinstance(field.annotation, type(list[int])):
-            how = {"type": _scalar, "nargs": "*", "metavar": "X"}
+            how = {"type": _scalar, "nargs": "*" if field.default == [] else "+", "metavar": "X"}
         else:
             how = {"type": _scalar, "metavar": "X"}
         parser.add_argument(

@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -32,6 +31,7 @@ from weather.grid import Grid, year_frames
 SPLITS = ("train", "valid", "test")
 STATS = ("global_means", "global_stds", "time_means", "change_stds")
 CHUNK_BYTES = 64e6  # of frames held in memory at a time
+Constant = Mapping[str, tuple[str, np.ndarray]]
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 
 
@@ -75,7 +75,6 @@ class YearFileWriter:
     grid: of all frames. settings: everything else that the values depend on (JSON).
     title: identifies the kind of data; files with another title are never touched. attributes: for every file.
     overwrite: replace files with this title that were made with other settings.
-    constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
     Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
     """
 
@@ -91,9 +90,9 @@ class YearFileWriter:
         title: str,
         attributes: dict[str, Any],
         overwrite: bool = False,
-        constant: Mapping[str, tuple[str, np.ndarray]] = MappingProxyType({}),
     ):
-        self.out, self.grid, self.settings, self.constant = Path(out), grid, settings, constant
+        self.out, self.grid, self.settings = Path(out), grid, settings
+        self.constant: Constant = {}
         self.attributes = {"title": title, **attributes}
         if not 0 <= days <= 365:
             raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
@@ -116,12 +115,14 @@ class YearFileWriter:
         """{year: number of frames} of the year files that `make` will write."""
         return {int(path.stem): self.frames[path] for path in self.missing}
 
-    def make(self, read_frames: FrameReader) -> int:
+    def make(self, read_frames: FrameReader, constant: Constant | None = None) -> int:
         """Write the missing files and print a summary line; returns the number of year files written.
 
         read_frames(year, first, count) returns frames (count, C, H, W), `first` counted from 1 January.
+        constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
         Raises UsageError if `out` cannot be written.
         """
+        self.constant = constant or {}
         try:
             described = self._write(read_frames)
             size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
