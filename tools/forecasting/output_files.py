@@ -1,14 +1,14 @@
 """The files of a forecast: NetCDF with the CF conventions, one file for each start date, or one Zarr store for all.
 
 Each channel is a variable of the same name, with its level or height as a scalar coordinate:
-u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa.
+u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa. The layout weatherbench2 is another one.
 CF conventions 1.11: https://cfconventions.org
 """
 
 import importlib.util
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import xarray
 
 from tools.forecasting.dated_frames import HOUR, show
+from tools.forecasting.weatherbench2 import weatherbench2_dataset
 from utils.errors import UsageError
 from utils.files import read_json, whole_file, write_json
 from weather.channels import CHANNELS
@@ -32,6 +33,10 @@ LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 EPOCH = "hours since 1970-01-01 00:00:00"
 ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
 SKILL, STORE = "skill.json", "forecast.zarr"
+LAYOUTS: dict[str, Callable[[xarray.Dataset], xarray.Dataset]] = {
+    "cf": lambda forecast: forecast,
+    "weatherbench2": weatherbench2_dataset,
+}
 Scalar = tuple[str, tuple[tuple[()], float, dict[str, str]]]  # name, (dims, value, attributes)
 
 
@@ -76,25 +81,33 @@ def file_name(start: np.datetime64) -> str:
     return f"forecast-{show(start).replace(':', '')}.nc"
 
 
-def write_netcdf(folder: Path | str, forecast: xarray.Dataset) -> None:
+def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf") -> None:
     """Write a Dataset of forecast_dataset to a file named by its start date. Raises UsageError if that fails."""
     path = Path(folder) / file_name(forecast["forecast_reference_time"].values[0])
     try:
         with whole_file(path) as part:
-            forecast.to_netcdf(part, engine="h5netcdf")
+            LAYOUTS[layout](forecast).to_netcdf(part, engine="h5netcdf")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
-    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr: see zarr_missing."""
+    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr: see zarr_missing.
+
+    A chunk is the fields of one start and lead time. Zarr format 2 and consolidated metadata: every version reads it.
+    """
     store = Path(folder) / STORE
     for number, start in enumerate(starts):
         with xarray.open_dataset(Path(folder) / file_name(start), engine="h5netcdf") as forecast:
             for variable in forecast.variables.values():  # options of NetCDF mean nothing to Zarr
                 variable.encoding = {key: value for key, value in variable.encoding.items() if key in ENCODING}
-            along: dict[str, Any] = {"append_dim": "forecast_reference_time"} if number else {"mode": "w"}
-            forecast.load().to_zarr(store, consolidated=False, **along)
+            fields = forecast.data_vars.values()
+            first = next(iter(fields)).dims[0]  # the date of the start
+            if number == 0:
+                for field in fields:
+                    field.encoding["chunks"] = (1, 1, *field.shape[2:])
+            along: dict[str, Any] = {"append_dim": first} if number else {"mode": "w", "zarr_format": 2}
+            forecast.load().to_zarr(store, consolidated=True, **along)
 
 
 def zarr_missing() -> str | None:
