@@ -1,7 +1,7 @@
 """The files of a forecast: NetCDF with the CF conventions, one file for each start date, or one Zarr store for all.
 
 Each channel is a variable of the same name, with its level or height as a scalar coordinate:
-u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa. The layout weatherbench2 is another one.
+u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa. Another layout is WeatherBench 2's.
 CF conventions 1.11: https://cfconventions.org
 """
 
