@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def spectra_of(forecast, truth, grid, stds, batch=2):
     """Spectra of one lead time, in batches."""
     found = LeadTimeSpectra([6], grid, torch.tensor(stds).view(-1, 1, 1), CPU)
-    for i in range(0, len(forecast), batch):
+    for i in range(0, max(1, len(forecast)), batch):  # at least one batch, which may be empty
         found.update(0, forecast[i : i + batch], truth[i : i + batch])
     return found.compute()
 

@@ -72,7 +72,7 @@ class LeadTimeSpectra:
 
         forecast, truth: whole images, (B, C, H, W), normalised.
         """
-        if step in self.steps:
+        if step in self.steps and len(forecast):  # a rank may have no start left
             fields = torch.stack([forecast, truth], 1).index_select(-2, self.rows)  # (B, 2, C, h, W)
             waves = torch.fft.rfft(fields.float(), norm="forward")[..., 1:]
             power = (waves.abs().square() * self.scale).mean(-2)
