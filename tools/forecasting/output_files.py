@@ -30,14 +30,17 @@ STANDARD_NAMES = {
 }  # fmt: skip
 HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; in other names the number is the level in hPa
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
-EPOCH = "hours since 1970-01-01 00:00:00"
+FULL = {"_FillValue": None}  # encoding: no value is missing
+DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
 ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
 SKILL, STORE = "skill.json", "forecast.zarr"
 LAYOUTS: dict[str, Callable[[xarray.Dataset], xarray.Dataset]] = {
-    "cf": lambda forecast: forecast,
+    "cf": lambda x: x,
     "weatherbench2": weatherbench2_dataset,
 }
-Scalar = tuple[str, tuple[tuple[()], float, dict[str, str]]]  # name, (dims, value, attributes)
+Scalar = tuple[
+    str, tuple[tuple[()], float, dict[str, str], dict[str, None]]
+]  # name, (dims, value, attributes, encoding)
 
 
 def prepare_folder(path: Path | str) -> None:
@@ -130,12 +133,14 @@ def forecast_dataset(
     channels. attributes: of the file, besides Conventions.
     """
     reference, hours = np.array([start], "datetime64[s]"), np.asarray(leads, np.int32)
+    north, east = {"units": "degrees_north", "axis": "Y"}, {"units": "degrees_east", "axis": "X"}
+    dates = ("forecast_reference_time", "lead_time")
     coordinates: dict[str, Any] = {
-        "forecast_reference_time": ("forecast_reference_time", reference, _described("forecast_reference_time")),
-        "lead_time": ("lead_time", hours, {**_described("forecast_period"), "units": "hours"}),
-        "latitude": ("latitude", grid.latitude, {**_described("latitude"), "units": "degrees_north", "axis": "Y"}),
-        "longitude": ("longitude", grid.longitude, {**_described("longitude"), "units": "degrees_east", "axis": "X"}),
-        "time": (("forecast_reference_time", "lead_time"), reference[:, None] + hours * HOUR, _described("time")),
+        "forecast_reference_time": (dates[:1], reference, _described("forecast_reference_time"), DATE),
+        "lead_time": (dates[1:], hours, _described("forecast_period") | {"units": "hours"}),
+        "latitude": ("latitude", grid.latitude, _described("latitude") | north, FULL),
+        "longitude": ("longitude", grid.longitude, _described("longitude") | east, FULL),
+        "time": (dates, reference[:, None] + hours * HOUR, _described("time"), DATE),
     }
     variables = {}
     for c, (name, unit) in enumerate(zip(names, units, strict=True)):
@@ -143,31 +148,23 @@ def forecast_dataset(
         attrs = {"long_name": LONG_NAMES.get(name, name), "units": unit or "1"}
         attrs |= {"standard_name": standard_name} if standard_name else {}
         attrs |= {"units_metadata": "temperature: on_scale"} if unit == "K" else {}
-        variables[name] = (("forecast_reference_time", "lead_time", "latitude", "longitude"), fields[None, :, c], attrs)
         coordinates |= {scalar[0]: scalar[1]} if scalar else {}
-    data = xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
-    for key, variable in data.variables.items():
-        name = str(key)
-        variable.encoding["_FillValue"] = None  # no value is missing
-        if variable.dtype.kind == "M":
-            variable.encoding |= {"units": EPOCH, "calendar": "standard", "dtype": "int32"}
-        if name in names:
-            scalar = describe_channel(name)[1]
-            variable.encoding["coordinates"] = f"time {scalar[0]}" if scalar else "time"
-    return data
+        encoding = FULL | {"coordinates": f"time {scalar[0]}" if scalar else "time"}
+        variables[name] = ((*dates, "latitude", "longitude"), fields[None, :, c], attrs, encoding)
+    return xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
 
 
 def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
-    """CF standard name of a channel, and its scalar coordinate (name, (dims, value, attributes)); each may be None."""
+    """CF standard name of a channel, and its scalar coordinate (name and Variable); each may be None."""
     if name in HEIGHTS:
         value = HEIGHTS[name]
         attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
-        return STANDARD_NAMES[name[0]], (f"height{value:.0f}", ((), value, attrs))
+        return STANDARD_NAMES[name[0]], (f"height{value:.0f}", ((), value, attrs, FULL))
     level = re.fullmatch(r"([uvtzr])(\d+)", name)
     if not level:
         return STANDARD_NAMES.get(name) if len(name) > 1 else None, None
     attrs = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
-    return STANDARD_NAMES[level[1]], (f"p{level[2]}", ((), float(level[2]), attrs))
+    return STANDARD_NAMES[level[1]], (f"p{level[2]}", ((), float(level[2]), attrs, FULL))
 
 
 def _described(standard_name: str) -> dict[str, str]:

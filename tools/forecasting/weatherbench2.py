@@ -28,12 +28,11 @@ def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
     Variables are (time, prediction_timedelta, [level,] latitude, longitude). Levels (hPa) increase; a variable that has
     no channel at a level of another one is NaN there. Relative humidity is a fraction, as WeatherBench 2 derives it.
     """
-    data = forecast.reset_coords(drop=True).rename(forecast_reference_time="time", lead_time="prediction_timedelta")
-    leads = data["prediction_timedelta"]
-    described = {key: leads.attrs[key] for key in ("standard_name", "long_name")}
-    hours = leads.values.astype("timedelta64[h]").astype("timedelta64[ns]")
-    data = data.assign_coords(prediction_timedelta=("prediction_timedelta", hours, described)).drop_encoding()
-    stacks: dict[str, dict[int | None, xarray.DataArray]] = {}
+    data = forecast.reset_coords(drop=True).drop_encoding()
+    data = data.rename(forecast_reference_time="time", lead_time="prediction_timedelta")
+    data["prediction_timedelta"] = data["prediction_timedelta"].astype("timedelta64[h]").astype("timedelta64[ns]")
+    del data["prediction_timedelta"].attrs["units"]  # timedelta64 has its own
+    stacks: dict[str, list[xarray.DataArray]] = {}
     for channel, field in data.data_vars.items():
         variable, level = weatherbench2_name(str(channel))
         if variable in data:  # another channel has that name
@@ -43,12 +42,12 @@ def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
             field, attributes["units"] = field / 100, "1"
         field = field if level is None else field.expand_dims(level=[level], axis=2)
         field.attrs = {"long_name": variable.replace("_", " "), **attributes}
-        stacks.setdefault(variable, {})[level] = field
-    fields = {
-        variable: levels[None] if None in levels else xarray.concat([levels[key] for key in sorted(levels)], "level")
-        for variable, levels in stacks.items()
+        stacks.setdefault(variable, []).append(field)
+    variables = {
+        name: xarray.concat(fields, "level").sortby("level") if "level" in fields[0].dims else fields[0]
+        for name, fields in stacks.items()
     }
-    data = xarray.Dataset(fields, attrs=forecast.attrs)  # aligns the levels and fills with NaN
+    data = xarray.Dataset(variables, attrs=forecast.attrs)  # gives all the same levels, with NaN where one had none
     data["time"].encoding = forecast["forecast_reference_time"].encoding
     data["prediction_timedelta"].encoding = {"units": "hours", "dtype": "int32"}
     for name in ("latitude", "longitude"):
