@@ -88,7 +88,7 @@ def test_a_channel_without_such_a_name_keeps_its_own(tmp_path):
     for name in ("t2m", "2m_temperature", "t500", "temperature", "z0500"):
         np.testing.assert_array_equal(data[name][0], fields[0][:, names.index(name)])
     np.testing.assert_array_equal(data.relative_humidity.sel(level=850)[0], fields[0][:, names.index("r850")])
-    assert "level" not in data.sst.dims
+    assert "level" not in data.sst.dims and data.specific_humidity.attrs["standard_name"] == "specific_humidity"
     written(tmp_path, ["sst"], ["K"])  # without any level
     assert "level" not in xarray.load_dataset(tmp_path / file_name(STARTS[0]), engine="h5netcdf").dims
 

@@ -128,12 +128,12 @@ def spectra_figure(
     panels = figure.subplots(2, len(spectra), sharex=True, squeeze=False)
     colours = colormaps["plasma"](np.linspace(0, 0.85, len(leads)))
     for (above, below), (name, power) in zip(panels.T, spectra.items(), strict=True):
-        for lead, colour, model, truth in zip(leads, colours, power["model"], power["truth"], strict=True):
-            above.plot(wavelengths, model, color=colour, label=f"+{lead} h")
-            below.plot(
-                wavelengths, np.divide(model, truth, where=truth > 0, out=np.full_like(model, np.nan)), color=colour
-            )
-        above.plot(wavelengths, power["truth"].mean(0), "k--", label="truth")
+        model, truth = power["model"], power["truth"]
+        ratio = np.divide(model, truth, out=np.full_like(model, np.nan), where=truth > 0)
+        for i, lead in enumerate(leads):
+            above.plot(wavelengths, model[i], color=colours[i], label=f"+{lead} h")
+            below.plot(wavelengths, ratio[i], color=colours[i])
+        above.plot(wavelengths, truth.mean(0), "k--", label="truth")
         below.axhline(1, color="k", linestyle="--")
         above.set(title=name, ylabel=f"power (({units[name]})$^2$ m)", xscale="log", yscale="log")
         below.set(ylabel="model / truth", ylim=(0, 2))

@@ -6,7 +6,6 @@ CF conventions 1.11: https://cfconventions.org
 """
 
 import importlib.util
-import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ import numpy as np
 import xarray
 
 from tools.forecasting.dated_frames import HOUR, show
-from tools.forecasting.weatherbench2 import weatherbench2_dataset
+from tools.forecasting.weatherbench2 import weatherbench2_dataset, weatherbench2_name
 from utils.errors import UsageError
 from utils.files import read_json, whole_file, write_json
 from weather.channels import CHANNELS
@@ -25,8 +24,8 @@ from weather.grid import Grid
 
 STANDARD_NAMES = {
     "u": "eastward_wind", "v": "northward_wind", "t": "air_temperature", "z": "geopotential",
-    "r": "relative_humidity", "sp": "surface_air_pressure", "mslp": "air_pressure_at_mean_sea_level",
-    "tcwv": "atmosphere_mass_content_of_water_vapor",
+    "r": "relative_humidity", "q": "specific_humidity", "sp": "surface_air_pressure",
+    "mslp": "air_pressure_at_mean_sea_level", "tcwv": "atmosphere_mass_content_of_water_vapor",
 }  # fmt: skip
 HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; in other names the number is the level in hPa
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
@@ -34,13 +33,9 @@ FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
 ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
 SKILL, STORE = "skill.json", "forecast.zarr"
-LAYOUTS: dict[str, Callable[[xarray.Dataset], xarray.Dataset]] = {
-    "cf": lambda x: x,
-    "weatherbench2": weatherbench2_dataset,
-}
-Scalar = tuple[
-    str, tuple[tuple[()], float, dict[str, str], dict[str, None]]
-]  # name, (dims, value, attributes, encoding)
+Arrange = Callable[[xarray.Dataset], xarray.Dataset]
+LAYOUTS: dict[str, Arrange] = {"cf": lambda forecast: forecast, "weatherbench2": weatherbench2_dataset}
+Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding)
 
 
 def prepare_folder(path: Path | str) -> None:
@@ -155,16 +150,16 @@ def forecast_dataset(
 
 
 def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
-    """CF standard name of a channel, and its scalar coordinate (name and Variable); each may be None."""
+    """CF standard name of a channel, and its scalar coordinate (name, (dims, ...)); each may be None."""
     if name in HEIGHTS:
         value = HEIGHTS[name]
         attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
         return STANDARD_NAMES[name[0]], (f"height{value:.0f}", ((), value, attrs, FULL))
-    level = re.fullmatch(r"([uvtzr])(\d+)", name)
-    if not level:
+    level = weatherbench2_name(name)[1]
+    if level is None:
         return STANDARD_NAMES.get(name) if len(name) > 1 else None, None
     attrs = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
-    return STANDARD_NAMES[level[1]], (f"p{level[2]}", ((), float(level[2]), attrs, FULL))
+    return STANDARD_NAMES[name[0]], (f"p{level}", ((), float(level), attrs, FULL))
 
 
 def _described(standard_name: str) -> dict[str, str]:
