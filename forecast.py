@@ -14,7 +14,7 @@ import sys
 import time
 
 from tools.forecasting.dated_frames import DatedFrames, choose_starts
-from tools.forecasting.output_files import attributes, prepare_folder
+from tools.forecasting.output_files import LAYOUTS, attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import report
 from tools.forecasting.trained_run import run_config
@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
 
     began = time.perf_counter()
     about = attributes(checkpoint, marker, options.split)
-    result = roll_out(parallel, frames, starts, leads, config, channel, None if options.skill_only else out, about)
+    files = None if options.skill_only else out
+    result = roll_out(parallel, frames, starts, leads, config, channel, files, about, options.layout)
     if comm.is_main():
         print(f"{len(starts)} forecasts of {leads[-1]} hours in {time.perf_counter() - began:.1f} s, from {checkpoint}")
         with reported_as_usage_error(OSError, out):
@@ -80,11 +81,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--lead_hours", type=whole(1, 10**6), default=120, metavar="N", help="length of a forecast (%(default)s)")
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
+    option("--layout", choices=LAYOUTS, default="cf", help="of the forecasts' files (%(default)s)")
     option("--zarr", action="store_true", help="also join the forecasts in one Zarr store")
     option("--skill_only", action="store_true", help="write only scores, maps and animation, no fields")
     options, words = parser.parse_known_args(argv)
-    if options.zarr and options.skill_only:
-        raise UsageError("--zarr goes without --skill_only")
+    for name, given in (("zarr", options.zarr), ("layout", options.layout != "cf")):
+        if given and options.skill_only:
+            raise UsageError(f"--{name} goes without --skill_only")
     return options, words
 
 

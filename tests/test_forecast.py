@@ -67,6 +67,7 @@ def no_pictures():
     with (
         unittest.mock.patch.object(skill_report, "skill_figure", lambda *_: Figure()),
         unittest.mock.patch.object(skill_report, "lead_time_figure", lambda *_: Figure()),
+        unittest.mock.patch.object(skill_report, "spectra_figure", lambda *_: Figure()),
         unittest.mock.patch.object(skill_report, "animate", lambda *_: None),
     ):
         yield
@@ -81,7 +82,7 @@ def _no_pictures():
 @pytest.fixture(name="pictures")
 def _pictures(monkeypatch):
     """Forecasts of this test draw pictures."""
-    for name in ("skill_figure", "lead_time_figure", "animate"):
+    for name in ("skill_figure", "lead_time_figure", "spectra_figure", "animate"):
         monkeypatch.setattr(skill_report, name, getattr(training.pictures, name))
 
 
@@ -206,6 +207,12 @@ def test_any_layout_gives_the_forecast_of_one_device(ranks, run, serial, tmp_pat
     for forecast_name, by_channel in serial[0]["rmse"].items():
         for name, values in by_channel.items():
             assert skill["rmse"][forecast_name][name] == pytest.approx(values, rel=1e-5)
+    spectra, expected = skill["spectra"], serial[0]["spectra"]
+    for name in NAMES:
+        assert spectra["ratio"][name] == pytest.approx(expected["ratio"][name], rel=1e-4)
+    for name, power in expected["power"].items():
+        for key, values in power.items():
+            np.testing.assert_allclose(spectra["power"][name][key], values, rtol=1e-3)
 
 
 def test_a_run_that_was_itself_split_is_read_like_any_other(ranks, run, settings, tmp_path):
@@ -273,10 +280,38 @@ def test_several_files_open_as_one_and_as_a_zarr_store(run, tmp_path, capsys):
     assert not (tmp_path / "forecast.zarr").exists() and len(list(tmp_path.glob("*.nc"))) == 1  # the earlier went
 
 
+def test_the_layout_of_weatherbench2_holds_the_same_forecasts(run, serial, tmp_path):
+    pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
+    words = ["--run", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--starts", "3", "--zarr"]
+    forecast.main([*words, "--layout", "weatherbench2"])
+    store = xarray.open_zarr(tmp_path / "forecast.zarr", chunks=None)
+    assert store.sizes["time"] == len(list(tmp_path.glob("*.nc"))) == 3
+    for start, expected in serial[1].items():
+        z500 = store.geopotential.sel(time=start, level=500)
+        np.testing.assert_array_equal(z500, expected.z500[0])
+        np.testing.assert_array_equal(store["2m_temperature"].sel(time=start), expected.t2m[0])
+
+
+def test_spectra_are_those_of_the_forecasts_in_the_files(serial, sample_folder):
+    spectra, power = serial[0]["spectra"], {"model": [], "truth": []}
+    truth, latitude = frames_of(sample_folder)[0][:, NAMES.index("u10")], None
+    for start, data in serial[1].items():
+        at = int((start - np.datetime64(FIRST)) / np.timedelta64(6, "h"))
+        latitude = np.abs(data.latitude.values)
+        for key, fields in (("model", data.u10[0].values), ("truth", truth[at + 1 : at + 5])):
+            power[key].append(np.abs(np.fft.rfft(fields)[..., 1:] / 32) ** 2)  # (L, H, K)
+    middle = (latitude >= 30) & (latitude <= 60)
+    around = 2 * np.pi * 6367.5e3 * np.cos(np.deg2rad(latitude[middle]))
+    assert spectra["lead_hours"] == [6, 12, 18, 24] and set(spectra["power"]) == {"u10", "v10", "t2m", "z500"}
+    for key, values in power.items():
+        expected = (2 * around[:, None] * np.stack(values)[:, :, middle]).mean((0, 2))
+        np.testing.assert_allclose(spectra["power"]["u10"][key], expected, rtol=1e-3)
+
+
 def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(pictures, run, tmp_path):
     forecast_of(run, tmp_path, "--lead_hours", 30, "--starts", 1, "--channel", "t2m", "--skill_only")
     assert Image.open(tmp_path / "t2m.gif").n_frames == 5
-    for name in ("t2m.png", "skill.png"):
+    for name in ("t2m.png", "skill.png", "spectra.png"):
         assert min(Image.open(tmp_path / name).size) > 100
 
 
@@ -332,6 +367,8 @@ def test_every_start_is_forecast_once_by_some_rank(monkeypatch):
         (["--inf_data_path", "nowhere"], "nowhere: no such data folder"),
         (["--lead_hour", "6"], "unknown option '--lead_hour'"),
         (["--zarr", "--skill_only"], "--zarr goes without --skill_only"),
+        (["--layout", "weatherbench2", "--skill_only"], "--layout goes without --skill_only"),
+        (["--layout", "weatherbench"], "layout.*invalid choice: 'weatherbench'"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, options, line):
@@ -414,6 +451,7 @@ def test_the_command_line_end_to_end(run, tmp_path):
     done = call("--starts", "2")
     assert done.returncode == 0, done.stderr
     assert "2 forecasts of 24 hours" in done.stdout and "ACC model" in done.stdout
+    assert "power model" in done.stdout and "power: of the model at wavelengths up to " in done.stdout
     assert done.stdout.splitlines()[-1] == f"animation:  {tmp_path}/z500.gif" and (tmp_path / "z500.gif").exists()
     bad = call("--start", "1999-01-01")
     assert bad.returncode == 2 and bad.stderr.startswith("error: start 1999-01-01T00: ") and bad.stderr.count("\n") == 1

@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 import torch
+import xarray
+from scores.continuous import mse, rmse
+from scores.functions import create_latitude_weights
 
 from training.losses import loss_weights, relative_l2_loss, weighted_squared_error
 from training.metrics import ForecastMetrics, latitude_weights
@@ -48,6 +51,28 @@ def test_rmse_and_acc_are_those_of_the_definition_whatever_the_batch():
         got_rmse, got_acc = scores(forecast, target, latitude, stds, climatology, batch)
         np.testing.assert_allclose(got_rmse, rmse, rtol=1e-5)
         np.testing.assert_allclose(got_acc, acc.mean(0), atol=1e-6)
+
+
+def test_rmse_and_acc_are_those_of_the_library_scores():
+    """Its cosine of the latitude is proportional to the areas of cells that end before the poles."""
+    names, latitude = ("sample", "channel", "latitude", "longitude"), np.linspace(80, -80, 9)
+    fields = torch.randn(3, 4, 2, 9, 16)
+    fields[1] += fields[0]
+    weights = xarray.DataArray(create_latitude_weights(latitude), dims="latitude")
+    np.testing.assert_allclose(latitude_weights(latitude), weights / weights.mean(), rtol=1e-12)
+    forecast, target, climatology = (xarray.DataArray(x.double().numpy(), dims=names) for x in fields)
+    climatology = climatology[0].drop_vars("sample", errors="ignore")
+    got_rmse, got_acc = scores(fields[0], fields[1], latitude, torch.tensor([1.0, 50.0]), fields[2, 0], batch=3)
+    expected = rmse(forecast, target, preserve_dims="channel", weights=weights)
+    np.testing.assert_allclose(got_rmse, expected * [1, 50], rtol=1e-5)
+
+    def product(a, b):  # the weighted mean of a b of each sample, by (a + b)^2 - (a - b)^2 = 4 a b
+        squares = (mse(a, c, preserve_dims=["sample", "channel"], weights=weights) for c in (-b, b))
+        return (next(squares) - next(squares)) / 4
+
+    f, t = forecast - climatology, target - climatology
+    acc = product(f, t) / np.sqrt(product(f, f) * product(t, t))
+    np.testing.assert_allclose(got_acc, acc.mean("sample"), rtol=1e-5)
 
 
 def test_a_perfect_forecast_and_climatology_itself():

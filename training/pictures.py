@@ -7,12 +7,15 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.animation import PillowWriter
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MultipleLocator
 
+from training.coastlines import coastlines
 from weather.grid import Grid
 
 matplotlib.use("Agg")
@@ -111,6 +114,35 @@ def skill_figure(skill: Skill, channels: Sequence[str], units: Mapping[str, str]
     return figure
 
 
+def spectra_figure(
+    spectra: Mapping[str, Mapping[str, np.ndarray]],
+    wavelengths: np.ndarray,
+    leads: Sequence[int],
+    units: Mapping[str, str],
+) -> Figure:
+    """Power of truth and model by wavelength, and their ratio, a column for each channel, a curve for each lead time.
+
+    spectra: {channel: {"model" or "truth": (L, K)}}. wavelengths: (K,), km. leads: (L,), hours. units: of each channel.
+    """
+    figure = Figure(figsize=(3.2 * len(spectra), 5.2), layout="constrained")
+    panels = figure.subplots(2, len(spectra), sharex=True, squeeze=False)
+    colours = colormaps["plasma"](np.linspace(0, 0.85, len(leads)))
+    for (above, below), (name, power) in zip(panels.T, spectra.items(), strict=True):
+        model, truth = power["model"], power["truth"]
+        ratio = np.divide(model, truth, out=np.full_like(model, np.nan), where=truth > 0)
+        for i, lead in enumerate(leads):
+            above.plot(wavelengths, model[i], color=colours[i], label=f"+{lead} h")
+            below.plot(wavelengths, ratio[i], color=colours[i])
+        above.plot(wavelengths, truth.mean(0), "k--", label="truth")
+        below.axhline(1, color="k", linestyle="--")
+        above.set(title=name, ylabel=f"power (({units[name]})$^2$ m)", xscale="log", yscale="log")
+        below.set(ylabel="model / truth", ylim=(0, 2))
+    panels[0][0].invert_xaxis()  # of all
+    panels[0][0].legend(fontsize="small")
+    figure.supxlabel("zonal wavelength (km)", fontsize="medium")
+    return figure
+
+
 def colour_scales(truth: np.ndarray, error: np.ndarray) -> tuple[Style, Style]:
     """Options of imshow for fields, by the truth, and for errors, symmetric about zero."""
     low, high = np.percentile(truth, [0.5, 99.5])
@@ -132,13 +164,15 @@ def draw_row(
 
 
 def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesImage:
-    """A field (H, W) on axes in degrees; returns the image. style: of imshow."""
+    """A field (H, W) on axes in degrees, with coastlines where there are any; returns the image. style: of imshow."""
     latitude, longitude = grid
     step_lat, step_lon = abs(latitude[1] - latitude[0]) / 2, (longitude[1] - longitude[0]) / 2
     west, east = longitude[0] - step_lon, longitude[-1] + step_lon
     south, north = latitude.min() - step_lat, latitude.max() + step_lat
     rows = northern_first(field, grid)
     image = axes.imshow(rows, extent=(west, east, south, north), aspect="auto", interpolation="nearest", **style)
+    lines = [line + (shift, 0) for line in coastlines() for shift in (0, 360)]
+    axes.add_collection(LineCollection(lines, colors="black", linewidths=0.5), autolim=False)
     axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
     axes.set(xlim=(west, east), ylim=(south, north))
     return image

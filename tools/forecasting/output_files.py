@@ -1,14 +1,13 @@
 """The files of a forecast: NetCDF with the CF conventions, one file for each start date, or one Zarr store for all.
 
 Each channel is a variable of the same name, with its level or height as a scalar coordinate:
-u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa.
+u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa. Another layout is WeatherBench 2's.
 CF conventions 1.11: https://cfconventions.org
 """
 
 import importlib.util
-import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import xarray
 
 from tools.forecasting.dated_frames import show
+from tools.forecasting.weatherbench2 import weatherbench2_dataset, weatherbench2_name
 from utils.errors import UsageError
 from utils.files import read_json, whole_file, write_json
 from weather.channels import CHANNELS
@@ -25,15 +25,18 @@ from weather.grid import Grid
 
 STANDARD_NAMES = {
     "u": "eastward_wind", "v": "northward_wind", "t": "air_temperature", "z": "geopotential",
-    "r": "relative_humidity", "sp": "surface_air_pressure", "mslp": "air_pressure_at_mean_sea_level",
-    "tcwv": "atmosphere_mass_content_of_water_vapor",
+    "r": "relative_humidity", "q": "specific_humidity", "sp": "surface_air_pressure",
+    "mslp": "air_pressure_at_mean_sea_level", "tcwv": "atmosphere_mass_content_of_water_vapor",
 }  # fmt: skip
 HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; in other names the number is the level in hPa
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
-EPOCH = "hours since 1970-01-01 00:00:00"
+FULL = {"_FillValue": None}  # encoding: no value is missing
+DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
 ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
 SKILL, STORE = "skill.json", "forecast.zarr"
-Scalar = tuple[str, tuple[tuple[()], float, dict[str, str]]]  # name, (dims, value, attributes)
+Arrange = Callable[[xarray.Dataset], xarray.Dataset]
+LAYOUTS: dict[str, Arrange] = {"cf": lambda forecast: forecast, "weatherbench2": weatherbench2_dataset}
+Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding)
 
 
 def prepare_folder(path: Path | str) -> None:
@@ -77,25 +80,33 @@ def file_name(start: np.datetime64) -> str:
     return f"forecast-{show(start).replace(':', '')}.nc"
 
 
-def write_netcdf(folder: Path | str, forecast: xarray.Dataset) -> None:
+def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf") -> None:
     """Write a Dataset of forecast_dataset to a file named by its start date. Raises UsageError if that fails."""
     path = Path(folder) / file_name(forecast["forecast_reference_time"].values[0])
     try:
         with whole_file(path) as part:
-            forecast.to_netcdf(part, engine="h5netcdf")
+            LAYOUTS[layout](forecast).to_netcdf(part, engine="h5netcdf")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
-    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr: see zarr_missing."""
+    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr: see zarr_missing.
+
+    A chunk is the fields of one start and lead time. Zarr format 2 and consolidated metadata: every version reads it.
+    """
     store = Path(folder) / STORE
     for number, start in enumerate(starts):
         with xarray.open_dataset(Path(folder) / file_name(start), engine="h5netcdf") as forecast:
             for variable in forecast.variables.values():  # options of NetCDF mean nothing to Zarr
                 variable.encoding = {key: value for key, value in variable.encoding.items() if key in ENCODING}
-            along: dict[str, Any] = {"append_dim": "forecast_reference_time"} if number else {"mode": "w"}
-            forecast.load().to_zarr(store, consolidated=False, **along)
+            fields = forecast.data_vars.values()
+            first = next(iter(fields)).dims[0]  # the date of the start
+            if number == 0:
+                for field in fields:
+                    field.encoding["chunks"] = (1, 1, *field.shape[2:])
+            along: dict[str, Any] = {"append_dim": first} if number else {"mode": "w", "zarr_format": 2}
+            forecast.load().to_zarr(store, consolidated=True, **along)
 
 
 def zarr_missing() -> str | None:
@@ -118,12 +129,14 @@ def forecast_dataset(
     channels. attributes: of the file, besides Conventions.
     """
     reference, hours = np.array([start], "datetime64[s]"), np.asarray(leads, np.int32)
+    north, east = {"units": "degrees_north", "axis": "Y"}, {"units": "degrees_east", "axis": "X"}
+    dates = ("forecast_reference_time", "lead_time")
     coordinates: dict[str, Any] = {
-        "forecast_reference_time": ("forecast_reference_time", reference, _described("forecast_reference_time")),
-        "lead_time": ("lead_time", hours, {**_described("forecast_period"), "units": "hours"}),
-        "latitude": ("latitude", grid.latitude, {**_described("latitude"), "units": "degrees_north", "axis": "Y"}),
-        "longitude": ("longitude", grid.longitude, {**_described("longitude"), "units": "degrees_east", "axis": "X"}),
-        "time": (("forecast_reference_time", "lead_time"), reference[:, None] + hours * HOUR, _described("time")),
+        "forecast_reference_time": (dates[:1], reference, _described("forecast_reference_time"), DATE),
+        "lead_time": (dates[1:], hours, _described("forecast_period") | {"units": "hours"}),
+        "latitude": ("latitude", grid.latitude, _described("latitude") | north, FULL),
+        "longitude": ("longitude", grid.longitude, _described("longitude") | east, FULL),
+        "time": (dates, reference[:, None] + hours * HOUR, _described("time"), DATE),
     }
     variables = {}
     for c, (name, unit) in enumerate(zip(names, units, strict=True)):
@@ -131,31 +144,23 @@ def forecast_dataset(
         attrs = {"long_name": LONG_NAMES.get(name, name), "units": unit or "1"}
         attrs |= {"standard_name": standard_name} if standard_name else {}
         attrs |= {"units_metadata": "temperature: on_scale"} if unit == "K" else {}
-        variables[name] = (("forecast_reference_time", "lead_time", "latitude", "longitude"), fields[None, :, c], attrs)
         coordinates |= {scalar[0]: scalar[1]} if scalar else {}
-    data = xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
-    for key, variable in data.variables.items():
-        name = str(key)
-        variable.encoding["_FillValue"] = None  # no value is missing
-        if variable.dtype.kind == "M":
-            variable.encoding |= {"units": EPOCH, "calendar": "standard", "dtype": "int32"}
-        if name in names:
-            scalar = describe_channel(name)[1]
-            variable.encoding["coordinates"] = f"time {scalar[0]}" if scalar else "time"
-    return data
+        encoding = FULL | {"coordinates": f"time {scalar[0]}" if scalar else "time"}
+        variables[name] = ((*dates, "latitude", "longitude"), fields[None, :, c], attrs, encoding)
+    return xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
 
 
 def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
-    """CF standard name of a channel, and its scalar coordinate (name, (dims, value, attributes)); each may be None."""
+    """CF standard name of a channel, and its scalar coordinate (name, (dims, ...)); each may be None."""
     if name in HEIGHTS:
         value = HEIGHTS[name]
         attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
-        return STANDARD_NAMES[name[0]], (f"height{value:.0f}", ((), value, attrs))
-    level = re.fullmatch(r"([uvtzr])(\d+)", name)
-    if not level:
+        return STANDARD_NAMES[name[0]], (f"height{value:.0f}", ((), value, attrs, FULL))
+    level = weatherbench2_name(name)[1]
+    if level is None:
         return STANDARD_NAMES.get(name) if len(name) > 1 else None, None
     attrs = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
-    return STANDARD_NAMES[level[1]], (f"p{level[2]}", ((), float(level[2]), attrs))
+    return STANDARD_NAMES[name[0]], (f"p{level}", ((), float(level), attrs, FULL))
 
 
 def _described(standard_name: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from distributed.parallel_model import ParallelModel
 from tools.forecasting.dated_frames import DatedFrames
 from tools.forecasting.output_files import forecast_dataset, write_netcdf
+from tools.forecasting.spectra import LeadTimeSpectra, Spectra
 from training.metrics import ForecastMetrics
 from training.results import FORECASTS
 from training.step import autocast
@@ -36,6 +37,7 @@ class Result:
     units: list[str]
     grid: Grid
     skill: Skill  # of LeadTimeSkill.compute
+    spectra: Spectra
     channel: str  # the channel of the pictures
     truth: np.ndarray  # (L, H, W) of this channel after the first start, in physical units; may be empty beyond rank 0
     forecast: np.ndarray  # likewise
@@ -50,12 +52,14 @@ def roll_out(
     channel: str,
     out: Path | str | None,
     attributes: dict[str, str],
+    layout: str = "cf",
 ) -> Result:
     """Forecast from every start with a ParallelModel; returns the Result, on every rank.
 
     frames: the initial states, and the truth to compare with. leads: of lead_times. channel: name of the channel to
-    show. out: folder for the forecasts as NetCDF, or None. attributes: of these files. All ranks call this together:
-    data-parallel ranks divide the starts, domain-parallel ranks divide the images.
+    show. out: folder for the forecasts as NetCDF, or None. attributes: of these files. layout: theirs, of
+    output_files.LAYOUTS. All ranks call this together: data-parallel ranks divide the starts, domain-parallel ranks
+    divide the images.
     """
     n_in, n_out, data, whole = config.n_in_channels, config.n_out_channels, frames.dataset, parallel.whole_images
     every, all_units, grid = data.description
@@ -63,6 +67,7 @@ def roll_out(
     statistics = [values[:n_out] for values in frames.statistics]
     means, stds, _ = map(torch.from_numpy, statistics)
     skill = LeadTimeSkill(len(leads), grid.latitude, statistics, frames.device)
+    spectra = LeadTimeSpectra(leads, grid, stds, frames.device)
     writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # one of the ranks that hold the same forecast
     example = None
 
@@ -80,6 +85,7 @@ def roll_out(
                 (state,) = made.steps(parallel.model, x, 1)
                 forecast, truth = whole(state)[:count], whole(frames.read(dates + lead * HOUR)[:, :n_out])[:count]
                 skill.update(step, persistence, forecast, truth)
+                spectra.update(step, forecast, truth)
                 if writes and (out or example is None):
                     kept.append(physical(forecast))
                 if writes and example is None:
@@ -89,9 +95,11 @@ def roll_out(
             if out and writes:
                 for i in range(count):
                     fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
-                    write_netcdf(out, forecast_dataset(dates[i], leads, fields, names, units, grid, attributes))
+                    one = forecast_dataset(dates[i], leads, fields, names, units, grid, attributes)
+                    write_netcdf(out, one, layout)
     scores = skill.compute(names)  # a collective: after it, every rank has written its files
-    return Result(starts, leads, names, units, grid, scores, channel, *(example or (np.empty(0),) * 2))
+    shown_fields = example or (np.empty(0),) * 2
+    return Result(starts, leads, names, units, grid, scores, spectra.compute(), channel, *shown_fields)
 
 
 def shown_channel(names: Sequence[str], wanted: str | None) -> str:

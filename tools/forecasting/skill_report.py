@@ -9,12 +9,11 @@ import numpy as np
 from tools.forecasting.dated_frames import show
 from tools.forecasting.output_files import STORE, file_name, write_skill, write_zarr, zarr_missing
 from tools.forecasting.rollout import Result
-from training.pictures import animate, lead_time_figure, skill_figure
+from tools.forecasting.spectra import spread
+from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
 from utils.files import whole_file
 from weather.dates import HOUR
-
-COLUMNS = 5  # lead times in the table, besides the first
 
 
 def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, zarr: bool) -> None:
@@ -26,28 +25,34 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
     units = dict(zip(result.names, result.units, strict=True))
     headline = [name for name in HEADLINE if name in units] or result.names[:4]
     names = [file_name(start) for start in result.starts] if files else []
-    pictures = ["skill.png", f"{result.channel}.png", f"{result.channel}.gif"]
+    pictures = ["skill.png", "spectra.png", f"{result.channel}.png", f"{result.channel}.gif"]
     record = {
         **about, "starts": [show(start) for start in result.starts], "lead_hours": result.leads, "units": units,
-        **result.skill, "files": [*names, *pictures],
+        **result.skill, "spectra": spectra_record(result, [*headline, result.channel]), "files": [*names, *pictures],
     }  # fmt: skip
     write_skill(out, record)
 
     with whole_file(out / pictures[0]) as part:
         skill_figure(result.skill, headline, units, result.leads).savefig(part, format="png", dpi=100)
+    with whole_file(out / pictures[1]) as part:
+        power = {name: result.spectra.of(result.names.index(name)) for name in headline}
+        curves = spectra_figure(power, result.spectra.wavelengths, result.spectra.leads, units)
+        curves.savefig(part, format="png", dpi=100)
     unit, channel = units[result.channel], result.channel
-    some = spread(len(result.leads), COLUMNS)[::-2][::-1]  # every other one, counted from the last
+    some = spread(len(result.leads))[::-2][::-1]  # every other one, counted from the last
     leads = [result.leads[i] for i in some]
     title = f"{channel}, forecast from {show(first)}"
-    with whole_file(out / pictures[1]) as part:
+    with whole_file(out / pictures[2]) as part:
         maps = lead_time_figure(result.truth[some], result.forecast[some], leads, result.grid, title, unit)
         maps.savefig(part, format="png", dpi=80)
     animate(
-        out / pictures[2], result.truth, result.forecast, result.leads, result.grid,
+        out / pictures[3], result.truth, result.forecast, result.leads, result.grid,
         lambda lead: f"{title} + {lead} h = {show(first + lead * HOUR)}", unit,
     )  # fmt: skip
 
-    print(f"\n{skill_table(result, headline, units)}\n")
+    print(f"\n{skill_table(result, headline, units)}")
+    short = f"{result.spectra.short:.0f} km"
+    print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
     if broken := first_not_finite(result):
         print(f"the forecast is not finite from {broken} hours on: the rollout is unstable")
     if zarr and (missing := zarr_missing()):
@@ -55,28 +60,39 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
     elif zarr:
         write_zarr(out, result.starts)
         print(f"one store:  {out / STORE}")
-    print(f"everything is in {out}: {', '.join(['skill.json', *pictures[:2], *names[:1]])}{' ...' * (len(names) > 1)}")
-    print(f"animation:  {out / pictures[2]}")
+    print(f"everything is in {out}: {', '.join(['skill.json', *pictures[:3], *names[:1]])}{' ...' * (len(names) > 1)}")
+    print(f"animation:  {out / pictures[3]}")
 
 
 def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:
-    """RMSE of each forecast and ACC of the model by lead time, as text with a block of lines for each channel."""
-    some = spread(len(result.leads), COLUMNS)
+    """RMSE of each forecast, ACC and power of the model by lead time, as text, a block of lines for each channel."""
+    some, power = spread(len(result.leads)), dict(zip(result.names, result.spectra.ratio(), strict=True))
     lines = [
         f"{'mean over ' + str(len(result.starts)) + ' starts':<33}" + "".join(f"{result.leads[i]:>9} h" for i in some)
     ]
     for name in channels:
         rows = {f"RMSE {forecast}": values[name] for forecast, values in result.skill["rmse"].items()}
         rows["ACC model"] = result.skill["acc"]["model"][name]
-        for number, (label, values) in enumerate(rows.items()):
+        shown = {label: [values[i] for i in some] for label, values in rows.items()}
+        shown["power model"] = power[name]
+        for number, (label, values) in enumerate(shown.items()):
             channel = f"{name} ({units[name]})" if number == 0 else ""
-            lines.append(f"{channel:<15}{label:<18}" + "".join(f"{values[i]:>11.3f}" for i in some))
+            lines.append(f"{channel:<15}{label:<18}" + "".join(f"{value:>11.3f}" for value in values))
     return "\n".join(lines)
 
 
-def spread(count: int, parts: int) -> list[int]:
-    """Some of the indices 0 to count - 1: the first, and the last one of each of `parts` equal parts."""
-    return sorted({0} | {max(0, round(count * part / parts) - 1) for part in range(1, parts + 1)})
+def spectra_record(result: Result, channels: Sequence[str]) -> dict[str, Any]:
+    """Spectra as JSON: short waves of every channel, relative to truth, and the whole spectra of `channels`."""
+    spectra, names = result.spectra, result.names
+    return {
+        "lead_hours": spectra.leads,
+        "ratio_up_to_km": spectra.short,
+        "ratio": dict(zip(names, spectra.ratio().tolist(), strict=True)),
+        "wavelengths_km": spectra.wavelengths.tolist(),
+        "power": {
+            name: {key: values.tolist() for key, values in spectra.of(names.index(name)).items()} for name in channels
+        },
+    }
 
 
 def first_not_finite(result: Result) -> int | None:

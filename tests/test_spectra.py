@@ -1,0 +1,94 @@
+"""Power spectra by lead time: against a plain formula, a pure wave, and over several ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from tools.forecasting.spectra import EARTH_RADIUS, LeadTimeSpectra, spread
+from training.pictures import spectra_figure
+from weather.grid import Grid, latitudes, longitudes
+
+CPU = torch.device("cpu")
+
+
+def spectra_of(forecast, truth, grid, stds, batch=2):
+    """Spectra of one lead time, in batches."""
+    found = LeadTimeSpectra([6], grid, torch.tensor(stds).view(-1, 1, 1), CPU)
+    for i in range(0, max(1, len(forecast)), batch):  # at least one batch, which may be empty
+        found.update(0, forecast[i : i + batch], truth[i : i + batch])
+    return found.compute()
+
+
+@pytest.mark.parametrize(("height", "width"), [(16, 32), (19, 45)])
+def test_spectra_are_those_of_the_definition_of_weatherbench2(height, width):
+    """F[k] = sum f[l] exp(-2 pi i k l / L) / L; S[k] = 2 C |F[k]|^2 with C the circumference at the latitude."""
+    rng, grid, stds = np.random.default_rng(0), Grid(latitudes(height), longitudes(width)), [3.0, 0.5]
+    forecast, truth = rng.standard_normal((2, 5, 2, height, width))
+    found = spectra_of(torch.from_numpy(forecast).float(), torch.from_numpy(truth).float(), grid, stds)
+    numbers = np.arange(1, width // 2 + 1)
+    waves = np.exp(-2j * np.pi * numbers[:, None] * np.arange(width) / width) / width  # (K, W)
+    rows = [i for i in range(height) if 30 <= abs(grid.latitude[i]) <= 60]
+    around = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(grid.latitude[rows]))  # km
+    for name, fields in (("model", forecast), ("truth", truth)):
+        fields = fields[:, :, rows] * np.array(stds)[:, None, None]
+        power = 2 * 1000 * around[:, None] * np.abs(fields @ waves.T) ** 2  # (N, C, h, K)
+        np.testing.assert_allclose(found.power[name][:, 0], power.mean((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(found.wavelengths, around.mean() / numbers)
+
+
+def test_a_pure_wave_has_its_power_at_its_wavelength_and_half_its_amplitude_a_quarter():
+    grid = Grid(np.array([90.0, 45, 0, -45]), longitudes(48))
+    wave = 2 * torch.cos(9 * torch.deg2rad(torch.from_numpy(grid.longitude))).float().expand(1, 1, 4, 48)
+    found = spectra_of(wave / 2, wave, grid, [1.0])
+    around = 2 * np.pi * EARTH_RADIUS * np.sqrt(0.5)
+    truth = found.power["truth"][0, 0]
+    assert truth.argmax() == 8 and found.wavelengths[8] == pytest.approx(around / 9)
+    assert truth[8] == pytest.approx(1000 * around * 2)  # Parseval: the circumference times the mean square
+    assert truth.sum() == pytest.approx(truth[8])
+    assert found.short == pytest.approx(around / 6)  # eight of 48 grid spacings
+    assert found.ratio() == pytest.approx(0.25)
+
+
+def test_a_region_has_wavelengths_of_its_own_width_and_needs_no_middle_latitudes():
+    grid = Grid(np.array([10.0, 0, -10]), np.arange(16) * 5.0)  # 80 degrees wide
+    found = spectra_of(torch.randn(1, 1, 3, 16), torch.randn(1, 1, 3, 16), grid, [1.0])
+    width = np.deg2rad(80) * EARTH_RADIUS * (1 + 2 * np.cos(np.deg2rad(10))) / 3
+    assert found.wavelengths[0] == pytest.approx(width)
+    assert np.isfinite(found.ratio()).all()
+
+
+def test_every_lead_time_that_is_shown_has_its_own_spectrum():
+    leads, grid = list(range(6, 66, 6)), Grid(latitudes(16), longitudes(32))
+    found = LeadTimeSpectra(leads, grid, torch.ones(1, 1, 1), CPU)
+    field = torch.randn(3, 1, 16, 32)
+    for step in range(len(leads)):
+        found.update(step, (step + 1) * field, field)
+    result = found.compute()
+    assert result.leads == [leads[i] for i in spread(10)] == [6, 12, 24, 36, 48, 60]
+    assert result.ratio()[0] == pytest.approx([(lead / 6) ** 2 for lead in result.leads])
+
+
+def test_a_broken_or_empty_spectrum_is_still_drawn(recwarn, tmp_path):
+    power = {"model": np.array([[np.nan, np.inf, 1.0], [1, 1, 1]]), "truth": np.array([[1.0, 1, 0], [0, 0, 0]])}
+    figure = spectra_figure({"a": power}, np.array([9.0, 4.5, 3]), [6, 12], {"a": "%"})
+    figure.savefig(tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size and not recwarn.list
+    assert figure.axes[0].xaxis_inverted()
+
+
+def part_of(fields, grid):
+    """Ratio and power over the fields of all ranks; each has other ones, the last has none."""
+    from utils import comm
+
+    n, rank = comm.world_size(), comm.rank()
+    own = fields[:, rank :: n - 1] if rank < n - 1 else fields[:, :0]
+    found = spectra_of(*own, grid, [1.0, 2.0])
+    return found.ratio(), found.power["model"]
+
+
+def test_spectra_are_means_over_the_samples_of_all_ranks(ranks):
+    fields, grid = torch.randn(2, 5, 2, 16, 32), Grid(latitudes(16), longitudes(32))
+    expected = spectra_of(*fields, grid, [1.0, 2.0])
+    for ratio, power in ranks(3, part_of, fields, grid):  # 3, 2 and 0 samples
+        np.testing.assert_allclose(ratio, expected.ratio(), rtol=1e-5)
+        np.testing.assert_allclose(power, expected.power["model"], rtol=1e-5)
