@@ -9,6 +9,7 @@ ONE = [
     "", "--amp_mode=fp16 --enable_fused --clip_grad_norm=1", "--data_parallel=fsdp --cpu_offload --dropout=0.1",
     "--activation_checkpointing=full", "--activation_checkpointing=selective --amp_mode=bf16 --gradient_accumulation=2",
     "--model=unet", "--model=afno",
+    "--rollout_steps=3 --forcings hour latitude --ema=0.9 --loss=squared_error --activation_checkpointing=step",
 ]  # fmt: skip
 LAYOUTS = [
     ("train.py", 2, "--data_parallel=ddp"),
@@ -18,7 +19,9 @@ LAYOUTS = [
     ("train.py", 2, "--data_parallel=fsdp --cpu_offload --clip_grad_norm=1"),
     ("train.py", 4, "--data_parallel=hsdp"),
     ("train.py", 2, "--model=unet --sync_batchnorm"),
+    ("train.py", 2, "--data_parallel=fsdp --rollout_steps=2 --forcings day --ema=0.9 --amp_mode=bf16"),
     ("train_mp.py", 2, "--tensor_parallel=2"),
+    ("train_mp.py", 2, "--context_parallel=2 --rollout_steps=2 --forcings hour day --loss=squared_error"),
     ("train_mp.py", 4, "--tensor_parallel=2 --sequence_parallel --amp_mode=bf16 --clip_grad_norm=1"),
     ("train_mp.py", 2, "--context_parallel=2 --cp_method=gather"),
     ("train_mp.py", 2, "--context_parallel=2 --cp_method=ring"),

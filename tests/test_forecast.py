@@ -27,6 +27,7 @@ from tools.forecasting.rollout import LeadTimeSkill, own_batches
 from tools.forecasting.trained_run import run_config
 from training.model import build_model
 from training.pictures import animate
+from training.rollout import Rollout
 from utils import comm
 from utils.errors import UsageError, run_main
 from weather.channels import CHANNELS
@@ -324,9 +325,8 @@ def test_equal_fields_are_still_frames_of_their_own(tmp_path):
 
 
 def test_a_rollout_that_breaks_down_says_where(run, tmp_path, capsys):
-    with unittest.mock.patch(
-        "tools.forecasting.rollout.rollout", lambda _, x, steps, __: [x, x * torch.inf, x * torch.nan]
-    ):
+    factors = iter([1, torch.inf, torch.nan])
+    with unittest.mock.patch.object(Rollout, "next_state", lambda _, state, output: output * next(factors)):
         skill, _ = forecast_of(run, tmp_path, "--lead_hours", 18, "--starts", 1)
     assert "not finite from 12 hours on" in capsys.readouterr().out
     assert skill["rmse"]["model"]["u10"][1:] == [None, None]

@@ -89,12 +89,12 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         if config.task == "forecast" and not parallel.pipeline:
             parallel.model.eval()
             with step.autocast():
-                assert parallel.predict(x, config.n_out_channels).device == device
+                assert parallel.predict(x[:, : config.model_in_channels], config.n_out_channels).device == device
 
 
 def _read_the_loss(step):
-    loss = step.image_loss
-    step.image_loss = lambda *args: loss(*args) * (1 if loss(*args).item() > 0 else 2)
+    loss = step.task.loss
+    step.task.loss = lambda *args: loss(*args) * (1 if loss(*args).item() > 0 else 2)
 
 
 def _put_a_buffer_on_the_host(step):
@@ -118,7 +118,7 @@ def _shapes(config, layout):
         return contextlib.nullcontext()
     micro = config.global_batch_size // layout.dp // config.gradient_accumulation
     rows = config.img_size[0] // config.patch_size // layout.cp * config.patch_size
-    image = micro, config.n_in_channels, rows, *config.img_size[1:]
+    image = micro, config.model_in_channels, rows, *config.img_size[1:]
     tokens = rows // config.patch_size * (config.img_size[1] // config.patch_size)
     return pipeline_shapes(image, (micro, tokens, config.embed_dim))
 
