@@ -24,11 +24,15 @@ UNSOLVED = {
     "09_rule_for_shard_tensor": "mean of the ranks' means",
     "10_read_a_trace": "`exposed` is not filled in yet",
     "11_reshard": "norm.weight of rank 0: it is .* whole on every rank",
+    "13_steps_without_activations": "kept .* times what one step needs",
     "12_choose_a_layout": "few samples: .* 4 cannot be shared by 16 ranks",
 }
 VERY_WIDE = '"very wide": "--tensor_parallel=4 --data_parallel=zero2 --sequence_parallel"'
 # (name, a piece of the solution, what stands there instead, what the check says to it)
 WRONG = [
+    ("13_steps_without_activations", "own + later", "own", "comes back from the step after"),
+    ("13_steps_without_activations", "/ count", "", "the loss is .*, should be"),
+    ("13_steps_without_activations", "with torch.no_grad():", "if True:", "is a step's graph gone before"),
     ("01_prefetch", "range(min(depth, count))", "range(count)", "depth is 1: the memory for them"),
     ("01_prefetch", "coming.pop(0)", "coming.pop()", "batches must come in order"),
     ("01_prefetch", "coming.pop(0).result()", "(coming.pop(0).exception(), read(i))[1]", "in the caller's thread"),

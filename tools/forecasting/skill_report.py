@@ -1,6 +1,6 @@
 """The report of a forecast: a table of its skill, curves, maps and an animation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
 
     print(f"\n{skill_table(result, headline, units)}")
     short = f"{result.spectra.short:.0f} km"
+    hours = {name: useful_hours(result.skill["rmse"], name, result.leads) for name in headline}
+    print(f"RMSE below persistence and climatology up to: {', '.join(f'{name} {h} h' for name, h in hours.items())}")
     print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
     if broken := first_not_finite(result):
         print(f"the forecast is not finite from {broken} hours on: the rollout is unstable")
@@ -93,6 +95,17 @@ def spectra_record(result: Result, channels: Sequence[str]) -> dict[str, Any]:
             name: {key: values.tolist() for key, values in spectra.of(names.index(name)).items()} for name in channels
         },
     }
+
+
+def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float]]], name: str, leads: Sequence[int]) -> int:
+    """The last lead time, in hours, up to which the model beats persistence and climatology in a channel; 0 for none.
+
+    rmse: {forecast: {channel: value at each lead time}}, of a Result or of skill.json.
+    """
+    values = [np.array(rmse[forecast][name], float) for forecast in ("model", "persistence", "climatology")]
+    better = values[0] < np.minimum(values[1], values[2])
+    count = len(better) if better.all() else int(better.argmin())
+    return leads[count - 1] if count else 0
 
 
 def first_not_finite(result: Result) -> int | None:
