@@ -20,8 +20,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: setup
 	$(BIN)/python -m weather.sample_data data/quick
-	$(BIN)/python train.py --config=quick
-	$(BIN)/python forecast.py --run_folder logs/quick/00
+	$(BIN)/python train.py --config=demo
+	$(BIN)/python forecast.py --run_folder logs/demo/00
 
 setup: .venv/installed
 

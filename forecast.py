@@ -1,8 +1,8 @@
 """Forecast with a trained model, score it by lead time, and show it: NetCDF, maps, an animation.
 
-    python forecast.py --run_folder logs/quick/00
-    python forecast.py --run_folder logs/quick/00 --dates 1985-01-15T00 1985-02-01T12 --lead_hours 240 --channel t2m
-    torchrun --nproc_per_node 2 forecast.py --run_folder logs/quick/00 --domain_parallel 2
+    python forecast.py --run_folder logs/demo/00
+    python forecast.py --run_folder logs/demo/00 --dates 1985-01-15T00 1985-02-01T12 --lead_hours 240 --channel t2m
+    torchrun --nproc_per_node 2 forecast.py --run_folder logs/demo/00 --domain_parallel 2
 
 A forecast of several steps is a rollout: the output of each step is the input of the next step. Every key of the run's
 config is an option here too, as in train.py (--device, --amp_mode, --inf_data_path ...). The layout of the run itself
@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     option = parser.add_argument
     # Each has a second name, because torchrun reads --run and --start as abbreviations of its own options.
-    option("--run_folder", "--run", required=True, metavar="FOLDER", help="of a training run, like logs/quick/00")
+    option("--run_folder", "--run", required=True, metavar="FOLDER", help="of a training run, like logs/demo/00")
     option("--checkpoint", default="best", metavar="NAME", help="best, newest or iter-... (%(default)s)")
     option("--split", choices=DATA, default="test", help="initial states and truth (%(default)s)")
     option("--dates", "--start", nargs="+", metavar="DATE", help="start dates (UTC), like 1985-02-01T06")

@@ -135,7 +135,7 @@ def _trace(config, layout, rank, device_type):
             for group in optimizer.param_groups if device_type != "cpu" else ():
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step_class = TrainingStep if autocast is None else partial(GpuStep, autocast)
-            step = step_class(config, device, parallel, optimizer, build_task(config).loss)
+            step = step_class(config, device, parallel, optimizer, build_task(config))
             x, y = random_batch(config, device)
             with Tracker():
                 step(0, x, y)  # from now on the optimizer has a state
@@ -149,7 +149,7 @@ def _shapes(config, layout):
     tokens = math.prod(size) // config.patch_size ** len(size)
     if config.sequence_parallel:
         tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
-    return pipeline_shapes((samples, config.n_in_channels, *size), (samples, tokens, config.embed_dim))
+    return pipeline_shapes((samples, config.model_in_channels, *size), (samples, tokens, config.embed_dim))
 
 
 def _own_size(config):
@@ -223,7 +223,7 @@ def _dimensions():
 
 def _inference(step, module, x, there):
     """Most bytes in a forward pass of a micro-batch without gradients. there: tensors that stay allocated."""
-    x = x.chunk(step.config.gradient_accumulation)[0].clone()
+    x = x.chunk(step.config.gradient_accumulation)[0][:, : step.config.model_in_channels].clone()
     if step.parallel.pipeline and not step.parallel.pipeline.first:
         x = torch.empty(step.parallel.pipeline.stages[0].tokens)
     with Tracker([*there, x]) as tracker, torch.no_grad(), step.autocast():

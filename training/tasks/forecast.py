@@ -64,6 +64,7 @@ class Trained(Task):
             loss_weights(config, *self._described)
         self.check_batch(len(train), f" in {config.train_data_path}")
         batch_size = config.global_batch_size // comm.get_size("dp")
+        self._rollout = rollout_of(config, device)
         forcings = forcings_of(config, train, (rows, columns), device)
         shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings, stages
         return [Loader(dataset, *shared) for dataset in (train, valid)]
@@ -82,7 +83,8 @@ class Trained(Task):
     def rollout(self, device: torch.device) -> Rollout:
         """What makes forecasts of the network's outputs."""
         if self._rollout is None:
-            self._rollout = rollout_of(self.config, device)
+            scale = torch.ones(self.config.n_out_channels, 1, 1, device=device)  # of random numbers
+            self._rollout = Rollout(self.config, None if self.config.predict == "state" else scale)
         return self._rollout
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
