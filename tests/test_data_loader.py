@@ -248,9 +248,9 @@ def test_bad_data_is_named(tmp_path, sample_folder):
     fails("1979.h5: has 4 frames, dt 4 needs at least 5", dt=4)
     whole = (tmp_path / "data/1980.h5").read_bytes()
     (tmp_path / "data/1980.h5").write_bytes(whole[: len(whole) // 2])
-    fails("1980.h5: cannot be read as HDF5")
+    fails("1980.h5: HDF5 .truncated or damaged.. cannot be read")
     (tmp_path / "data/1980.h5").write_bytes(b"no HDF5")
-    fails("1980.h5: cannot be read as HDF5")
+    fails("1980.h5: HDF5 .truncated or damaged.. cannot be read")
     with h5py.File(tmp_path / "data/1980.h5", "w") as file:
         file["fields"] = np.zeros((4, 3, 8))
     fails("1980.h5: expected a dataset 'fields'")

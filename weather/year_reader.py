@@ -17,7 +17,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError, reading
 from utils.files import check_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, latitudes, longitudes
@@ -51,34 +51,33 @@ class YearFile:
     def __init__(self, path: Path):
         self.path = path
         check_file(path)
-        try:
-            self.file = h5py.File(path, "r", locking=False)  # parallel file systems may lack locks
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read as HDF5 (truncated or damaged?): {error}") from None
-        fields = self.file.get(DATASET)
-        if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
-            found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
-            self.file.close()
-            raise UsageError(f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}")
-        if unwritten := _never_written(fields):
-            self.file.close()
-            raise UsageError(f"{path}: {unwritten} of '{DATASET}' never written: the file was not finished")
-        self.fields, self.shape = fields, fields.shape
-        linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
-        self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
-        self.descriptor = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self.descriptor).st_size
-        self.map = None
-        offsets = self.frame_offsets
-        if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
-            self.map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
+        with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
+            self.file = opened.enter_context(
+                h5py.File(path, "r", locking=False)
+            )  # parallel file systems may lack locks
+            fields = self.file.get(DATASET)
+            if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
+                found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
+                raise UsageError(
+                    f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}"
+                )
+            if unwritten := _never_written(fields):
+                raise UsageError(f"{path}: {unwritten} of '{DATASET}' never written: the file was not finished")
+            self.fields, self.shape = fields, fields.shape
+            linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
+            self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
+            self.descriptor = os.open(path, os.O_RDONLY)
+            opened.callback(os.close, self.descriptor)
+            self.size = os.fstat(self.descriptor).st_size
+            self.map = None
+            offsets = self.frame_offsets
+            if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
+                self.map = opened.enter_context(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+            self.opened = opened.pop_all()
 
     def close(self) -> None:
         """Close the file and its map."""
-        if self.map is not None:
-            self.map.close()
-        os.close(self.descriptor)
-        self.file.close()
+        self.opened.close()
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
         """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
@@ -100,14 +99,14 @@ class YearFile:
     def _texts(self, name, otherwise):
         if name not in self.file:
             return otherwise
-        with self._reading(name):
+        with reading(f"{self.path}: '{name}'"):
             values = [str(text) for text in self.file[name].asstr()[:]]
         return self._long_enough(name, values, self.shape[1])
 
     def _degrees(self, name, otherwise, largest):
         if name not in self.file:
             return otherwise
-        with self._reading(name):
+        with reading(f"{self.path}: '{name}'"):
             values = np.asarray(self.file[name][:], np.float64)
         self._long_enough(name, values, len(otherwise))
         if values.ndim != 1 or not (np.abs(values) <= largest).all():  # nor NaN
@@ -118,13 +117,6 @@ class YearFile:
         if len(values) != length:
             raise UsageError(f"{self.path}: '{name}' has {len(values)} values, the fields {length}")
         return values
-
-    @contextlib.contextmanager
-    def _reading(self, name):
-        try:
-            yield
-        except (OSError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise UsageError(f"{self.path}: '{name}' cannot be read: {first_line(error)}") from None
 
     @contextlib.contextmanager
     def mapped(self, frame: int, later: int, channels: int, rows: slice, columns: slice) -> Iterator[np.ndarray]:
@@ -154,6 +146,10 @@ class YearFile:
 
     def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
         """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
+        with reading(f"{self.path}: frame {frame}"):
+            self._read(frame, out, rows, columns)
+
+    def _read(self, frame, out, rows, columns):
         _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
         if self.frame_offsets is None or w < width:
@@ -175,10 +171,7 @@ class YearFile:
 
     def _read_by_hdf5(self, frame, out, rows, columns):
         window = np.s_[frame : frame + out.shape[0], : out.shape[1], rows, columns]
-        try:
-            self.fields.read_direct(out, window)
-        except OSError as error:
-            raise UsageError(f"{self.path}: frame {frame} cannot be read (damaged?): {error}") from None
+        self.fields.read_direct(out, window)
         if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
             raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
 
