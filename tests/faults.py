@@ -1,6 +1,6 @@
 """Break training runs in every way a cluster does, and see whether they end as if nothing had happened.
 
-    make faults ROUNDS=3        or        python -m tests.faults --rounds 3
+    make faults ROUNDS=3        or        python -m tests.faults --rounds 3 [--only "rank killed"] [--fork]
 
 Each round starts a run of two ranks for every kind of fault, breaks it, starts the same command again until it is
 finished, and compares its losses with those of an undisturbed run.
@@ -298,13 +298,16 @@ def prepare(folder, launch=by_torchrun):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=1)
-    rounds = parser.parse_args().rounds
-    rows, faults = [], [fault for fault in FAULTS if fault not in MOUNTING or can_mount()]
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults that are called so: 'rank killed'")
+    parser.add_argument("--fork", action="store_true", help="start ranks in milliseconds, without torchrun")
+    options = parser.parse_args()
+    launch, chosen = by_fork if options.fork else by_torchrun, [fault for fault in FAULTS if options.only in fault]
+    rows, faults = [], [fault for fault in chosen if fault not in MOUNTING or can_mount()]
     with tempfile.TemporaryDirectory() as folder:
-        data, undisturbed = prepare(Path(folder))
-        for number in range(rounds):
+        data, undisturbed = prepare(Path(folder), launch)
+        for number in range(options.rounds):
             for fault in faults:
-                rows.append(inject(fault, data, Path(folder) / "run", undisturbed))
+                rows.append(inject(fault, data, Path(folder) / "run", undisturbed, launch))
                 print(f"round {number + 1}: {rows[-1]}", flush=True)
                 shutil.rmtree(Path(folder) / "run")
     print(f"\n{'fault':<34}{'injected':>10}{'resumed':>10}{'losses equal':>14}{'bytes lost':>12}")
@@ -312,7 +315,7 @@ def main():
         own = [row for row in rows if row["fault"] == fault]
         counts = (len(own), sum(r["resumed"] for r in own), sum(r["losses equal"] for r in own))
         print(f"{fault:<34}{counts[0]:>10}{counts[1]:>10}{counts[2]:>14}{sum(r['bytes lost'] for r in own):>12}")
-    if len(faults) < len(FAULTS):
+    if len(faults) < len(chosen):
         print(f"{', '.join(MOUNTING)}: skipped, they need the right to mount a file system (root)")
     sys.exit(0 if all(row["losses equal"] for row in rows) else 1)
 
