@@ -351,10 +351,10 @@ def replaced(name, value):
         (lambda f: f["latitude"].write_direct(f["latitude"][:][::-1].copy()), "latitude is -"),
         (replaced("latitude", [200.0] * 16), "'latitude' is not in degrees, -90 to 90"),
         (replaced("longitude", np.full(32, np.nan)), "'longitude' is not in degrees"),
-        (replaced("latitude", [1.0]), "'latitude' has 1 values, the fields 16"),
+        (replaced("latitude", [1.0]), "'latitude' has shape (1,), the fields need (16,)"),
         (replaced("longitude", ["a"] * 32), "'longitude' cannot be read: "),
         (replaced("channel", np.arange(20)), "'channel' cannot be read: "),
-        (replaced("channel", 7), "'channel' cannot be read: "),
+        (replaced("channel", 7), "'channel' has shape (), the fields need (20,)"),
         (lambda f: (f.__delitem__("latitude"), f.create_group("latitude")), "'latitude' cannot be read: "),
         (
             lambda f: (f.__delitem__("fields"), f.create_dataset("fields", (20, 20, 16, 32), "f4")),

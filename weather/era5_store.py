@@ -221,8 +221,11 @@ def _open(address: str) -> xarray.Dataset:
             options = {"token": "anon"} if address.startswith("gs://") else None  # the public buckets
             with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
                 return xarray.open_zarr(address, chunks=None, storage_options=options)
-        engine = "h5netcdf" if h5py.is_hdf5(address) else "scipy"  # NetCDF 4, or NetCDF 3
-        return xarray.open_dataset(address, engine=engine, chunks=None)
+        if not h5py.is_hdf5(address):
+            return xarray.open_dataset(address, engine="scipy", chunks=None)  # NetCDF 3
+        with h5py.File(address, "r") as file:
+            file.attrs.get("_nc3_strict")  # where this fails, h5netcdf prints a traceback beside its error
+        return xarray.open_dataset(address, engine="h5netcdf", chunks=None)
     except Exception as error:  # each format and file system has its own
         what = first_line(error)
         if not remote and Path(address).is_file():

@@ -97,26 +97,22 @@ class YearFile:
         )
 
     def _texts(self, name, otherwise):
-        if name not in self.file:
-            return otherwise
-        with reading(f"{self.path}: '{name}'"):
-            values = [str(text) for text in self.file[name].asstr()[:]]
-        return self._long_enough(name, values, self.shape[1])
+        return self._stored(name, self.shape[1], lambda data: [str(text) for text in data.asstr()[:]], otherwise)
 
     def _degrees(self, name, otherwise, largest):
-        if name not in self.file:
-            return otherwise
-        with reading(f"{self.path}: '{name}'"):
-            values = np.asarray(self.file[name][:], np.float64)
-        self._long_enough(name, values, len(otherwise))
-        if values.ndim != 1 or not (np.abs(values) <= largest).all():  # nor NaN
+        values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
+        if not (np.abs(values) <= largest).all():  # nor NaN
             raise UsageError(f"{self.path}: '{name}' is not in degrees, -{largest} to {largest}")
         return values
 
-    def _long_enough(self, name, values, length):
-        if len(values) != length:
-            raise UsageError(f"{self.path}: '{name}' has {len(values)} values, the fields {length}")
-        return values
+    def _stored(self, name, length, read, otherwise):
+        """What `read` makes of a dataset of so many values; `otherwise` where the file has none of that name."""
+        with reading(f"{self.path}: '{name}'"):
+            if name not in self.file:
+                return otherwise
+            if (shape := self.file[name].shape) != (length,):
+                raise UsageError(f"{self.path}: '{name}' has shape {shape}, the fields need ({length},)")
+            return read(self.file[name])
 
     @contextlib.contextmanager
     def mapped(self, frame: int, later: int, channels: int, rows: slice, columns: slice) -> Iterator[np.ndarray]:
