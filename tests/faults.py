@@ -301,6 +301,7 @@ def main():
     parser.add_argument("--only", default="", metavar="TEXT", help="faults that are called so: 'rank killed'")
     parser.add_argument("--fork", action="store_true", help="start ranks in milliseconds, without torchrun")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # as under torchrun, however ranks are started: threads add in another order
     launch, chosen = by_fork if options.fork else by_torchrun, [fault for fault in FAULTS if options.only in fault]
     rows, faults = [], [fault for fault in chosen if fault not in MOUNTING or can_mount()]
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,6 @@ from training.run_folder import read_summary
 from utils import files
 from utils.config import read_named_config
 from utils.errors import UsageError
-from utils.launch import read_launch
 from weather.dataset import FieldDataset, read_statistics
 from weather.year_reader import YearFile
 
@@ -44,6 +43,11 @@ ELSEWHERE = {
     "a shard without permission was a traceback": "checkpoint::a_file_that_cannot_be_read_is_passed_over",
     "the thread of the events met a full disk": "faults::a_broken_run_ends_like_an_undisturbed_one",
     "NaN in validation data ended as finished": "launch::a_value_that_is_no_number_is_named_by_every_rank",
+    "names and coordinates of other types and sizes": "data_loader::years_that_differ_or_are_unfinished_are_named",
+    "parts of a year that were never written": "data_loader::years_that_differ_or_are_unfinished_are_named",
+    "fields of another type or size": "data_loader::bad_data_is_named",
+    "statistics of other kinds": "data_loader::bad_statistics_are_named",
+    "a summary of another kind": "terminal::a_summary_that_is_none_is_one_line",
     "channels or latitude in another order in one year": "data_loader::years_that_differ_or_are_unfinished_are_named",
     "other channels in the validation years": "data_loader::validation_data_of_other_channels_are_refused",
     "standard output or error closed, full, or gone": "terminal::a_run_goes_on_where_its_output_cannot",
@@ -122,30 +126,22 @@ def test_a_command_that_cannot_be_obeyed_is_one_line(fault, tmp_path, tiny_optio
 
 
 def year(path, **others):
-    """A small year file, with datasets that replace or join the usual ones; None leaves one out."""
+    """A small year file, with datasets that replace or join the usual ones."""
     usual = {
         "fields": np.ones((4, 2, 4, 8), "f4"), "latitude": np.linspace(90, -90, 4), "longitude": np.arange(8) * 45.0,
         "channel": ["a", "b"], "channel_units": ["K", "Pa"],
     }  # fmt: skip
     with h5py.File(path, "w") as file:
         for name, value in (usual | others).items():
-            if value is not None:
-                file[name] = value
-                if name == "time":
-                    file[name].attrs["units"] = "hours since 1979-01-01"
+            file[name] = value
+            if name == "time":
+                file[name].attrs["units"] = "hours since 1979-01-01"
 
 
 YEARS = {
-    "names that are numbers": {"channel": [1, 2]},
     "fewer names than channels": {"channel": ["a"]},
     "units that are no list": {"channel_units": "K"},
-    "latitudes that are text": {"latitude": ["a", "b", "c", "d"]},
     "latitudes in two dimensions": {"latitude": np.zeros((4, 8))},
-    "longitudes that are NaN": {"longitude": np.full(8, np.nan)},
-    "longitudes of another size": {"longitude": np.arange(7)},
-    "fields of whole numbers": {"fields": np.ones((4, 2, 4, 8), "i4")},
-    "fields of three dimensions": {"fields": np.ones((4, 4, 8), "f4")},
-    "no fields": {"fields": None},
     "times that are NaN": {"time": np.full(4, np.nan)},
     "times beyond any calendar": {"time": np.full(4, 1e300)},
     "times that are text": {"time": ["a", "b", "c", "d"]},
@@ -268,8 +264,3 @@ def test_ctrl_c_is_an_exception_again_once_a_program_runs(tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path.cwd())}
     done = subprocess.run([sys.executable, tmp_path / "program.py"], env=env, capture_output=True, text=True)
     assert done.stdout == "mine\n" and "KeyboardInterrupt" in done.stderr
-
-
-def test_a_process_of_srun_without_its_number_is_refused():
-    with pytest.raises(UsageError, match="SLURM_PROCID is not set"):
-        read_launch({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"})

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-import plan
 import train
 from tests.support import programs
 from tests.support.launch import popen, summary
@@ -60,11 +59,6 @@ def test_a_run_stays_in_its_folder(tiny_options, tmp_path, run_num):
     with pytest.raises(UsageError, match="run_num: "):
         train.main(tiny_options(run_num=run_num))
     assert not (tmp_path / "logs").exists()
-
-
-def test_a_folder_in_place_of_a_file_to_write_is_one_line(tmp_path):
-    with pytest.raises(UsageError, match="is a folder, and a file is to be written"):
-        plan.main(["--yaml_config=config/mp.yaml", "--config=mp_quick", "--gpus=1", "--json", str(tmp_path)])
 
 
 def test_settings_are_those_of_the_checkpoint_where_config_yaml_is_gone(tiny_options, tmp_path):
