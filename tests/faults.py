@@ -1,6 +1,6 @@
 """Break training runs in every way a cluster does, and see whether they end as if nothing had happened.
 
-    make faults ROUNDS=3        or        python -m tests.faults --rounds 3
+    make faults ROUNDS=3        or        python -m tests.faults --rounds 3 [--only "rank killed"] [--fork]
 
 Each round starts a run of two ranks for every kind of fault, breaks it, starts the same command again until it is
 finished, and compares its losses with those of an undisturbed run.
@@ -95,9 +95,15 @@ def kill_in_mid_save(run):
     _kill(processes)
 
 
+def _ranks(processes):
+    """Process ids of the ranks that train; none where the run has ended."""
+    if processes[0].poll() is not None:
+        return []
+    return rank_pids(processes[0]) if len(processes) == 1 else [process.pid for process in processes]
+
+
 def _kill(processes):
-    ranks = rank_pids(processes[0]) if len(processes) == 1 else [process.pid for process in processes]
-    if ranks and processes[0].poll() is None:
+    if ranks := _ranks(processes):
         os.kill(random.choice(ranks), signal.SIGKILL)
     finish_all(processes)
 
@@ -122,19 +128,34 @@ def _newest_file(run):
 
 def fill_the_disk(run):
     """The run's folder is a small file system of its own, which has room for two checkpoints but not for a third."""
-    run.folder.mkdir(exist_ok=True)
-    size = 2 * CHECKPOINT_BYTES + 300_000
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(run.folder)], check=True)
+    mount(run.folder, 2 * CHECKPOINT_BYTES + 300_000)
     status, output = finish_all(run.start())
     assert status != 0 and "No space left on device" in output, output
     subprocess.run(["mount", "-o", "remount,size=100m", str(run.folder)], check=True)
+
+
+def fill_the_disk_of_the_events(run):
+    """Events, log and summary have little room, checkpoints have plenty: the run trains to its last step."""
+    mount(run.checkpoints.parent, 40_000)
+    mount(run.checkpoints, 100_000_000)
+    status, output = finish_all(run.start())
+    assert status != 0 and (run.checkpoints / f"iter-{ITERATIONS:08d}").is_dir(), output
+    assert output.count("TensorBoard's events cannot be written from here on: No space left on device") == 1, output
+    assert "Traceback" not in output.split("error: rank 0: ")[0], output  # torchrun's own comes last
+    subprocess.run(["mount", "-o", "remount,size=100m", str(run.checkpoints.parent)], check=True)
+
+
+def mount(folder, size):
+    """Make a folder a file system of its own of so many bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
 
 
 def kill_the_launcher(run):
     """torchrun goes without its ranks; where there is none, all ranks go."""
     processes = run.start()
     run.wait_for_checkpoint(processes)
-    ranks = [psutil.Process(pid) for pid in rank_pids(processes[0])] if len(processes) == 1 else []
+    ranks = [psutil.Process(pid) for pid in _ranks(processes)] if len(processes) == 1 else []
     for process in processes:
         process.kill()
     _, left = psutil.wait_procs(ranks, timeout=60)
@@ -142,21 +163,27 @@ def kill_the_launcher(run):
 
 
 def start_twice(run):
+    """The first run stands still meanwhile, so that it is there when the second one comes."""
     processes = run.start()
     run.wait_for_checkpoint(processes)
+    ranks = _ranks(processes)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
     status, output = finish_all(run.start())
-    assert processes[0].poll() is not None or (status != 0 and "is in use: " in output), output
+    assert not ranks or (status != 0 and "is in use: " in output), output
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
     _kill(processes)
 
 
 def stop_a_rank_for_a_while(run):
     processes = run.start()
     run.wait_for_checkpoint(processes)
-    ranks = rank_pids(processes[0]) if len(processes) == 1 else [process.pid for process in processes]
-    rank = random.choice(ranks)
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(2)
-    os.kill(rank, signal.SIGCONT)
+    if ranks := _ranks(processes):
+        rank = random.choice(ranks)
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(2)
+        os.kill(rank, signal.SIGCONT)
     _kill(processes)
 
 
@@ -204,6 +231,7 @@ FAULTS = {
     "newest checkpoint truncated": truncate_the_newest,
     "bit flipped in newest checkpoint": flip_a_bit_of_the_newest,
     "disk full while saving": fill_the_disk,
+    "disk of the events full": fill_the_disk_of_the_events,
     "launcher killed": kill_the_launcher,
     "started twice": start_twice,
     "rank stopped for a while": stop_a_rank_for_a_while,
@@ -213,8 +241,11 @@ FAULTS = {
 }
 
 
+MOUNTING = ("disk full while saving", "disk of the events full")
+
+
 def can_mount():
-    """Whether this process may make the small file system of the full disk (root on Linux may)."""
+    """Whether this process may make the small file systems of full disks (root on Linux may)."""
     with tempfile.TemporaryDirectory() as folder:
         made = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True).returncode == 0
         if made:
@@ -236,8 +267,9 @@ def inject(fault, data, folder, undisturbed, launch=by_torchrun):
             "bytes lost": lost,
         }
     finally:
-        if os.path.ismount(run.folder):
-            subprocess.run(["umount", str(run.folder)], check=True)
+        for folder in (run.checkpoints, run.checkpoints.parent, run.folder):
+            if os.path.ismount(folder):
+                subprocess.run(["umount", str(folder)], check=True)
 
 
 def _unusable(checkpoints):
@@ -266,13 +298,17 @@ def prepare(folder, launch=by_torchrun):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=1)
-    rounds = parser.parse_args().rounds
-    rows, faults = [], [fault for fault in FAULTS if fault != "disk full while saving" or can_mount()]
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults that are called so: 'rank killed'")
+    parser.add_argument("--fork", action="store_true", help="start ranks in milliseconds, without torchrun")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # as under torchrun, however ranks are started: threads add in another order
+    launch, chosen = by_fork if options.fork else by_torchrun, [fault for fault in FAULTS if options.only in fault]
+    rows, faults = [], [fault for fault in chosen if fault not in MOUNTING or can_mount()]
     with tempfile.TemporaryDirectory() as folder:
-        data, undisturbed = prepare(Path(folder))
-        for number in range(rounds):
+        data, undisturbed = prepare(Path(folder), launch)
+        for number in range(options.rounds):
             for fault in faults:
-                rows.append(inject(fault, data, Path(folder) / "run", undisturbed))
+                rows.append(inject(fault, data, Path(folder) / "run", undisturbed, launch))
                 print(f"round {number + 1}: {rows[-1]}", flush=True)
                 shutil.rmtree(Path(folder) / "run")
     print(f"\n{'fault':<34}{'injected':>10}{'resumed':>10}{'losses equal':>14}{'bytes lost':>12}")
@@ -280,8 +316,8 @@ def main():
         own = [row for row in rows if row["fault"] == fault]
         counts = (len(own), sum(r["resumed"] for r in own), sum(r["losses equal"] for r in own))
         print(f"{fault:<34}{counts[0]:>10}{counts[1]:>10}{counts[2]:>14}{sum(r['bytes lost'] for r in own):>12}")
-    if len(faults) < len(FAULTS):
-        print("disk full while saving: skipped, it needs the right to mount a file system (root)")
+    if len(faults) < len(chosen):
+        print(f"{', '.join(MOUNTING)}: skipped, they need the right to mount a file system (root)")
     sys.exit(0 if all(row["losses equal"] for row in rows) else 1)
 
 

@@ -10,8 +10,11 @@ traceback, and writes nothing outside its own folder.
 import argparse
 import collections
 import contextlib
+import functools
+import io
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -19,15 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from tests.conftest import TINY, words_of
-from tests.support import programs
+from tests.support import forked, programs
+from tests.support.era5_examples import build, save_netcdf, save_zarr
 from tools import hang
 from tools.benchmarks.scaling.study import read_study
+from tools.forecasting.dated_frames import file_times
 from tools.forecasting.output_files import prepare_folder
 from tools.planner.hardware import load_gpu
 from training.checkpoint_marker import MARKER, CheckpointError, digest, read_marker
@@ -36,6 +42,7 @@ from utils.config import Config, load_config
 from utils.errors import UsageError
 from utils.launch import read_launch
 from weather.dataset import FieldDataset, read_statistics
+from weather.prepare_era5 import Era5
 from weather.sample_data import make_sample_data
 
 HOSTILE = [
@@ -136,9 +143,80 @@ def read_strange_year(chance, folder):
         for name in ("channel", "channel_units"):
             if chance.random() < 0.8:
                 file[name] = chance.choice([["a", "b"], ["a"], [1, 2], "a", ["a\x1b", "b" * 5000], np.zeros((2, 2))])
+        if chance.random() < 0.5:
+            file["time"] = strange(np.arange(4))
+            file["time"].attrs["units"] = chance.choice(
+                ["hours since 1979-01-01", "hours since then", 7, ["a", "b"], ""]
+            )
+    read_year(path)
+
+
+@functools.cache
+def good_stores():
+    """{kind: {name inside the store, '' for a file: bytes}} of the same two days of ERA5, as others publish them."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+        data, path = build(years=[1979]).isel(valid_time=slice(2)), Path(folder)
+        save_netcdf(data, path / "netcdf4")
+        save_netcdf(data, path / "netcdf3", "scipy")
+        for version in ("v2", "v3"):
+            save_zarr(data, path / f"zarr-{version}", version)
+        return {
+            kind.name: {
+                str(file.relative_to(kind)): file.read_bytes() for file in (kind, *kind.rglob("*")) if file.is_file()
+            }
+            for kind in path.iterdir()
+        }
+
+
+def read_damaged_store(chance, folder):
+    """A NetCDF file or Zarr store of ERA5, of which a file is damaged."""
+    files = dict(good_stores()[chance.choice(sorted(good_stores()))])
+    hit = chance.choice([name for name in files if "." in name or len(files) == 1])
+    if chance.random() < 0.9 or len(files) == 1:
+        files[hit] = damaged(files[hit], chance)
+    else:
+        del files[hit]
+    store = folder / "store"
+    shutil.rmtree(store) if store.is_dir() else store.unlink(missing_ok=True)
+    for name, data in files.items():
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).write_bytes(data)
+    with warnings.catch_warnings(action="ignore"):
+        era5 = Era5([store])
+        times = np.array(["1979-01-01T00", "1979-01-01T06"], "datetime64[s]")
+        era5.check(times)
+        era5.frames(times)
+
+
+@functools.cache
+def good_years():
+    """Bytes of small year files: contiguous, and in compressed pieces."""
+    years = []
+    for options in ({}, {"chunks": (1, 2, 4, 8)}, {"chunks": (1, 1, 4, 8), "compression": "gzip"}):
+        with io.BytesIO() as buffer:
+            with h5py.File(buffer, "w") as file:
+                file.create_dataset("fields", data=np.ones((4, 2, 4, 8), "f4"), **options)
+                file["latitude"], file["longitude"] = np.linspace(90, -90, 4), np.arange(8) * 45.0
+                file["channel"] = ["a", "b"]
+            years.append(buffer.getvalue())
+    return years
+
+
+def read_damaged_year(chance, folder):
+    """A year file whose bytes are damaged."""
+    path = folder / "train" / "1979.h5"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(damaged(chance.choice(good_years()), chance))
+    read_year(path)
+
+
+def read_year(path):
     dataset = FieldDataset(path.parent, 2, (4, 8))
-    dataset.read(0, np.empty(dataset.shape, np.float32))
-    dataset.close()
+    try:
+        file_times(dataset.files[0])
+        dataset.read(0, np.empty(dataset.shape, np.float32))
+    finally:
+        dataset.close()
 
 
 def read_strange_environment(chance, _folder):
@@ -191,14 +269,30 @@ def run_command(words, folder):
     return f"it wrote {new}" if new else ""
 
 
-READERS = (read_damaged, read_strange_year, read_strange_environment)
+READERS = (read_damaged, read_strange_year, read_damaged_year, read_damaged_store, read_strange_environment)
+APART = (read_damaged_year, read_damaged_store)
+
+
+@functools.cache
+def process_apart():
+    """A process in which the HDF5 library may loop or crash: some damage makes it."""
+    return forked.context().Pool(1)
 
 
 def fuzz_readers(chance, folder):
     """One input to one reader; raises what the reader lets through. Returns the reader's name."""
     reader = chance.choice(READERS)
     with contextlib.suppress(UsageError, CheckpointError):
-        reader(chance, folder)
+        if reader not in APART:
+            reader(chance, folder)
+            return reader.__name__
+        result = process_apart().apply_async(reader, (random.Random(chance.getrandbits(32)), folder))
+        try:
+            result.get(60)
+        except multiprocessing.TimeoutError:
+            process_apart().terminate()
+            process_apart.cache_clear()
+            return "HDF5 loops or crashes"
     return reader.__name__
 
 

@@ -301,6 +301,9 @@ def test_every_number_of_the_schema_has_bounds():
         for number in numbers(schema):
             merged = schema | number
             assert {"minimum", "exclusiveMinimum"} & set(merged) and {"maximum", "exclusiveMaximum"} & set(merged), name
+    for name, field in Config.model_fields.items():  # of two bounds of one kind, that of the type would win
+        kinds = [type(bound) for bound in field.metadata]
+        assert len(kinds) == len(set(kinds)), name
 
 
 @pytest.mark.parametrize(

@@ -248,9 +248,9 @@ def test_bad_data_is_named(tmp_path, sample_folder):
     fails("1979.h5: has 4 frames, dt 4 needs at least 5", dt=4)
     whole = (tmp_path / "data/1980.h5").read_bytes()
     (tmp_path / "data/1980.h5").write_bytes(whole[: len(whole) // 2])
-    fails("1980.h5: cannot be read as HDF5")
+    fails("1980.h5: HDF5 .truncated or damaged.. cannot be read")
     (tmp_path / "data/1980.h5").write_bytes(b"no HDF5")
-    fails("1980.h5: cannot be read as HDF5")
+    fails("1980.h5: HDF5 .truncated or damaged.. cannot be read")
     with h5py.File(tmp_path / "data/1980.h5", "w") as file:
         file["fields"] = np.zeros((4, 3, 8))
     fails("1980.h5: expected a dataset 'fields'")
@@ -351,10 +351,10 @@ def replaced(name, value):
         (lambda f: f["latitude"].write_direct(f["latitude"][:][::-1].copy()), "latitude is -"),
         (replaced("latitude", [200.0] * 16), "'latitude' is not in degrees, -90 to 90"),
         (replaced("longitude", np.full(32, np.nan)), "'longitude' is not in degrees"),
-        (replaced("latitude", [1.0]), "'latitude' has 1 values, the fields 16"),
+        (replaced("latitude", [1.0]), "'latitude' has shape (1,), the fields need (16,)"),
         (replaced("longitude", ["a"] * 32), "'longitude' cannot be read: "),
         (replaced("channel", np.arange(20)), "'channel' cannot be read: "),
-        (replaced("channel", 7), "'channel' cannot be read: "),
+        (replaced("channel", 7), "'channel' has shape (), the fields need (20,)"),
         (lambda f: (f.__delitem__("latitude"), f.create_group("latitude")), "'latitude' cannot be read: "),
         (
             lambda f: (f.__delitem__("fields"), f.create_dataset("fields", (20, 20, 16, 32), "f4")),

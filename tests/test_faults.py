@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.faults import FAULTS, by_fork, can_mount, inject, prepare
+from tests.faults import FAULTS, MOUNTING, by_fork, can_mount, inject, prepare
 from tests.support.marks import slow_but
 
 
@@ -13,12 +13,12 @@ def prepared(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("faults"), by_fork)
 
 
-QUICK = ["rank killed in mid-save", "newest checkpoint truncated"]
+QUICK = ["rank killed in mid-save", "newest checkpoint truncated", "disk of the events full"]
 
 
 @pytest.mark.parametrize("fault", slow_but(QUICK, FAULTS, "the other faults"))
 def test_a_broken_run_ends_like_an_undisturbed_one(fault, prepared, tmp_path):
-    if fault == "disk full while saving" and not can_mount():
+    if fault in MOUNTING and not can_mount():
         assert "CI" not in os.environ or os.geteuid() != 0
         pytest.skip("needs the right to mount a file system")
     data, undisturbed = prepared

@@ -41,7 +41,7 @@ REFUSALS = {
         lambda d: d.isel(valid_time=[0, 1, 1, 2]),
         "times do not increase: 1979-01-01T06:00 comes after 1979-01-01T06:00",
     ),
-    "no times": (lambda d: d.isel(valid_time=slice(0)), "has no times"),
+    "no times": (lambda d: d.isel(valid_time=slice(0)), "valid_time has 0 values, not 1 to"),
     "a NaN": (
         lambda d: put(d, "z", np.nan, valid_time=13, pressure_level=1, latitude=3, longitude=7),
         "z or geopotential at 500 hPa, 1980-01-02T06:00: row 3 from the north, column 7 is NaN",

@@ -105,7 +105,7 @@ def test_mis_shaped_statistics_are_refused(refused, tmp_path, sample_folder):
 def test_damaged_data_is_refused(refused, tmp_path, sample_folder):
     shutil.copytree(sample_folder / "train", tmp_path / "train")
     os.truncate(tmp_path / "train/1980.h5", 100_000)
-    refused("1980.h5: cannot be read as HDF5", train_data_path=tmp_path / "train")
+    refused("1980.h5: HDF5 .truncated or damaged.. cannot be read", train_data_path=tmp_path / "train")
     (tmp_path / "empty").mkdir()
     refused("empty: holds no .h5 file", valid_data_path=tmp_path / "empty")
     with h5py.File(tmp_path / "empty/1979.h5", "w") as file:

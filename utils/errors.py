@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from utils.interrupt import INTERRUPTED_STATUS
+
 USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is lost
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
 STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
 
 LONGEST = 1000  # characters of an error
-
-INTERRUPTED_STATUS = 130  # Ctrl-C, twice in training: nothing was saved on the way out
 
 
 class UsageError(Exception):
@@ -66,7 +66,18 @@ def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...],
     try:
         yield
     except kind as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(f"{where}: {first_line(error)}") from None
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever a format, codec or file system raises into a UsageError. what: the file, and the place in it."""
+    try:
+        yield
+    except UsageError:
+        raise  # it names the place better
+    except Exception as error:
+        raise UsageError(f"{what} cannot be read: {first_line(error)}") from error
 
 
 @contextmanager
@@ -77,7 +88,7 @@ def os_errors_as_usage_errors() -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
+        raise UsageError(f"{error.filename}: {error.strerror or first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -67,6 +67,9 @@ def whole_file(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())  # before the name says that it is complete
         part.replace(path)
         sync_folder(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a disk that fills names no file
+        raise
     finally:
         part.unlink(missing_ok=True)
 

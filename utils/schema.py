@@ -65,7 +65,7 @@ class Config(BaseModel):
     embed_dim: Size = key("embedding size", affects="model")
     depth: Size = key("number of transformer blocks", affects="model")
     num_heads: Size = key("attention heads", affects="model")
-    mlp_ratio: PositiveFloat = key("hidden size of the MLP / embedding size", affects="model", le=2**10)
+    mlp_ratio: float = key("hidden size of the MLP / embedding size", affects="model", gt=0, le=2**10)
     patch_size: Size = key("grid points along one side of a patch", affects="model")
     dropout: float = key("dropout probability", 0.0, "training", ge=0, lt=1)
 
@@ -87,7 +87,7 @@ class Config(BaseModel):
     limit_nsamples: PositiveInt | None = key("train on the first samples only", None)
     limit_nsamples_val: PositiveInt | None = key("validate on the first samples only", None)
     data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch", "speed")
-    num_data_workers: NonNegativeInt = key("threads (DALI: processes) that read ahead; 0: none", 0, "speed", le=256)
+    num_data_workers: int = key("threads (DALI: processes) that read ahead; 0: none", 0, "speed", ge=0, le=256)
 
     global_batch_size: PositiveInt = key("samples of one optimizer step, over all devices")
     local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
@@ -148,9 +148,7 @@ class Config(BaseModel):
         "zero2, fsdp, hsdp: what is gathered at once", "block", "layout"
     )
     wrap_min_params: PositiveInt = key("parameters of a unit with wrap_policy size", 1_000_000, "layout")
-    prefetch: NonNegativeInt = key(
-        "zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0, "layout", le=999
-    )
+    prefetch: int = key("zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0, "layout", ge=0, le=999)
     gather_dtype: Literal["none", "bf16", "fp16"] = key(
         "zero2, fsdp, hsdp: dtype of gathered parameters", "none", "training"
     )

@@ -4,8 +4,8 @@ import signal
 from types import FrameType
 from typing import Any
 
-# SIGINT is Ctrl-C; SIGHUP says that the terminal is gone, by a lost ssh.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# SIGINT is Ctrl-C, SIGQUIT is Ctrl-\. SIGHUP says that the terminal is gone, by a lost ssh. Schedulers use the rest.
+STOP_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "USR1", "USR2", "INT", "QUIT", "HUP"))
 
 
 class StopRequest:

@@ -3,7 +3,7 @@
 import numpy as np
 import xarray
 
-from utils.errors import UsageError
+from utils.errors import UsageError, reading
 from weather.year_reader import YearFile
 
 HOUR = np.timedelta64(1, "h")
@@ -12,16 +12,14 @@ YEAR = 365.25  # days
 
 def file_times(file: YearFile) -> np.ndarray:
     """Dates of the frames of a YearFile, (T,) datetime64[s]: its `time`, or 6-hourly in the year of its name."""
-    stored, frames = file.file.get("time"), file.shape[0]
-    if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
-        attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
-        try:
+    with reading(f"{file.path}: its time"):
+        stored, frames = file.file.get("time"), file.shape[0]
+        if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
+            attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
             decoded = xarray.decode_cf(xarray.Dataset({"time": ("time", stored[:], attributes)}))["time"].values
-        except (ValueError, OverflowError):
-            decoded = stored[:]
-        if decoded.dtype.kind != "M":
-            raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
-        return decoded.astype("datetime64[s]")
+            if decoded.dtype.kind != "M" or np.isnat(decoded).any():
+                raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
+            return decoded.astype("datetime64[s]")
     if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
         raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
     return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR

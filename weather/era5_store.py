@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import xarray
 
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError, first_line, reading
 from weather.atmosphere import GRAVITY
 
 PACKAGES = ("zarr",)  # of requirements-era5.txt
@@ -53,6 +53,7 @@ DIMENSIONS = {
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
+MOST = {"time": 2**24, "level": 2**10, "latitude": 2**16, "longitude": 2**16}  # values of a dimension
 Spellings = dict[str, tuple[float, float]]  # {units in a file, without ** and ^: (factor, offset) to our units}
 UNITS: dict[str, Spellings] = {  # by our units
     "m s-1": {"m s-1": (1, 0), "m/s": (1, 0)},
@@ -96,19 +97,24 @@ class Store:
 
     def __init__(self, address: str):
         self.address = address
-        data = _open(address)
+        with reading(f"{address}: its coordinates"):
+            self._place(_open(address))
+
+    def _place(self, data: xarray.Dataset) -> None:
+        """Find the dimensions, and turn the grid as it is promised."""
+        address = self.address
         found = {ours: next((n for n in names if n in data.dims), None) for ours, names in DIMENSIONS.items()}
         for ours, name in found.items():
             if name is None and ours != "level":
                 raise UsageError(f"{address}: has no dimension {' or '.join(DIMENSIONS[ours])}: it has {[*data.dims]}")
             if name is not None and name not in data.coords:
                 raise UsageError(f"{address}: dimension {name} has no values")
+            if name is not None and not 1 <= data.sizes[name] <= MOST[ours]:
+                raise UsageError(f"{address}: {name} has {data.sizes[name]} values, not 1 to {MOST[ours]}")
         data = data.rename({name: ours for ours, name in found.items() if name and name != ours})
         self.times, self.levels = data.indexes["time"], []
         if self.times.dtype.kind != "M":
             raise UsageError(f"{address}: {found['time']} is not in dates of the standard calendar")
-        if not len(self.times):
-            raise UsageError(f"{address}: has no times")
         back = ~(np.diff(self.times.values) > np.timedelta64(0))
         if back.any():
             before, after = (str(time)[:16] for time in self.times.values[back.argmax() :][:2])
@@ -157,13 +163,11 @@ class Store:
             part["level"] = [self.levels.index(level) for level in levels if level is not None]
             order.insert(1, "level")
         part |= dict.fromkeys(set(variable.dims) - set(order), 0)  # of length 1
-        try:
+        with reading(f"{self.address}: {variable.name}"):
             values = variable.isel(part).transpose(*order).values
-        except Exception as error:  # whatever a codec or a network may raise
-            raise UsageError(f"{self.address}: {variable.name} cannot be read: {first_line(error)}") from error
-        if (factor, offset) != (1, 0):
-            values = values * float(factor) + offset
-        values = np.roll(values.astype(np.float32, copy=False), -self.first_column, axis=-1)
+            if (factor, offset) != (1, 0):
+                values = values * float(factor) + offset
+            values = np.roll(values.astype(np.float32, copy=False), -self.first_column, axis=-1)
         return values if "level" in order else values[:, None]
 
     def conversion(self, quantity: str, variable: xarray.DataArray) -> tuple[float, float]:
@@ -190,7 +194,12 @@ class Store:
         if width < 2 or not whole_circle or longitude[0] >= 360 / width:
             raise UsageError(f"{self.address}: its {width} longitudes do not go once around the globe in equal steps")
         steps = -np.diff(latitude)
-        if len(steps) == 0 or steps.min() <= 0 or abs(latitude).max() > 90 or np.ptp(latitude) + 2 * steps.max() < 180:
+        if not (  # nor are they, where one is NaN
+            len(steps) > 0
+            and steps.min() > 0
+            and abs(latitude).max() <= 90
+            and np.ptp(latitude) + 2 * steps.max() >= 180
+        ):
             raise UsageError(f"{self.address}: its {len(latitude)} latitudes do not go from pole to pole")
 
 
@@ -212,8 +221,11 @@ def _open(address: str) -> xarray.Dataset:
             options = {"token": "anon"} if address.startswith("gs://") else None  # the public buckets
             with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
                 return xarray.open_zarr(address, chunks=None, storage_options=options)
-        engine = "h5netcdf" if h5py.is_hdf5(address) else "scipy"  # NetCDF 4, or NetCDF 3
-        return xarray.open_dataset(address, engine=engine, chunks=None)
+        if not h5py.is_hdf5(address):
+            return xarray.open_dataset(address, engine="scipy", chunks=None)  # NetCDF 3
+        with h5py.File(address, "r") as file:
+            file.attrs.get("_nc3_strict")  # where this fails, h5netcdf prints a traceback beside its error
+        return xarray.open_dataset(address, engine="h5netcdf", chunks=None)
     except Exception as error:  # each format and file system has its own
         what = first_line(error)
         if not remote and Path(address).is_file():

@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, run_main
+from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, year_frames
@@ -50,10 +50,8 @@ def parse_years(text: str) -> tuple[int, ...]:
 
 
 def parse_days(text: str) -> int:
-    """The number of days of '60', or 0 for 'all'. Raises UsageError."""
-    if text != "all" and not text.isdigit():
-        raise UsageError(f"days '{text}': give a number, or 'all' for whole calendar years")
-    return 0 if text == "all" else int(text)
+    """The number of days of '60', or 0 for 'all'. Raises argparse.ArgumentTypeError."""
+    return 0 if text == "all" else whole(1, 365)(text)
 
 
 def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError, reading
 from utils.files import check_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, latitudes, longitudes
@@ -51,34 +51,33 @@ class YearFile:
     def __init__(self, path: Path):
         self.path = path
         check_file(path)
-        try:
-            self.file = h5py.File(path, "r", locking=False)  # parallel file systems may lack locks
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read as HDF5 (truncated or damaged?): {error}") from None
-        fields = self.file.get(DATASET)
-        if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
-            found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
-            self.file.close()
-            raise UsageError(f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}")
-        if unwritten := _never_written(fields):
-            self.file.close()
-            raise UsageError(f"{path}: {unwritten} of '{DATASET}' never written: the file was not finished")
-        self.fields, self.shape = fields, fields.shape
-        linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
-        self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
-        self.descriptor = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self.descriptor).st_size
-        self.map = None
-        offsets = self.frame_offsets
-        if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
-            self.map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
+        with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
+            self.file = opened.enter_context(
+                h5py.File(path, "r", locking=False)
+            )  # parallel file systems may lack locks
+            fields = self.file.get(DATASET)
+            if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
+                found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
+                raise UsageError(
+                    f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}"
+                )
+            if unwritten := _never_written(fields):
+                raise UsageError(f"{path}: {unwritten} of '{DATASET}' never written: the file was not finished")
+            self.fields, self.shape = fields, fields.shape
+            linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
+            self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
+            self.descriptor = os.open(path, os.O_RDONLY)
+            opened.callback(os.close, self.descriptor)
+            self.size = os.fstat(self.descriptor).st_size
+            self.map = None
+            offsets = self.frame_offsets
+            if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
+                self.map = opened.enter_context(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+            self.opened = opened.pop_all()
 
     def close(self) -> None:
         """Close the file and its map."""
-        if self.map is not None:
-            self.map.close()
-        os.close(self.descriptor)
-        self.file.close()
+        self.opened.close()
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
         """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
@@ -99,42 +98,31 @@ class YearFile:
 
     def constant_field(self, name: str) -> np.ndarray:
         """A field that does not change with time, (H, W) float64. Raises UsageError where the file has none."""
-        field, shape = self.file.get(name), self.shape[2:]
-        if not isinstance(field, h5py.Dataset) or field.shape != shape or field.dtype.kind not in "fiu":
+        with reading(f"{self.path}: '{name}'"):
+            field, shape = self.file.get(name), self.shape[2:]
+            if isinstance(field, h5py.Dataset) and field.shape == shape and field.dtype.kind in "fiu":
+                return np.asarray(field[:], np.float64)
             there = [key for key, value in self.file.items() if getattr(value, "shape", None) == shape]
-            known = f"it has {', '.join(there)}" if there else "it has no such field"
-            raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
-        with self._reading(name):
-            return np.asarray(field[:], np.float64)
+        known = f"it has {', '.join(there)}" if there else "it has no such field"
+        raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
 
     def _texts(self, name, otherwise):
-        if name not in self.file:
-            return otherwise
-        with self._reading(name):
-            values = [str(text) for text in self.file[name].asstr()[:]]
-        return self._long_enough(name, values, self.shape[1])
+        return self._stored(name, self.shape[1], lambda data: [str(text) for text in data.asstr()[:]], otherwise)
 
     def _degrees(self, name, otherwise, largest):
-        if name not in self.file:
-            return otherwise
-        with self._reading(name):
-            values = np.asarray(self.file[name][:], np.float64)
-        self._long_enough(name, values, len(otherwise))
-        if values.ndim != 1 or not (np.abs(values) <= largest).all():  # nor NaN
+        values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
+        if not (np.abs(values) <= largest).all():  # nor NaN
             raise UsageError(f"{self.path}: '{name}' is not in degrees, -{largest} to {largest}")
         return values
 
-    def _long_enough(self, name, values, length):
-        if len(values) != length:
-            raise UsageError(f"{self.path}: '{name}' has {len(values)} values, the fields {length}")
-        return values
-
-    @contextlib.contextmanager
-    def _reading(self, name):
-        try:
-            yield
-        except (OSError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise UsageError(f"{self.path}: '{name}' cannot be read: {first_line(error)}") from None
+    def _stored(self, name, length, read, otherwise):
+        """What `read` makes of a dataset of so many values; `otherwise` where the file has none of that name."""
+        with reading(f"{self.path}: '{name}'"):
+            if name not in self.file:
+                return otherwise
+            if (shape := self.file[name].shape) != (length,):
+                raise UsageError(f"{self.path}: '{name}' has shape {shape}, the fields need ({length},)")
+            return read(self.file[name])
 
     @contextlib.contextmanager
     def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
@@ -161,6 +149,10 @@ class YearFile:
 
     def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
         """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
+        with reading(f"{self.path}: frame {frame}"):
+            self._read(frame, out, rows, columns)
+
+    def _read(self, frame, out, rows, columns):
         _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
         if self.frame_offsets is None or w < width:
@@ -182,10 +174,7 @@ class YearFile:
 
     def _read_by_hdf5(self, frame, out, rows, columns):
         window = np.s_[frame : frame + out.shape[0], : out.shape[1], rows, columns]
-        try:
-            self.fields.read_direct(out, window)
-        except OSError as error:
-            raise UsageError(f"{self.path}: frame {frame} cannot be read (damaged?): {error}") from None
+        self.fields.read_direct(out, window)
         if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
             raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
 

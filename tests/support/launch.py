@@ -37,8 +37,9 @@ def summary(tmp_path, run_num):
 def rank_pids(process):
     """Process ids of the ranks that torchrun started: its children that train."""
     pids = []
-    for child in psutil.Process(process.pid).children():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if {"train.py", "train_mp.py", "train_shard.py"} & set(child.cmdline()):
-                pids.append(child.pid)
+    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        for child in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if {"train.py", "train_mp.py", "train_shard.py"} & set(child.cmdline()):
+                    pids.append(child.pid)
     return pids

@@ -25,6 +25,7 @@ from utils.schema import Config
 from weather.dataset import FieldDataset
 
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
+TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a table of minutes
 
 
 def run(
@@ -37,7 +38,7 @@ def run(
     """Measure and print a table; returns the figures, as JSON has them.
 
     workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data,
-    copied into each layout. batches: timed in a turn.
+    copied into each layout. batches: timed in a turn, fewer where they take longer than TURN_SECONDS.
     """
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,14 +146,21 @@ def _plain(config: Config, count: int) -> float:
 
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
-    for _ in range(LEAD_IN):
-        next(batches)
+    _take(batches, LEAD_IN)
     synchronize(device)
     started = time.perf_counter()
-    for _ in range(count):
-        next(batches)
+    done = _take(batches, count)
     synchronize(device)
-    return count * batch_size / (time.perf_counter() - started)
+    return done * batch_size / (time.perf_counter() - started)
+
+
+def _take(batches: Iterator[Any], count: int) -> int:
+    """Take so many batches, or those of TURN_SECONDS; returns how many."""
+    started, done = time.perf_counter(), 0
+    while done < count and time.perf_counter() - started < TURN_SECONDS:
+        next(batches)
+        done += 1
+    return done
 
 
 def _cat(config: Config, folder: Path) -> float:

@@ -81,13 +81,9 @@ def file_name(start: np.datetime64) -> str:
 
 
 def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf") -> None:
-    """Write a Dataset of forecast_dataset to a file named by its start date. Raises UsageError if that fails."""
-    path = Path(folder) / file_name(forecast["forecast_reference_time"].values[0])
-    try:
-        with whole_file(path) as part:
-            LAYOUTS[layout](forecast).to_netcdf(part, engine="h5netcdf")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+    """Write a Dataset of forecast_dataset to a file named by its start date. Raises OSError, naming the file."""
+    with whole_file(Path(folder) / file_name(forecast["forecast_reference_time"].values[0])) as part:
+        LAYOUTS[layout](forecast).to_netcdf(part, engine="h5netcdf")
 
 
 def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
