@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
-from utils.device import library, pinned_tensor
+from utils.device import library, pinned_tensor, to_device
 from utils.sample_order import Order, rank_indices, training_indices, validation_counts, validation_indices
 from weather.channels import count_forcings
 from weather.dataset import FieldDataset, Statistics
+from weather.dates import turns
 from weather.forcings import Forcings
 
 # A frame seen in its file is only read.
@@ -153,7 +154,8 @@ class BatchLoader:
         """Input and target of normalised samples (B, k + 1, C, h, w) of these numbers."""
         x, y = frames[:, 0, : self.n_in], frames[:, 1:, : self.n_out].flatten(1, 2)
         if self.forcings:
-            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - 1))], 1)
+            dates = self.dataset.dates(samples, frames.shape[1] - 1)
+            x = torch.cat([x, self.forcings(to_device(torch.from_numpy(turns(dates)), self.device))], 1)
         return x, y
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from utils.errors import UsageError, first_line
 from utils.files import check_file
+from weather.dates import file_times
 from weather.year_reader import Description, YearFile
 
 
@@ -89,8 +90,6 @@ class FieldDataset:
 
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
-        from weather.dates import file_times  # slow to import
-
         if not self._times:
             self._times = [file_times(file) for file in self.files]
         return np.array([self._times[number][first : first + steps * self.dt : self.dt]

@@ -1,7 +1,6 @@
 """The dates of frames."""
 
 import numpy as np
-import xarray
 
 from utils.errors import UsageError, reading
 from weather.year_reader import YearFile
@@ -16,6 +15,8 @@ def file_times(file: YearFile) -> np.ndarray:
         stored, frames = file.file.get("time"), file.shape[0]
         if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
             attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
+            import xarray  # slow to import
+
             decoded = xarray.decode_cf(xarray.Dataset({"time": ("time", stored[:], attributes)}))["time"].values
             if decoded.dtype.kind != "M" or np.isnat(decoded).any():
                 raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
@@ -25,8 +26,7 @@ def file_times(file: YearFile) -> np.ndarray:
     return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
 
 
-def turns(dates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How much of the day and how much of the year is over at these dates (UTC): two float32 arrays, 0 to 1."""
-    day, year = (dates - dates.astype(f"datetime64[{unit}]") for unit in "DY")
-    in_days = np.timedelta64(1, "D")
-    return (day / in_days).astype(np.float32), (year / in_days / YEAR).astype(np.float32)
+def turns(dates: np.ndarray) -> np.ndarray:
+    """How much of the day and how much of the year is over at these dates (UTC), 0 to 1: (...) -> (..., 2) float32."""
+    day, year = ((dates - dates.astype(f"datetime64[{unit}]")) / np.timedelta64(1, "D") for unit in "DY")
+    return np.stack([day, year / YEAR], -1).astype(np.float32)

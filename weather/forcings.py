@@ -13,13 +13,12 @@ from torch import Tensor
 
 from utils.errors import UsageError
 from weather.channels import TIMED
-from weather.dates import turns
 from weather.grid import Grid
 from weather.year_reader import YearFile
 
 
 class Forcings:
-    """The forcings of some points: forcings(dates) gives them on the device.
+    """The forcings of some points, on the device: forcings(turns of the dates).
 
     names: `hour`, `day`, `latitude`, or names of fields of `file`, which are normalised over the whole image. img_size:
     (H, W). window: the rows and columns of these points. Raises UsageError for a field that the file lacks.
@@ -35,7 +34,7 @@ class Forcings:
         device: torch.device,
     ):
         window = tuple(window)
-        self.names, self.device = names, device
+        self.names = names
         latitude = np.broadcast_to(np.sin(np.deg2rad(grid.latitude))[:, None], img_size)
         fixed = [name for name in names if name not in TIMED]
         fields = [latitude if name == "latitude" else _normalised(file, name, img_size) for name in fixed]
@@ -44,14 +43,14 @@ class Forcings:
         self.fixed = torch.from_numpy(parts).to(device)  # (F, h, w)
         self.east = torch.from_numpy(grid.longitude[window[1]] / 360).float().to(device)  # in turns, (w,)
 
-    def __call__(self, dates: np.ndarray) -> Tensor:
+    def __call__(self, turns: Tensor) -> Tensor:
         """(B, F + k T, h, w): the F channels that stay, then the T that change, for one date after the other.
 
-        dates: (B, k) datetime64, in UTC.
+        turns: of k dates for each sample, see dates.turns, (B, k, 2) on the device.
         """
-        parts = [self.fixed.expand(len(dates), -1, -1, -1)]
+        parts = [self.fixed.expand(len(turns), -1, -1, -1)]
         angles = []
-        day, year = (torch.from_numpy(t).to(self.device, non_blocking=True)[..., None] for t in turns(dates))
+        day, year = turns.split(1, -1)
         if "hour" in self.names:
             angles.append(day + self.east)  # (B, k, w)
         if "day" in self.names:

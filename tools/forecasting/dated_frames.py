@@ -9,11 +9,12 @@ from torch import Tensor
 
 from training.model import patch_size
 from training.tasks.forecast import forcings_of, statistics_of
+from utils.device import to_device
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
 from weather.dataset import FieldDataset
-from weather.dates import HOUR, file_times
+from weather.dates import HOUR, file_times, turns
 
 
 class DatedFrames:
@@ -51,7 +52,9 @@ class DatedFrames:
 
     def with_forcings(self, state: Tensor, times: np.ndarray) -> Tensor:
         """What the model takes: the channels of a state, (B, C, h, w), and the forcings of its dates, (B,)."""
-        return torch.cat([state, self.forcings(times[:, None])], 1) if self.forcings else state
+        if not self.forcings:
+            return state
+        return torch.cat([state, self.forcings(to_device(torch.from_numpy(turns(times[:, None])), self.device))], 1)
 
     def starts(self, leads: Sequence[int]) -> np.ndarray:
         """The dates that are followed by a frame at every lead time of `leads` (hours): (N,) datetime64[s]."""
