@@ -14,6 +14,7 @@ import pytest
 import train
 from tests.support import programs
 from utils.errors import UsageError
+from weather import year_files
 
 
 def start(words):
@@ -91,6 +92,52 @@ def test_bad_settings_are_refused_before_anything_is_written(refused):
     refused("device 'tpu9000': not a device torch knows", device="tpu9000")
     refused("device '.*': not on this machine", device="xla")
     refused("missing.npy: No such file", global_means_path="missing.npy")
+
+
+def test_a_rollout_that_cannot_be_trained_is_refused(refused, tmp_path, sample_folder, tiny_options):
+    refused("1979.h5: has 20 frames, dt 1 x 20 steps of a rollout needs at least 21", rollout_steps=20)
+    refused(
+        "rollout_schedule .*: give pairs of an iteration, in increasing order", rollout_schedule=["[5, 2]", "[3, 4]"]
+    )
+    refused("rollout_schedule .*: .* 1 to 1000", rollout_schedule=["[5, 1001]"])
+    refused(
+        "rollout_steps 2: the model takes 20 channels and forecasts 18, not enough", rollout_steps=2, n_out_channels=18
+    )
+    refused("predict change: n_out_channels must not exceed n_in_channels", predict="change", n_in_channels=18)
+    refused("1979.h5: no field 'land' .lat, lon. of numbers; it has orography", forcings="land")
+    refused(r"forcings \['hour', 'hour'\]: one is named twice", forcings=["hour", "hour"])
+    refused("channel_weights: no channel 'z51'", loss="squared_error", channel_weights="{z51: 2}")
+    refused("channel_weights and pressure_weights belong to loss squared_error", pressure_weights=True)
+    shutil.copytree(sample_folder / "stats", tmp_path / "stats")
+    (tmp_path / "stats/change_stds.npy").unlink()
+    refused(
+        "change_stds.npy: not there; .* make it with `python -m weather.year_files TRAIN_FOLDER",
+        predict="change", global_stds_path=tmp_path / "stats/global_stds.npy",
+    )  # fmt: skip
+
+
+def test_weights_to_begin_with_that_do_not_fit_are_refused(refused, tmp_path, tiny_options):
+    train.main(tiny_options(num_iters=2, warmup=0, expdir=tmp_path / "other"))
+    other = tmp_path / "other/quick/00"
+    refused("was trained with depth 2, not 1", init_from=other, depth=1)
+    refused(r"was trained with forcings \[\], not \['hour'\]", init_from=other, forcings="hour")
+    refused("nowhere: no such folder", init_from="nowhere")
+    (tmp_path / "empty").mkdir()
+    refused("empty: no whole checkpoint in it", init_from=tmp_path / "empty")
+
+
+def test_statistics_of_the_change_are_made_for_data_that_came_without(tmp_path, sample_folder, capsys):
+    shutil.copytree(sample_folder / "stats", tmp_path / "stats")
+    expected = np.load(tmp_path / "stats/change_stds.npy")
+    (tmp_path / "stats/change_stds.npy").unlink()
+    year_files.main([str(sample_folder / "train"), str(tmp_path / "stats")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "stats/change_stds.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "stats/change_stds.npy"), expected)
+    years = [h5py.File(path, locking=False)["fields"][:].astype(float) for path in (sample_folder / "train").iterdir()]
+    squares = [np.square(np.diff(year, axis=0)) for year in years]
+    np.testing.assert_allclose(expected[0, :, 0, 0], np.sqrt(np.concatenate(squares).mean((0, 2, 3))), rtol=1e-6)
+    with pytest.raises(UsageError, match="nothing: holds no .h5 file"):
+        year_files.main([str(tmp_path / "nothing"), str(tmp_path)])
 
 
 def test_mis_shaped_statistics_are_refused(refused, tmp_path, sample_folder):

@@ -28,7 +28,7 @@ from training.results import open_writer, print_result, write_validation
 from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
-from training.trained_weights import check_origin, find_start, load_weights_into
+from training.trained_weights import check_start, find_start, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
@@ -54,6 +54,7 @@ class Run:
     """
 
     def __init__(self, config: Config, step: TrainingStep, task: Task, loaders: Sequence[BatchLoader]):
+        check_start(config)
         self.folder = RunFolder(config)
         self.config, self.step, self.device = self.folder.config, step, step.device  # its run_num is known now
         self.model, self.optimizer = step.parallel.model, step.optimizer
@@ -258,8 +259,7 @@ class Run:
 
     def _start_from(self, path: str) -> None:
         """Take the weights of a checkpoint, and nothing else of it."""
-        folder, marker = comm.on_main(lambda: find_start(path))
-        check_origin(self.config, folder, marker)
+        folder, _ = comm.on_main(lambda: find_start(path))
         load_weights_into(self.step.parallel, folder)
         if self.step.average:
             self.step.average.restart()

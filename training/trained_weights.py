@@ -12,6 +12,7 @@ from distributed.global_view import global_view, take_parts
 from distributed.parallel_model import ParallelModel
 from training.checkpoint import CheckpointFolder, hush_single_process_warning
 from training.checkpoint_marker import MARKER, CheckpointError, Marker, config_of, is_score, read_marker, verify
+from utils import comm
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line
 from utils.schema import Config
@@ -67,6 +68,13 @@ def find_in_run(run: Path | str, which: str) -> tuple[Path, Marker]:
 def find_start(path: Path | str) -> tuple[Path, Marker]:
     """The checkpoint from which to start: `path` itself, or the best one where it is the folder of a run."""
     return find_in_run(path, "best") if (Path(path) / "checkpoints").is_dir() else find(path)
+
+
+def check_start(config: Config) -> None:
+    """Before the folder of a run is made: raise UsageError where it cannot begin with the weights of `init_from`."""
+    if config.init_from and not (Path(config.expdir) / config.config / config.run_num / "checkpoints").exists():
+        checkpoint, marker = comm.on_main(lambda: find_start(config.init_from or ""))
+        check_origin(config, checkpoint, marker)
 
 
 def check_origin(config: Config, checkpoint: Path, marker: Marker) -> None:

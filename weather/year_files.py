@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, run_main, whole
+from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, year_frames
@@ -204,7 +204,7 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     total, squares, count = np.zeros(1), np.zeros(1), 0
     changes, pairs = np.zeros(1), 0
     for path in paths:
-        with h5py.File(path) as file:
+        with reading(str(path)), h5py.File(path, "r", locking=False) as file:  # parallel file systems may lack locks
             before = file["fields"][:1].astype(np.float64)
             for first, step in _chunks(file["fields"]):
                 x = file["fields"][first : first + step].astype(np.float64)
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = sorted(options.train.glob("*.h5"))
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5 file")
-    with reported_as_usage_error(OSError, str(options.out)), reported_as_usage_error(KeyError, str(options.train)):
+    with reported_as_usage_error(OSError, str(options.out)):
         options.out.mkdir(parents=True, exist_ok=True)
         for name, value in zip(STATS, training_statistics(paths), strict=True):
             if not (path := options.out / f"{name}.npy").exists():
