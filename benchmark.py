@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     command, run = given.pop("command"), given.pop("run")
     if command == "scaling":
         return run(words, **given)
-    files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "csv", "png")]
+    files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "png")]
     figures = run(words, **given)
     for path, write in files:
         if path:
@@ -73,7 +73,7 @@ def build_parser() -> ArgumentParser:
     mp.add_argument("--steps", type=MANY, default=2, help="timed steps of each turn (%(default)s)")
 
     domain = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
-    domain.set_defaults(run=image_sizes.run, write_csv=image_size_tables.write_csv)
+    domain.set_defaults(run=image_sizes.run)
     domain.add_argument(
         "--sizes", type=MANY, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
         help="points along each side of an image (32 64 32)",
@@ -87,7 +87,6 @@ def build_parser() -> ArgumentParser:
     domain.add_argument("--batches", type=MANY, nargs="+", default=[1], metavar="N", help="images at a time (1)")
     domain.add_argument("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     domain.add_argument("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
-    domain.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
 
     study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
     study.set_defaults(run=scaling.run)

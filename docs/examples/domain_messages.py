@@ -9,7 +9,7 @@ import torch
 
 from distributed.attention import METHODS
 from tools.instruments.assembly import build_step, random_batch
-from tools.instruments.messages import messages_of_a_step
+from tools.instruments.tracker import messages_of_a_step
 from tools.tables import format_table
 from utils import comm
 from utils.config import SCRIPTS, load_config

@@ -1,14 +1,13 @@
-"""Tables, CSV and picture of `benchmark.py domain`, from its rows."""
+"""Tables and picture of `benchmark.py domain`, from its rows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from pandas import DataFrame, Series
+from pandas import DataFrame
 
-from tools import tables
 from tools.pictures import COLORS, save
-from tools.tables import MIB, print_table
+from tools.tables import MIB, cells, format_table
 
 TABLES = {  # title: (figure of a row, factor, format)
     "Latency: ms of a forward pass, or of a training step": ("seconds", 1e3, ".1f"),
@@ -28,38 +27,29 @@ def print_tables(results: list[dict[str, Any]]) -> None:
     """A table of each figure, image sizes x layouts; with several batches, one of throughput."""
     frame = DataFrame([r | {"image": in_points(r["image"])} for r in results], dtype=object)
     frame = frame.sort_values("mode", kind="stable")  # forward, training; else as measured
-
-    def print_wide(title: str, heads: Iterable[str], keys: list[str], name: str, factor: float, spec: str) -> None:
+    for title, (name, factor, spec) in TABLES.items():
         shown = frame[frame["mode"] == "training"] if name == "activations" else frame
-        words = shown.apply(_cell, axis=1, args=(name, factor, spec))
-        rows = words.groupby([shown[key] for key in keys], sort=False).agg(list)
-        print_table(title, dict.fromkeys(heads, ""), [(*key, *cells) for key, cells in rows.items()])
-
-    for title, figure in TABLES.items():
-        print_wide(title, ("", *POINT[1:], *frame["layout"].unique()), POINT, *figure)
-    batches = frame["batch"].unique()
-    if len(batches) > 1:
-        heads = ("", "precision", "image", "layout", "devices of an image", "all", *(f"batch {n}" for n in batches))
+        _print_wide(title, shown, ["", *POINT[1:]], POINT, "layout", name, factor, spec)
+    if frame["batch"].nunique() > 1:
+        heads = ["", "precision", "image", "layout", "devices of an image", "all"]
         title = "Throughput: images/s of all devices; batch: what those of one image take at a time"
-        print_wide(title, heads, PLACE, "images_per_sec", 1, ".2f")
+        batches = frame.assign(batch=[f"batch {n}" for n in frame["batch"]])
+        _print_wide(title, batches, heads, PLACE, "batch", "images_per_sec", 1, ".2f")
+
+
+def _print_wide(title, frame, heads, keys, across, name, factor, spec):
+    """A table with a row for each value of `keys`, and a column for each value of `across`."""
+    values = [row | {name: row[name] and row[name] * factor} for row in frame.to_dict("records")]
+    words = [word for (word,) in cells(values, {name: f"{{{name}:{spec}}}"})]
+    words = ["out of memory" if out else word for word, out in zip(words, frame["out_of_memory"], strict=True)]
+    rows = frame.assign(words=words).groupby(keys, sort=False)["words"].agg(list)
+    columns = dict.fromkeys([*heads, *frame[across].unique()], "")
+    print(f"{title}\n\n{format_table(columns, [(*key, *row) for key, row in rows.items()])}\n")
 
 
 def in_points(image: Sequence[int]) -> str:
     """Size of an image in words: 32 x 64."""
     return " x ".join(map(str, image))
-
-
-def _cell(row: Series, name: str, factor: float, spec: str) -> str:
-    if row["out_of_memory"]:
-        return "out of memory"
-    return "-" if row[name] is None else format(row[name] * factor, spec)
-
-
-def write_csv(path: str, figures: dict[str, Any]) -> None:
-    """One line for each row, without figures that have several values."""
-    results = figures["rows"]
-    single = [name for name in results[0] if not name.endswith("_of_rounds")]
-    tables.write_csv(path, [r | {"image": in_points(r["image"])} for r in results], single)
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:

@@ -27,22 +27,24 @@ from tools.benchmarks.cases import (
 )
 from tools.benchmarks.image_size_tables import print_tables
 from tools.instruments.memory import memory_of_a_step, optimizer_states
-from tools.instruments.peak import PeakMemory
 from tools.instruments.team import Case, OutOfMemory, Rank, Teams
+from tools.instruments.tracker import Tracker
+from tools.planner.layouts import split_refusal
 from tools.tables import machine
-from training.model import build_model
 from utils import comm
 from utils.config import SCRIPTS
 from utils.device import library, synchronize
-from utils.errors import UsageError, reported_as_usage_error
+from utils.errors import UsageError
 
 LAYOUTS = ("dp2", "domain2", "domain2,data_parallel=ddp")
 ONE = "one device"
 SIZES = (32, 64, 32)
 MODES = ("forward", "training")
 SCRIPT, NAME = SCRIPTS["train_shard.py"], "classify_quick"
-MEASURED = ("seconds", "seconds_of_rounds", "images_per_sec", "cpu_seconds", "peak", "activations", "loss")
-COMPARED = ("speedup", "speedup_of_rounds", "memory_reduction")
+FIGURES = (
+    "seconds", "seconds_of_rounds", "images_per_sec", "cpu_seconds", "peak", "activations", "loss", "speedup",
+    "speedup_of_rounds", "memory_reduction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,24 +128,10 @@ def build_points(
     sweep = product(precisions, batches, parse_sizes(sizes), MODES)
     points = [[case_of(way, *point) for way in ways] for point in sweep]
     for case in chain.from_iterable(points):
-        check(case)
+        config = case.config
+        if refusal := split_refusal(config, case.layout.tp, 1, 1, config.domain_parallel):
+            raise UsageError(f"layout '{case.name}': {refusal}")
     return points
-
-
-def check(case: ImageCase) -> None:
-    """Raise UsageError where the model cannot be built, or an image has too few patches to be shared."""
-    config = case.config
-    with reported_as_usage_error(ValueError, config.config):
-        build_model(config)
-        grid, _ = patch_grid(config.img_size, config.patch_size)
-    domain, heads = math.prod(case.layout.domain), config.num_heads // config.tensor_parallel
-    if config.domain_method == "all_to_all" and heads % domain:
-        raise UsageError(f"layout '{case.name}': all_to_all cannot split {heads} heads over {domain} ranks")
-    for ranks, patches in zip(case.layout.domain, grid, strict=False):
-        if ranks > patches:
-            raise UsageError(
-                f"layout '{case.name}': {patches} patches of {config.img_size} cannot be shared by {ranks}"
-            )
 
 
 def parse_sizes(sizes: Sequence[int]) -> list[int]:
@@ -214,40 +202,32 @@ class RankImageCase(RankCase):
         figures: dict[str, Any] = {"loss": comm.global_mean(loss[None]).item(), "activations": None}
         self.train(1)
         there = [*self.module.parameters(), *optimizer_states(self.step.optimizer), self.x]
-        with PeakMemory(there, self.limit) as live:  # on a GPU its allocator knows better, below
+        with Tracker(there, self.limit) as live:  # on a GPU its allocator knows better, below
             if self.training:
                 figures["activations"] = memory_of_a_step(self.step, self.x, self.y)["activations"]
             else:
                 self.train(1)
-        return figures | {"peak": self.gpu.max_memory_allocated() if self.gpu else live.peak}
+        return figures | {"peak": self.gpu.max_memory_allocated() if self.gpu else live.memory()["peak"]}
 
 
 def summarize(case: ImageCase, turns: list[Any], one: dict[str, Any] | None) -> dict[str, Any]:
     """One row. turns: figures of every rank, of every round; None where memory ran out. one: row of one device."""
     ranks, dp = case.ranks, case.layout.dp
-    row: dict[str, Any] = {
+    row: dict[str, Any] = dict.fromkeys(FIGURES) | {
         "layout": case.name, "devices_of_an_image": ranks // dp, "ranks": ranks, "image": case.config.img_size,
         "tokens": case.tokens, "precision": case.config.amp_mode, "batch": case.batch, "mode": case.mode,
         "out_of_memory": None in turns,
     }  # fmt: skip
     if None in turns:
-        return row | dict.fromkeys((*MEASURED, *COMPARED))
-    of_rounds = [max(figures["seconds"] for figures in turn) for turn in turns]
-    seconds, images = statistics.median(of_rounds), case.batch * dp
-    row |= {
-        "seconds": seconds,
-        "seconds_of_rounds": of_rounds,
-        "images_per_sec": images / seconds,
-        "cpu_seconds": statistics.median(statistics.mean(figures["cpu_seconds"] for figures in turn) for turn in turns),
-        **most([{name: figures[name] for name in ("peak", "activations", "loss")} for figures in turns[0]]),
-    }
-    yardstick = row if one is None else one
-    if yardstick["out_of_memory"]:
-        return row | dict.fromkeys(COMPARED)
-    rounds = zip(of_rounds, yardstick["seconds_of_rounds"], strict=True)
-    ratios = [images / case.batch * alone / own for own, alone in rounds]
-    return row | {
-        "speedup": statistics.median(ratios),
-        "speedup_of_rounds": ratios,
-        "memory_reduction": yardstick["peak"] / row["peak"],
-    }
+        return row
+    seconds = [max(figures["seconds"] for figures in turn) for turn in turns]
+    cpu_seconds = [statistics.mean(figures["cpu_seconds"] for figures in turn) for turn in turns]
+    row |= {"seconds": statistics.median(seconds), "seconds_of_rounds": seconds}
+    row |= {"images_per_sec": case.batch * dp / row["seconds"], "cpu_seconds": statistics.median(cpu_seconds)}
+    row |= most([{name: figures[name] for name in ("peak", "activations", "loss")} for figures in turns[0]])
+    one = one or row
+    if not one["out_of_memory"]:
+        ratios = [dp * alone / own for own, alone in zip(seconds, one["seconds_of_rounds"], strict=True)]
+        row |= {"speedup": statistics.median(ratios), "speedup_of_rounds": ratios}
+        row["memory_reduction"] = one["peak"] / row["peak"]
+    return row

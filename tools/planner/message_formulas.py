@@ -4,9 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from tools.instruments.tracker import Message
 from tools.planner.memory_formulas import FULL, zero1_shares
 from tools.planner.rank_share import RankShare, Shape, Stage
-from tools.planner.tracker import Message
 
 
 def messages_of(share: RankShare) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:

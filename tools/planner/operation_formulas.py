@@ -4,9 +4,9 @@ from collections import Counter
 
 import torch
 
+from tools.instruments.tracker import ATTENTION, Operation
 from tools.planner.memory_formulas import FULL, numbers
 from tools.planner.rank_share import RankShare
-from tools.planner.tracker import ATTENTION, Operation
 from training.step import AMP_DTYPES
 
 

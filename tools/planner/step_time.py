@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from distributed.data_parallel import SHARDED
+from tools.instruments.tracker import ATTENTION
 from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import Gpu
 from tools.planner.trace import Trace
-from tools.planner.tracker import ATTENTION
 from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config

@@ -103,7 +103,9 @@ def finished(figures: Figures) -> tuple[DataFrame, DataFrame]:
     done["peak_gib"] = done["peak_memory_bytes"].astype(float) / 2**30
     if figures.target:
         done["reached"] = [
-            "not reached" if isna(row.seconds_to_target) else f"{'≤ ' if row.at_first else ''}{row.seconds_to_target:.1f}"
+            "not reached"
+            if isna(row.seconds_to_target)
+            else f"{'≤ ' if row.at_first else ''}{row.seconds_to_target:.1f}"
             for row in done.itertuples()
         ]
     return done, missing
