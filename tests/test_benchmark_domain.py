@@ -18,31 +18,25 @@ WORDS = ["--embed_dim=32", "--depth=2", "--num_heads=2", "--patch_size=4", "--nu
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """The summary, its rows by (layout, side, batch, mode), and the folder with all that the command wrote."""
+    """The summary, its rows by (layout, side, mode), and the folder with all that the command wrote."""
     folder = tmp_path_factory.mktemp("domain")
     benchmark.main([
-        "domain", "--layouts", *LAYOUTS, "--sizes", "20", "36", "16", "--batches", "1", "2", "--rounds=1", "--steps=1",
+        "domain", "--layouts", *LAYOUTS, "--sizes", "20", "68", "48", "--rounds=1", "--steps=1",
         f"--json={folder}/d.json", f"--png={folder}/d.png", *WORDS,
     ])  # fmt: skip
     result = json.loads((folder / "d.json").read_text())
-    rows = {(row["layout"], row["image"][0], row["batch"], row["mode"]): row for row in result["rows"]}
+    rows = {(row["layout"], row["image"][0], row["mode"]): row for row in result["rows"]}
     return result, rows, folder
 
 
 def test_every_size_in_every_layout_has_a_row(measured):
     _, rows, folder = measured
     names = [ONE, *LAYOUTS]
-    assert set(rows) == {
-        (name, side, batch, mode)
-        for name in names
-        for side in (20, 36)
-        for batch in (1, 2)
-        for mode in image_sizes.MODES
-    }
-    for (name, side, batch, mode), row in rows.items():
+    assert set(rows) == {(name, side, mode) for name in names for side in (20, 68) for mode in image_sizes.MODES}
+    for (name, side, mode), row in rows.items():
         assert row["tokens"] == (side // 4) ** 2 and not row["out_of_memory"]
         assert min(row["seconds"], row["cpu_seconds"], row["peak"], row["speedup"]) > 0
-        images = batch * row["ranks"] // row["devices_of_an_image"]
+        images = row["ranks"] // row["devices_of_an_image"]
         assert row["images_per_sec"] == pytest.approx(images / row["seconds"])
         assert (row["activations"] is None) == (mode == "forward")
         assert name != ONE or row["speedup"] == row["memory_reduction"] == 1
@@ -52,37 +46,36 @@ def test_every_size_in_every_layout_has_a_row(measured):
 def test_all_layouts_compute_the_same_loss_of_the_same_images(measured):
     """A loss of the initial weights. dp2 has other images beside those of one device."""
     rows = measured[1]
-    for (name, side, batch, mode), row in rows.items():
+    for (name, side, _), row in rows.items():
         if row["ranks"] == row["devices_of_an_image"]:
-            assert row["loss"] == pytest.approx(rows[ONE, side, batch, mode]["loss"], rel=1e-6), name
-        assert row["loss"] == rows[name, side, batch, "forward"]["loss"]
+            assert row["loss"] == pytest.approx(rows[ONE, side, "forward"]["loss"], rel=1e-6), name
+        assert row["loss"] == rows[name, side, "forward"]["loss"]
 
 
 def test_memory_is_what_tensors_hold(measured):
     """Of one device: the weights in a forward pass; in training gradients, two moments and activations as well."""
-    case = build_points(WORDS, [], sizes=(36, 36, 1))[0][0]
+    case = build_points(WORDS, [], sizes=(20, 20, 1))[0][0]
     weights = 4 * sum(p.numel() for p in build_model(case.config).parameters())
-    forward, training = (measured[1][ONE, 36, 1, mode] for mode in image_sizes.MODES)
+    forward, training = (measured[1][ONE, 20, mode] for mode in image_sizes.MODES)
     assert weights < forward["peak"] < 2 * weights
     assert 4 * weights < training["peak"] < 5 * weights + 2 * training["activations"]
 
 
 def test_a_domain_keeps_less_than_one_device(measured):
     """Half of the tokens' activations and, with fsdp, half of the weights, gradients and moments."""
-    one, domain2, whole_weights = (measured[1][name, 36, 2, "training"] for name in (ONE, *LAYOUTS[1:]))
+    one, domain2, whole_weights = (measured[1][name, 68, "training"] for name in (ONE, *LAYOUTS[1:]))
     assert domain2["activations"] == whole_weights["activations"] < 0.75 * one["activations"]
     assert domain2["peak"] < whole_weights["peak"] < one["peak"]
     assert domain2["memory_reduction"] == pytest.approx(one["peak"] / domain2["peak"])
 
 
 def test_images_of_three_dimensions_and_mixed_precision(capsys):
-    options = {"sizes": (20, 20, 1), "dims": 3, "precisions": ("none", "bf16"), "steps": 1, "rounds": 1}
-    rows = image_sizes.run(WORDS, LAYOUTS[1:2], **options)["rows"]
-    for name in {row["layout"] for row in rows}:
-        full, half = (r for r in rows if (r["layout"], r["mode"]) == (name, "training"))
-        assert full["image"] == [20, 20, 20] and full["tokens"] == 125
-        assert half["activations"] < 0.9 * full["activations"]
-        assert half["loss"] == pytest.approx(full["loss"], rel=0.02) and half["loss"] != full["loss"]
+    names = [LAYOUTS[1], f"{LAYOUTS[1]},amp_mode=bf16"]
+    result = image_sizes.run(WORDS, names, sizes=(20, 20, 1), dims=3, steps=1, rounds=1)
+    full, half = (row for row in result["rows"] if row["layout"] in names and row["mode"] == "training")
+    assert full["image"] == [20, 20, 20] and full["tokens"] == 125
+    assert half["activations"] < 0.9 * full["activations"]
+    assert half["loss"] == pytest.approx(full["loss"], rel=0.02) and half["loss"] != full["loss"]
     assert "20 x 20 x 20" in capsys.readouterr().out
 
 
