@@ -68,15 +68,16 @@ def precision(config: Config) -> str:
 def memory_text(plan: Plan) -> str:
     """Memory by category as a table, and whether it fits."""
     host = HOST if plan.config.cpu_offload else ()
-    rows = [(f"{name}, in host memory" if name in host else name, plan.memory[name] / GIB) for name in CATEGORIES]
-    rows += [
-        ("at most at once, in training", plan.peak / GIB),
-        ("at most at once, in a forward pass", plan.inference / GIB),
-        ("outside of the allocator, and its loss", plan.overhead / GIB),
-        ("needed", plan.needed / GIB),
-        (f"{plan.gpu.name} has", plan.gpu.memory / GIB),
-    ]
-    table = format_table({"memory of the rank that holds most": "", "GiB": ".2f"}, rows)
+    sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
+    sizes |= {
+        "at most at once, in training": plan.peak,
+        "at most at once, in a forward pass": plan.inference or 0,
+        "outside of the allocator, and its loss": plan.overhead,
+        "needed": plan.needed,
+        f"{plan.gpu.name} has": plan.gpu.memory,
+    }
+    columns = {"memory of the rank that holds most": "", "GiB": ".2f"}
+    table = format_table(columns, [(name, size / GIB) for name, size in sizes.items()])
     other = f" By formula the peak is {differs(plan)} GiB." if differs(plan) else ""
     return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
 

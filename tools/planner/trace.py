@@ -54,14 +54,15 @@ class Trace:
     """A step of one rank.
 
     memory: {label: bytes at most} of tools.instruments.tracker, and "peak". held: as tools.instruments.memory has it.
-    inference: most bytes in a forward pass, while everything that training keeps stays allocated.
+    inference: most bytes in a forward pass, while everything that training keeps stays allocated;
+    None where it was not traced.
     operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
     in this rank's group}.
     """
 
     memory: dict[str, float]
     held: Mapping[str, float]
-    inference: float
+    inference: float | None
     operations: Counter[Operation]
     messages: Counter[Message]
     groups: dict[str, tuple[int, ...]]
