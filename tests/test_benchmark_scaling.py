@@ -113,8 +113,8 @@ def test_figures_are_those_of_hand_made_runs(pretended):
     assert (weak_two.samples_per_sec, weak_two.slowest_epoch, weak_two.fastest_epoch) == pytest.approx((36, 30, 60))
     assert (weak_two.speedup, weak_two.efficiency) == pytest.approx((1.8, 0.9))
     assert weak_two.relative_to == "weak-one-1"
-    assert weak_two.at_first and weak_two.seconds_to_target == pytest.approx(200 / 20 + 200 / 30)
-    assert not weak_one.at_first
+    assert weak_two.reached.startswith("≤") and weak_two.seconds_to_target == pytest.approx(200 / 20 + 200 / 30)
+    assert not weak_one.reached.startswith("≤")
     assert missing.state == "missing" and math.isnan(missing.samples_per_sec)
 
 

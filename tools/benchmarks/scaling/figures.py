@@ -31,8 +31,8 @@ class Figures:
 
     rows: a row for each run; NaN where the run is not finished or a figure does not apply. samples_per_sec is of all
     ranks together, the median over the epochs. relative_to is the run that speedup and efficiency are measured against.
-    at_first: whether the first validation had reached the target. rmse, persistence_rmse: of each field, in its units,
-    at the end. crowd: why the speed of an oversubscribed run says little, "" for others.
+    reached: seconds to the target in words, ≤ where the first validation had reached it. rmse, persistence_rmse: of
+    each field, in its units, at the end. crowd: why the speed of an oversubscribed run says little, "" for others.
     errors: {run: RMSE of each validation, with a column for each field, by seconds in training steps}.
     """
 
@@ -69,7 +69,9 @@ def collect(runs: list[Run], out: Path, target: Target | None) -> Figures:
         for row in rows:
             if row["run"] in errors:
                 own = errors[row["run"]][target.field]
-                row["seconds_to_target"], row["at_first"] = seconds_to(own, target.rmse), own.iloc[0] <= target.rmse
+                seconds, sign = seconds_to(own, target.rmse), "≤ " if own.iloc[0] <= target.rmse else ""
+                row["seconds_to_target"] = seconds
+                row["reached"] = "not reached" if math.isnan(seconds) else f"{sign}{seconds:.1f}"
     return Figures(_compared(rows), errors, target)
 
 
@@ -138,6 +140,7 @@ def _compared(rows: list[dict[str, Any]]) -> DataFrame:
     frame["device_hours"] = hours * frame["training_seconds"]
     frame["device_hours_per_1000_samples"] = hours * 1000 / frame["samples_per_sec"]
     frame["device_hours_to_target"] = hours * frame["seconds_to_target"]
+    frame["peak_gib"] = frame["peak_memory_bytes"].astype(float) / 2**30
     return frame
 
 

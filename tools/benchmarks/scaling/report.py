@@ -10,13 +10,13 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pandas import DataFrame, concat, isna, option_context
+from pandas import DataFrame, concat, option_context
 
 from tools.benchmarks.scaling.figures import Figures
 from tools.benchmarks.scaling.runs import FINISHED
 from tools.benchmarks.scaling.study import Study
 from tools.pictures import COLORS, bars
-from tools.tables import format_table
+from tools.tables import cells, format_table
 from training.results import HEADLINE
 from utils.files import whole_file, write_json
 
@@ -51,24 +51,24 @@ taken to fall in a straight line. ≤: at the first validation it was there alre
 <li><b>memory</b>: the most that a rank held: allocated by torch on a GPU, resident on a CPU (libraries and all).</li>
 </ul>"""
 
-COLUMNS = {  # of the tables: (figure, as text)
-    "run": ("run", "{}"),
-    "ranks": ("ranks", "{}"),
-    "batch": ("batch", "{}"),
-    "samples/s": ("samples_per_sec", "{:.1f}"),
-    "epochs": ("epochs", "{}"),
-    "relative to": ("relative_to", "{}"),
-    "speedup": ("speedup", "{:.2f}"),
-    "efficiency": ("efficiency", "{:.0%}"),
-    "GiB a rank": ("peak_gib", "{:.2f}"),
-    "iterations": ("iterations", "{}"),
-    "seconds": ("training_seconds", "{:.1f}"),
-    "seconds to target": ("reached", "{}"),
-    "device-hours to target": ("device_hours_to_target", "{:.3g}"),
-    "device-hours for 1,000 samples": ("device_hours_per_1000_samples", "{:.3g}"),
-    "device-hours of the run": ("device_hours", "{:.3g}"),
-    "s to target": ("seconds_to_target", "{:.1f}"),
-    "device-hours": ("device_hours_to_target", "{:.2g}"),
+COLUMNS = {  # of the tables
+    "run": "{run}",
+    "ranks": "{ranks}",
+    "batch": "{batch}",
+    "samples/s": "{samples_per_sec:.1f}",
+    "epochs": "{slowest_epoch:.1f} to {fastest_epoch:.1f}",
+    "relative to": "{relative_to}",
+    "speedup": "{speedup:.2f}",
+    "efficiency": "{efficiency:.0%}",
+    "GiB a rank": "{peak_gib:.2f}",
+    "iterations": "{iterations}",
+    "seconds": "{training_seconds:.1f}",
+    "seconds to target": "{reached}",
+    "device-hours to target": "{device_hours_to_target:.3g}",
+    "device-hours for 1,000 samples": "{device_hours_per_1000_samples:.3g}",
+    "device-hours of the run": "{device_hours:.3g}",
+    "s to target": "{seconds_to_target:.1f}",
+    "device-hours": "{device_hours_to_target:.2g}",
 }
 SPEED, COST = list(COLUMNS)[:9], ["run", *list(COLUMNS)[9:15]]
 IN_TERMINAL = [*SPEED[:5], "speedup", "efficiency", "s to target", "device-hours", "GiB a rank"]
@@ -85,61 +85,41 @@ def write_report(figures: Figures, study: Study, out: Path) -> None:
 
 def text_table(figures: Figures) -> str:
     """The main figures as a Markdown table, then the runs that are missing or oversubscribed."""
-    done, missing = finished(figures)
-    lines = ["no run is finished"]
-    if len(done):
-        lines = [format_table(dict.fromkeys(IN_TERMINAL, ""), in_words(done, IN_TERMINAL).to_numpy().tolist())]
+    rows = figures.rows
+    done, missing = rows[rows["state"] == FINISHED], rows[rows["state"] != FINISHED]
+    table = format_table(dict.fromkeys(IN_TERMINAL, ""), in_words(done, IN_TERMINAL).to_numpy().tolist())
+    lines = [table if len(done) else "no run is finished"]
     lines += [f"\ntarget: {figures.target}"] if figures.target else []
     lines += [f"{row.run}: {row.state}: {row.why}" for row in missing.itertuples()]
     lines += [f"{row.run}: {row.crowd}" for row in done.itertuples() if row.crowd]
     return "\n".join(lines)
 
 
-def finished(figures: Figures) -> tuple[DataFrame, DataFrame]:
-    """The rows of the finished runs, with figures that are made for the tables, and the other rows."""
-    rows = figures.rows
-    done, missing = rows[rows["state"] == FINISHED].copy(), rows[rows["state"] != FINISHED]
-    done["epochs"] = [f"{row.slowest_epoch:.1f} to {row.fastest_epoch:.1f}" for row in done.itertuples()]
-    done["peak_gib"] = done["peak_memory_bytes"].astype(float) / 2**30
-    if figures.target:
-        done["reached"] = [
-            "not reached"
-            if isna(row.seconds_to_target)
-            else f"{'≤ ' if row.at_first else ''}{row.seconds_to_target:.1f}"
-            for row in done.itertuples()
-        ]
-    return done, missing
-
-
-def in_words(rows: DataFrame, titles: Iterable[str]) -> DataFrame:
-    """The figures of some runs under these titles of COLUMNS, as text; '-' where there is none."""
-    columns = {}
-    for title in titles:
-        name, text = COLUMNS[title]
-        values = rows[name] if name in rows else [None] * len(rows)
-        columns[title] = ["-" if isna(value) else text.format(value) for value in values]
-    return DataFrame(columns)
+def in_words(rows: DataFrame, titles: Sequence[str]) -> DataFrame:
+    """The figures of some runs under these titles of COLUMNS, as text."""
+    return DataFrame(cells(rows.to_dict("records"), {title: COLUMNS[title] for title in titles}), columns=titles)
 
 
 def page(figures: Figures, study: Study) -> str:
     """The whole page."""
-    done, missing = finished(figures)
+    rows = figures.rows
+    done, missing = rows[rows["state"] == FINISHED], rows[rows["state"] != FINISHED]
     parts = [f"<h1>Scaling study: {escape(study.name)}</h1>", f"<p>{escape(study.about)}</p>"]
     if len(missing):
-        title = f"{len(missing)} of {len(figures.rows)} runs are not in the figures"
+        title = f"{len(missing)} of {len(rows)} runs are not in the figures"
         parts.append(_table(title, missing[["run", "state", "why"]]))
     parts += [f'<p class="warn">{escape(f"{row.run}: {row.crowd}")}</p>' for row in done.itertuples() if row.crowd]
     if figures.target:
         parts.append(f"<p>Target: RMSE of {escape(str(figures.target))}</p>")
-    for (scaling, family), rows in done.groupby(["scaling", "family"], sort=False):
+    for (scaling, family), own in done.groupby(["scaling", "family"], sort=False):
         parts.append(f"<h2>{escape(family)}: {scaling} scaling, {HELD[scaling]}</h2>")
-        parts += [_table("Speed", in_words(rows, SPEED)), _table("Time and cost", in_words(rows, COST))]
-        if rows["rmse"].notna().any():
-            parts.append(_table("RMSE at the end", _errors(rows[rows["rmse"].notna()])))
+        parts += [_table("Speed", in_words(own, SPEED)), _table("Time and cost", in_words(own, COST))]
+        if own["rmse"].notna().any():
+            parts.append(_table("RMSE at the end", _errors(own[own["rmse"].notna()])))
     for name, svg in pictures(figures, done).items():
         parts.append(f"<h2>{name.capitalize()}</h2><figure>{svg}<figcaption>{CAPTIONS[name]}</figcaption></figure>")
     parts += ["<h2>How the figures are made</h2>", NOTES, "<h2>Runs</h2>"]
-    parts.append(_table("Commands", figures.rows[["run", "command"]]))
+    parts.append(_table("Commands", rows[["run", "command"]]))
     places = DataFrame([{"run": row.run} | row.place for row in done.itertuples()])
     parts.append(_table("Run on", places.fillna("-")))
     head = f'<meta charset="utf-8"><title>Scaling study: {escape(study.name)}</title><style>{STYLE}</style>'
