@@ -49,10 +49,8 @@ def numbers(shapes: Iterable[Shape]) -> int:
 def states(share: RankShare) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) between two steps."""
     of_blocks, rest = share.shapes
-    if share.sharded:  # rows of each parameter, as many on every rank
-        own = [(-(-shape[0] // share.shards), *shape[1:]) for unit in (*of_blocks, rest) for shape in unit]
-    else:
-        own = [shape for unit in (*of_blocks, rest) for shape in unit]
+    # Where parameters are sharded, rows of each, as many on every rank.
+    own = [(-(-shape[0] // share.shards), *shape[1:]) for unit in (*of_blocks, rest) for shape in unit]
     parameters = FULL * (numbers(own) + share.positions)
     updated = parameters
     if share.config.data_parallel == "zero1" and share.replicas > 1:
