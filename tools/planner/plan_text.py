@@ -175,19 +175,10 @@ def scaling_text(points: Sequence[Point], request: Request) -> str:
     )
 
 
-def memory_picture(plans: Sequence[Plan], path: Path | str) -> None:
-    """Write the memory of each plan by category as a PNG."""
-    _bars(plans, path, time=False)
-
-
-def search_picture(plans: Sequence[Plan], path: Path | str) -> None:
-    """Write memory and time of each plan as a PNG."""
-    _bars(plans, path, time=True)
-
-
-def _bars(plans, path, time):
-    """Memory of each layout by category beside that of the GPU, and its time by part."""
-    figure, (memory, *others) = panels([layout_words(plan) for plan in plans], 2 if time else 1, 13 if time else 9)
+def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
+    """Write the memory of each layout by category as a PNG, and the time of several layouts by part."""
+    count = 2 if len(plans) > 1 else 1
+    figure, (memory, *others) = panels([layout_words(plan) for plan in plans], count, 6.5 * count)
     sizes = {name: [plan.memory.get(name, plan.overhead) / GIB for plan in plans] for name in COLORS}
     stack(memory, sizes, list(COLORS.values()))
     mark(memory, [plan.needed / GIB for plan in plans], "needed at once")
