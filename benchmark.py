@@ -14,7 +14,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 
-from tools.benchmarks import image_size_tables, image_sizes, ladder, layouts, loaders, scaling, strategies
+from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
 from utils.config import load_config
 from utils.errors import ArgumentParser, real, run_main, whole
 from utils.files import write_json
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     command, run = given.pop("command"), given.pop("run")
     if command == "scaling":
         return run(words, **given)
-    files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "csv", "png")]
+    files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "png")]
     figures = run(words, **given)
     for path, write in files:
         if path:
@@ -73,7 +73,7 @@ def build_parser() -> ArgumentParser:
     mp.add_argument("--steps", type=MANY, default=2, help="timed steps of each turn (%(default)s)")
 
     domain = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
-    domain.set_defaults(run=image_sizes.run, write_csv=image_size_tables.write_csv)
+    domain.set_defaults(run=image_sizes.run)
     domain.add_argument(
         "--sizes", type=MANY, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
         help="points along each side of an image (32 64 32)",
@@ -83,11 +83,8 @@ def build_parser() -> ArgumentParser:
         "--layouts", nargs="+", default=image_sizes.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
         help=f"besides one device, {own_options}: dp2 domain2xdp2 domain2,data_parallel=ddp",
     )  # fmt: skip
-    domain.add_argument("--precisions", nargs="+", default=["none"], choices=("none", "bf16"), help="amp_mode (none)")
-    domain.add_argument("--batches", type=MANY, nargs="+", default=[1], metavar="N", help="images at a time (1)")
     domain.add_argument("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     domain.add_argument("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
-    domain.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
 
     study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
     study.set_defaults(run=scaling.run)
@@ -107,7 +104,7 @@ def build_parser() -> ArgumentParser:
         each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     for each, write in (
         (rung1, ladder.write_picture), (dp, strategies.write_picture), (mp, layouts.write_picture),
-        (domain, image_size_tables.write_picture),
+        (domain, image_sizes.write_picture),
     ):  # fmt: skip
         each.set_defaults(write_png=write)
         each.add_argument("--png", metavar="FILE", help="write a picture")

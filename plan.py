@@ -11,18 +11,16 @@ and what is left out: above all reading the data.
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from tools.planner import plan_text as report
 from tools.planner.hardware import load_gpu
-from tools.planner.plan import Plan
 from tools.planner.request import Request, gpu_counts
-from tools.planner.search import Point, best_layouts, scaling
+from tools.planner.search import best_layouts, scaling
 from tools.planner.verify import verify
 from utils.errors import ArgumentParser, run_main, whole
-from utils.files import whole_file
+from utils.files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,27 +48,20 @@ def main(argv: list[str] | None = None) -> int:
         text, picture = report.scaling_text, report.scaling_picture
     elif (request.names_a_layout and options.top is None) or counts == [1]:
         plans = [request.plan(counts[0])]
-        text, picture = report.plan_text, report.memory_picture
+        text, picture = report.plan_text, report.layouts_picture
     else:
         plans = best_layouts(request, counts[0], options.top or 10)
-        text, picture = report.search_text, report.search_picture
-    if options.json:
-        write_json(options.json, plans)
-    if options.json != "-":
+        text, picture = report.search_text, report.layouts_picture
+    as_json = [plan.to_json() for plan in plans]
+    if options.json == "-":
+        print(json.dumps(as_json, indent=1))
+    else:
         print(text(plans, request))
+    if options.json and options.json != "-":
+        write_json(options.json, as_json)
     if options.png:
         picture(plans, options.png)
     return 0
-
-
-def write_json(path: str, plans: Sequence[Plan | Point]) -> None:
-    """The plans as a JSON list, to a file, or to standard output for "-"."""
-    text = json.dumps([plan.to_json() for plan in plans], indent=1)
-    if path == "-":
-        print(text)
-        return
-    with whole_file(Path(path)) as part:
-        part.write_text(text + "\n")
 
 
 if __name__ == "__main__":

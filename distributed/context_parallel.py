@@ -38,6 +38,8 @@ def context_parallel(model: SplittableTransformer, group: AnyGroup, method: str 
         raise LayoutError(f"context parallel: no method '{method}', there are {', '.join(METHODS)}")
     if group.size == 1:
         return
+    if not hasattr(model.head, "grid"):
+        raise LayoutError("context parallel: the model's head gives no image; domain parallelism splits such a model")
     rows, *others = model.head.grid
     if group.size > rows:
         raise LayoutError(f"context parallel: {rows} rows of patches cannot be split over {group.size} ranks")

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from distributed.collectives import AnyGroup, as_group
 from distributed.pipeline_rounds import Steps, stages_of_rounds
 from distributed.protocol import SplittableTransformer
 from utils.errors import LayoutError
@@ -61,12 +62,12 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if self.last else x.contiguous()  # sending needs contiguous memory
 
 
-def split_into_stages(model: SplittableTransformer, group: dist.ProcessGroup | None, schedule: str) -> list[Stage]:
+def split_into_stages(model: SplittableTransformer, group: AnyGroup, schedule: str) -> list[Stage]:
     """Reduce a transformer, in place, to the stages of this rank, and return these stages in order.
 
     Parameters keep their names in the model. Raises ValueError if the blocks cannot be divided equally.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    _, rank, size = as_group(group)
     per_rank = 2 if schedule == "interleaved" else 1
     stages, depth = size * per_rank, len(model.blocks)
     if depth % stages:

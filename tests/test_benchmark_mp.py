@@ -11,9 +11,9 @@ from tools.benchmarks import layouts
 from tools.benchmarks.cases import HELD, hold, train_held
 from tools.benchmarks.layouts import ONE, build_cases
 from tools.instruments.counting import Collective
-from tools.instruments.messages import phase_of
 from tools.instruments.phases import phases_of
 from tools.instruments.team import Teams
+from tools.instruments.tracker import Tracker
 from utils.errors import UsageError, run_main
 
 # 9 x 8 patches: rows that two ranks share unequally, 5 and 4.
@@ -153,10 +153,10 @@ def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backwa
     stage = SimpleNamespace(forward_one_chunk=None, get_fwd_send_ops=lambda: sent, get_bwd_send_ops=lambda: sent)
     parallel = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage]))
     step = SimpleNamespace(parallel=parallel, scaler=SimpleNamespace(step=None), loss=None)
-    listener = SimpleNamespace()
+    listener = Tracker()
     message = Collective("send", 12, None, [[sent[0].tensor]])
     with phases_of(step, listener):
         stage.get_fwd_send_ops()
-        assert phase_of(listener, message) == "forward"
+        assert listener.phase_of(message) == "forward"
         stage.get_bwd_send_ops()
-        assert phase_of(listener, message) == "backward"
+        assert listener.phase_of(message) == "backward"

@@ -22,7 +22,7 @@ from tests.support.marks import slow_but
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.memory import memory_of_a_step
-from tools.instruments.messages import messages_of_a_step
+from tools.instruments.tracker import messages_of_a_step
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
 from training.step import TrainingStep

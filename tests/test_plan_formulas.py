@@ -75,7 +75,6 @@ def test_memory_is_that_of_the_trace(ranks, words):
         assert formula.held["optimizer"] >= least * trace.held["optimizer"] - 1024
         if "zero1" not in words:
             assert formula.held["optimizer"] == pytest.approx(trace.held["optimizer"], rel=0.002)
-        assert formula.inference == pytest.approx(trace.inference, rel=0.25)
 
 
 @pytest.mark.parametrize(("ranks", "words"), CASES)

@@ -63,6 +63,8 @@ def test_a_refusal_says_what_the_script_says():
     assert (
         split_refusal(config, 1, 1, 1, "1x32") == "domain parallel: 16 columns of patches cannot be split over 32 ranks"
     )
+    classifier = config_of(["--yaml_config=config/shard.yaml", "--config=classify_quick"])
+    assert "head gives no image" in split_refusal(classifier, 1, 2, 1, 1)
     _, refused = candidates(config, 8, 8)
     assert refused["tensor parallel: 4 heads cannot be split over 8 ranks"] > 0
 

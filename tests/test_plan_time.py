@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from distributed.collectives import copy_to_region, reduce_from_region
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.marks import slow_but
+from tools.instruments.tracker import Message, Operation
 from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import load_gpu, read_gpus
 from tools.planner.step_time import CALIBRATED, UNCALIBRATED, calibrate, step_time
 from tools.planner.trace import Trace, trace_step
-from tools.planner.tracker import Message, Operation
 from utils.config import SPLITS, load_config
 from utils.errors import UsageError
 

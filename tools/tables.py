@@ -1,16 +1,14 @@
-"""Tables, CSV and JSON of benchmarks."""
+"""Tables of benchmarks."""
 
 import importlib.util
 import platform
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
-import pandas
 import torch
 
 from utils.device import library
-from utils.files import whole_file
 
 MIB = 2**20
 
@@ -46,9 +44,20 @@ def format_table(columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> s
     return "\n".join([line(columns), rule, *map(line, cells)])
 
 
-def print_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table under its title."""
-    print(f"{title}\n\n{format_table(columns, rows)}\n")
+def cells(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[list[str]]:
+    """The cells of a table as text, '-' where a value is missing. columns: {title: "{name of a value:.2f}"}."""
+    return [[_cell(template, row) for template in columns.values()] for row in rows]
+
+
+def _cell(template: str, row: Mapping[str, Any]) -> str:
+    names = [name for _, name, _, _ in Formatter().parse(template) if name]
+    values = [row.get(name) for name in names]
+    return "-" if any(value is None or value != value for value in values) else template.format(**row)
+
+
+def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print a table under its title; arguments as of `cells`."""
+    print(f"{title}\n\n{format_table(dict.fromkeys(columns, ''), cells(rows, columns))}\n")
 
 
 def spread(values: Sequence[float], spec: str) -> str:
@@ -59,9 +68,3 @@ def spread(values: Sequence[float], spec: str) -> str:
 def in_mib(size: float | None) -> float | None:
     """Bytes as MiB; None stays None."""
     return None if size is None else size / MIB
-
-
-def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Write a file of CSV, whole or not at all: of each row the values with these names."""
-    with whole_file(Path(path)) as part:
-        pandas.DataFrame(rows, columns=list(names), dtype=object).to_csv(part, index=False)

@@ -9,14 +9,13 @@ import torch
 
 from distributed.attention import METHODS
 from tools.instruments.assembly import build_step, random_batch
-from tools.instruments.messages import messages_of_a_step
+from tools.instruments.tracker import Messages, messages_of_a_step
 from tools.tables import format_table
 from utils import comm
 from utils.config import SCRIPTS, load_config
 from utils.schema import Config
 
 CPU = torch.device("cpu")
-Messages = dict[str, tuple[int, float]]  # {kind: (collectives, bytes)}
 
 
 def main() -> None:
@@ -32,7 +31,7 @@ def main() -> None:
         print(format_table(dict.fromkeys(("method", "forward", "backward"), ""), rows))
 
 
-def counted(config: Config) -> dict[str, Messages]:
+def counted(config: Config) -> Messages:
     """{phase: {kind: (collectives, bytes)}} that this rank sends in a training step."""
     step, (x, y) = build_step(config, CPU), random_batch(config, CPU)
     for i in range(5):  # in the first steps DDP arranges its buckets
@@ -40,7 +39,7 @@ def counted(config: Config) -> dict[str, Messages]:
     return messages_of_a_step(step, x, y)
 
 
-def in_words(messages: Messages) -> str:
+def in_words(messages: dict[str, tuple[float, float]]) -> str:
     """Calls and bytes by kind: '4 all_gather of 98,304 bytes, ...'."""
     return ", ".join(f"{calls} {kind} of {size:,} bytes" for kind, (calls, size) in sorted(messages.items()))
 

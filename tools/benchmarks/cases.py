@@ -13,14 +13,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 
 from tools.instruments.assembly import build_step, random_batch
 from tools.instruments.memory import memory_of_a_step
-from tools.instruments.messages import messages_of_a_step
 from tools.instruments.overlap import hidden_share_of
 from tools.instruments.phases import PHASES
 from tools.instruments.team import Case, Rank, Teams
+from tools.instruments.tracker import Messages, by_phase, messages_of_a_step
+from tools.pictures import HELD_COLORS, finish, mark, stack
 from tools.planner.formulas import formula_traces
+from tools.tables import MIB, in_mib
 from utils import comm
 from utils.config import Script, load_config
 from utils.device import library, select_device, synchronize
@@ -29,8 +32,6 @@ from utils.launch import read_launch
 
 C = TypeVar("C", bound=Case)
 T = TypeVar("T")
-Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
-
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
@@ -107,18 +108,18 @@ def take_turns(cases: Sequence[C], rounds: int, measure: Callable[[C, int], T | 
 
 
 def train_in_turns(
-    cases: Sequence[Case], steps: int, rounds: int
+    cases: Sequence[Case], device: torch.device, steps: int, rounds: int
 ) -> tuple[dict[Case, dict[str, Any]], dict[Case, list[list[float]]]]:
     """Build all cases at once, each on its ranks, and train in turns.
 
-    Returns ({case: memory, messages and hidden share, the most of any rank}, {case: seconds of a step on every rank, in
-    every round}).
+    Returns ({case: a row with its memory and messages, of the rank that has most, beside the planner's formulas},
+    {case: seconds of a step on every rank, in every round}).
     """
+    numbers = {case: i for i, case in enumerate(cases)}
     with Teams(cases[0].config) as teams:
-        figures = {case: _most_of_ranks(teams.call(case.ranks, hold, i, case)) for i, case in enumerate(cases)}
-        numbers = {case: i for i, case in enumerate(cases)}
+        rows = {case: _row(case, teams.call(case.ranks, hold, i, case), device) for case, i in numbers.items()}
         turns = take_turns(cases, rounds, lambda case, _: teams.call(case.ranks, train_held, numbers[case], steps))
-    return figures, {case: [turn for turn in own if turn] for case, own in turns.items()}
+    return rows, {case: [turn for turn in own if turn] for case, own in turns.items()}
 
 
 def hold(rank: Rank, number: int, case: Case) -> dict[str, Any]:
@@ -133,53 +134,61 @@ def train_held(rank: Rank, number: int, steps: int) -> float:
     return rank.kept[number].times(steps)["seconds"]
 
 
-def _most_of_ranks(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _row(case: Case, figures: Sequence[dict[str, Any]], device: torch.device) -> dict[str, Any]:
     hidden = [figure["hidden"] for figure in figures if figure["hidden"] is not None]
+    traces = formula_traces(case.config, case.layout, range(case.layout.cp))
+    predicted = most([trace.held for trace in traces])
+    # The formulas do not hold for compiled code, nor for a CPU's mixed precision and attention with dropout.
+    if case.config.enable_jit or (device.type == "cpu" and (case.config.dropout or case.config.amp_mode != "none")):
+        predicted["activations"] = None
     return {
+        "ranks": case.ranks, "embed_dim": case.config.embed_dim,
         "memory": most([figure["memory"] for figure in figures]),
+        "predicted_memory": {name: predicted[name] for name in HELD},
         "messages": most_messages([figure["messages"] for figure in figures]),
+        "predicted_messages": most_messages([by_phase(trace.messages) for trace in traces]),
         "hidden": sum(hidden) / len(hidden) if hidden else None,
-    }
+    }  # fmt: skip
 
 
 def most(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
     """The largest value of each name; None where it was not measured."""
-    found: dict[str, float | None] = {}
-    for name in figures[0]:
-        values = [value for figure in figures if (value := figure[name]) is not None]
-        found[name] = max(values) if len(values) == len(figures) else None
-    return found
+    columns = {name: [figure[name] for figure in figures] for name in figures[0]}
+    return {name: None if None in values else max(values) for name, values in columns.items()}  # type: ignore[type-var]
 
 
 def most_messages(of_ranks: Sequence[Messages]) -> Messages:
     """For each phase and kind the most collectives, and the most bytes, of a rank."""
     found: Messages = {phase: {} for phase in PHASES}
-    for sent in of_ranks:
-        for phase, kinds in sent.items():
-            for kind, (calls, size) in sorted(kinds.items()):
-                before = found[phase].get(kind, (0, 0))
-                found[phase][kind] = max(before[0], calls), max(before[1], size)
+    for phase, own in found.items():
+        for kind in sorted({kind for sent in of_ranks for kind in sent[phase]}):
+            calls, sizes = zip(*(sent[phase].get(kind, (0, 0)) for sent in of_ranks), strict=True)
+            own[kind] = max(calls), max(sizes)
     return found
 
 
-def formulas_of(case: Case, device: torch.device) -> tuple[dict[str, float | None], Messages]:
-    """(memory, messages) of a step by the planner's formulas, of the rank that holds or sends most.
+# Tables and pictures of rows.
 
-    Activations are None where the formulas do not hold: for compiled code, and on a CPU, whose mixed precision and
-    attention with dropout keep other tensors than a GPU's.
-    """
-    config, sent = case.config, []
-    traces = formula_traces(config, case.layout, range(case.layout.cp))
-    for trace in traces:
-        messages: Messages = {phase: {} for phase in PHASES}
-        for message, calls in trace.messages.items():
-            before = messages[message.phase].get(message.kind, (0, 0))
-            messages[message.phase][message.kind] = before[0] + calls, before[1] + calls * message.sent
-        sent.append(messages)
-    memory = most([trace.held for trace in traces])
-    if config.enable_jit or (device.type == "cpu" and (config.dropout or config.amp_mode != "none")):
-        memory["activations"] = None
-    return memory, most_messages(sent)
+
+MEMORY = {name: f"{{{name}:.2f}}" for name in STATES} | {"sum": "{states:.2f}", "formula": "{states_formula:.2f}"}
+
+
+def in_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of train_in_turns with its memory as single values in MiB, for tables."""
+    held = {name: in_mib(size) for name, size in row["memory"].items()}
+    formula = {f"{name} formula": in_mib(size) for name, size in row["predicted_memory"].items()}
+    states, by_formula = (
+        sum(held[name] or 0 for name in STATES),
+        sum(formula[f"{name} formula"] or 0 for name in STATES),
+    )
+    return {**row, **held, **formula, "states": states, "states_formula": by_formula}
+
+
+def memory_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Memory of a rank by use, a bar for each row, and its formula as a mark."""
+    stack(axes, {name: [in_mib(row["memory"][name]) for row in rows] for name in HELD}, list(HELD_COLORS.values()))
+    mark(axes, [sum(size or 0 for size in row["predicted_memory"].values()) / MIB for row in rows], "formula")
+    finish(axes, title=title, xlabel="MiB")
 
 
 # A training step on a rank.
@@ -210,9 +219,8 @@ class RankCase:
         synchronize(self.device)
         started, cpu = time.perf_counter(), time.process_time()
         self.train(steps)
-        return {
-            "seconds": (time.perf_counter() - started) / steps, "cpu_seconds": (time.process_time() - cpu) / steps
-        }  # fmt: skip
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+        return {"seconds": seconds / steps, "cpu_seconds": cpu_seconds / steps}
 
     def figures(self) -> dict[str, Any]:
         """Memory and messages of a step, and on a GPU the share of communication that computation hides."""

@@ -9,10 +9,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from networks.vit import patch_grid
 from tools.benchmarks.cases import (
@@ -25,58 +27,50 @@ from tools.benchmarks.cases import (
     ranks_of,
     take_turns,
 )
-from tools.benchmarks.image_size_tables import print_tables
 from tools.instruments.memory import memory_of_a_step, optimizer_states
-from tools.instruments.peak import PeakMemory
 from tools.instruments.team import Case, OutOfMemory, Rank, Teams
-from tools.tables import machine
-from training.model import build_model
+from tools.instruments.tracker import Tracker
+from tools.pictures import COLORS, save
+from tools.planner.layouts import split_refusal
+from tools.tables import MIB, cells, format_table, machine
 from utils import comm
 from utils.config import SCRIPTS
 from utils.device import library, synchronize
-from utils.errors import UsageError, reported_as_usage_error
+from utils.errors import UsageError
 
 LAYOUTS = ("dp2", "domain2", "domain2,data_parallel=ddp")
 ONE = "one device"
 SIZES = (32, 64, 32)
 MODES = ("forward", "training")
 SCRIPT, NAME = SCRIPTS["train_shard.py"], "classify_quick"
-MEASURED = ("seconds", "seconds_of_rounds", "images_per_sec", "cpu_seconds", "peak", "activations", "loss")
-COMPARED = ("speedup", "speedup_of_rounds", "memory_reduction")
+FIGURES = (
+    "seconds", "seconds_of_rounds", "images_per_sec", "cpu_seconds", "peak", "activations", "loss", "speedup",
+    "speedup_of_rounds", "memory_reduction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class ImageCase(Case):
-    """A layout at one point of the sweep.
+    """A layout at one point of the sweep. config: of this image. memory_limit: bytes of a rank, or None."""
 
-    config: of this image, precision and batch. batch: images that a device, or those that share an image, take at a
-    time. memory_limit: bytes of a rank, or None.
-    """
-
-    batch: int
     mode: str
     memory_limit: float | None
-
-    @property
-    def tokens(self) -> int:
-        """Patches of an image."""
-        return math.prod(patch_grid(self.config.img_size, self.config.patch_size)[0])
 
 
 def run(
     words: list[str],
     layouts: Sequence[str] = LAYOUTS,
-    batches: Sequence[int] = (1,),
+    sizes: Sequence[int] = SIZES,
+    dims: int = 2,
     memory_limit_gib: float | None = None,
     steps: int = 3,
     rounds: int = 3,
-    **sweep: Any,
 ) -> dict[str, Any]:
     """Measure and print the tables; returns the figures, as JSON has them. Arguments as of build_points.
 
     Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
-    points = build_points(words, layouts, batches=batches, memory_limit_gib=memory_limit_gib, **sweep)
+    points = build_points(words, layouts, sizes, dims, memory_limit_gib)
     device, config = check_machine("domain", points[0], "--layouts"), points[0][0].config
     results = []
     with Teams(config) as teams:
@@ -98,15 +92,13 @@ def build_points(
     layouts: Sequence[str],
     sizes: Sequence[int] = SIZES,
     dims: int = 2,
-    precisions: Sequence[str] = ("none",),
-    batches: Sequence[int] = (1,),
     memory_limit_gib: float | None = None,
 ) -> list[list[ImageCase]]:
     """The points of the sweep, checked: at each of them the cases of all layouts, one device first.
 
     words: options of the config. layouts: sizes joined by x, as domain2xdp2, with options of their own after commas:
     'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
-    precisions: values of amp_mode. batches: images that a device, or those that share an image, takes at a time.
+    A device, or those that share an image, take one image at a time.
     """
     words = [f"--config={NAME}", *words]
     ways = [build_case(ONE, words, 1, SCRIPT)]
@@ -119,31 +111,13 @@ def build_points(
         ways.append(build_case(text, [*words, *shared], ranks_of(split), SCRIPT))
     limit = memory_limit_gib and memory_limit_gib * 2**30
 
-    def case_of(way: Case, precision: str, batch: int, side: int, mode: str) -> ImageCase:
-        own = {"img_size": [side] * dims, "amp_mode": precision, "global_batch_size": batch * way.layout.dp}
-        return ImageCase(way.name, way.config.model_copy(update=own), way.layout, batch, mode, limit)
+    def case_of(way: Case, side: int, mode: str) -> ImageCase:
+        config = way.config.model_copy(update={"img_size": [side] * dims, "global_batch_size": way.layout.dp})
+        if refusal := split_refusal(config, way.layout.tp, 1, 1, config.domain_parallel):
+            raise UsageError(f"layout '{way.name}': {refusal}")
+        return ImageCase(way.name, config, way.layout, mode, limit)
 
-    sweep = product(precisions, batches, parse_sizes(sizes), MODES)
-    points = [[case_of(way, *point) for way in ways] for point in sweep]
-    for case in chain.from_iterable(points):
-        check(case)
-    return points
-
-
-def check(case: ImageCase) -> None:
-    """Raise UsageError where the model cannot be built, or an image has too few patches to be shared."""
-    config = case.config
-    with reported_as_usage_error(ValueError, config.config):
-        build_model(config)
-        grid, _ = patch_grid(config.img_size, config.patch_size)
-    domain, heads = math.prod(case.layout.domain), config.num_heads // config.tensor_parallel
-    if config.domain_method == "all_to_all" and heads % domain:
-        raise UsageError(f"layout '{case.name}': all_to_all cannot split {heads} heads over {domain} ranks")
-    for ranks, patches in zip(case.layout.domain, grid, strict=False):
-        if ranks > patches:
-            raise UsageError(
-                f"layout '{case.name}': {patches} patches of {config.img_size} cannot be shared by {ranks}"
-            )
+    return [[case_of(way, *point) for way in ways] for point in product(parse_sizes(sizes), MODES)]
 
 
 def parse_sizes(sizes: Sequence[int]) -> list[int]:
@@ -214,40 +188,87 @@ class RankImageCase(RankCase):
         figures: dict[str, Any] = {"loss": comm.global_mean(loss[None]).item(), "activations": None}
         self.train(1)
         there = [*self.module.parameters(), *optimizer_states(self.step.optimizer), self.x]
-        with PeakMemory(there, self.limit) as live:  # on a GPU its allocator knows better, below
+        with Tracker(there, self.limit) as live:  # on a GPU its allocator knows better, below
             if self.training:
                 figures["activations"] = memory_of_a_step(self.step, self.x, self.y)["activations"]
             else:
                 self.train(1)
-        return figures | {"peak": self.gpu.max_memory_allocated() if self.gpu else live.peak}
+        return figures | {"peak": self.gpu.max_memory_allocated() if self.gpu else live.memory()["peak"]}
 
 
 def summarize(case: ImageCase, turns: list[Any], one: dict[str, Any] | None) -> dict[str, Any]:
     """One row. turns: figures of every rank, of every round; None where memory ran out. one: row of one device."""
     ranks, dp = case.ranks, case.layout.dp
-    row: dict[str, Any] = {
+    row: dict[str, Any] = dict.fromkeys(FIGURES) | {
         "layout": case.name, "devices_of_an_image": ranks // dp, "ranks": ranks, "image": case.config.img_size,
-        "tokens": case.tokens, "precision": case.config.amp_mode, "batch": case.batch, "mode": case.mode,
+        "tokens": math.prod(patch_grid(case.config.img_size, case.config.patch_size)[0]), "mode": case.mode,
         "out_of_memory": None in turns,
     }  # fmt: skip
     if None in turns:
-        return row | dict.fromkeys((*MEASURED, *COMPARED))
-    of_rounds = [max(figures["seconds"] for figures in turn) for turn in turns]
-    seconds, images = statistics.median(of_rounds), case.batch * dp
-    row |= {
-        "seconds": seconds,
-        "seconds_of_rounds": of_rounds,
-        "images_per_sec": images / seconds,
-        "cpu_seconds": statistics.median(statistics.mean(figures["cpu_seconds"] for figures in turn) for turn in turns),
-        **most([{name: figures[name] for name in ("peak", "activations", "loss")} for figures in turns[0]]),
-    }
-    yardstick = row if one is None else one
-    if yardstick["out_of_memory"]:
-        return row | dict.fromkeys(COMPARED)
-    rounds = zip(of_rounds, yardstick["seconds_of_rounds"], strict=True)
-    ratios = [images / case.batch * alone / own for own, alone in rounds]
-    return row | {
-        "speedup": statistics.median(ratios),
-        "speedup_of_rounds": ratios,
-        "memory_reduction": yardstick["peak"] / row["peak"],
-    }
+        return row
+    seconds = [max(figures["seconds"] for figures in turn) for turn in turns]
+    cpu_seconds = [statistics.mean(figures["cpu_seconds"] for figures in turn) for turn in turns]
+    row |= {"seconds": statistics.median(seconds), "seconds_of_rounds": seconds}
+    row |= {"images_per_sec": dp / row["seconds"], "cpu_seconds": statistics.median(cpu_seconds)}
+    row |= most([{name: figures[name] for name in ("peak", "activations", "loss")} for figures in turns[0]])
+    one = one or row
+    if not one["out_of_memory"]:
+        ratios = [dp * alone / own for own, alone in zip(seconds, one["seconds_of_rounds"], strict=True)]
+        row |= {"speedup": statistics.median(ratios), "speedup_of_rounds": ratios}
+        row["memory_reduction"] = one["peak"] / row["peak"]
+    return row
+
+
+TABLES = {  # title: (figure of a row, factor, format)
+    "Latency: ms of a forward pass, or of a training step": ("seconds", 1e3, ".1f"),
+    "Speed-up: images/s to those of one device, in the same round": ("speedup", 1, ".2f"),
+    "CPU time: ms of a step, mean over the ranks": ("cpu_seconds", 1e3, ".1f"),
+    "Memory: MiB at most, on the rank that holds most": ("peak", 1 / MIB, ".1f"),
+    "Memory: of one device / of a rank": ("memory_reduction", 1, ".2f"),
+    "Activations: MiB kept for the backward pass": ("activations", 1 / MIB, ".1f"),
+}
+
+
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """A table of each figure, image sizes x layouts."""
+    frame = DataFrame([r | {"image": in_points(r["image"])} for r in results], dtype=object)
+    frame = frame.sort_values("mode", kind="stable")  # forward, training; else as measured
+    for title, (name, factor, spec) in TABLES.items():
+        shown = frame[frame["mode"] == "training"] if name == "activations" else frame
+        values = [{name: value and value * factor} for value in shown[name]]
+        words = [word for (word,) in cells(values, {name: f"{{{name}:{spec}}}"})]
+        words = ["out of memory" if out else word for word, out in zip(words, shown["out_of_memory"], strict=True)]
+        rows = shown.assign(words=words).groupby(["mode", "image"], sort=False)["words"].agg(list)
+        columns = dict.fromkeys(["", "image", *frame["layout"].unique()], "")
+        print(f"{title}\n\n{format_table(columns, [(*key, *row) for key, row in rows.items()])}\n")
+
+
+def in_points(image: Sequence[int]) -> str:
+    """Size of an image in words: 32 x 64."""
+    return " x ".join(map(str, image))
+
+
+def write_picture(path: str, figures: dict[str, Any]) -> None:
+    """Time and memory over the size of an image: a forward pass above, a training step below."""
+    frame = DataFrame(figures["rows"])
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    grid = figure.subplots(2, 2, sharex=True)
+    sides = dict(zip(frame["tokens"], frame["image"].map(in_points), strict=True))
+    drawn = (("time", "seconds", 1e3, "ms"), ("memory", "peak", 1 / MIB, "MiB at most, of a rank"))
+    for row, mode in zip(grid, MODES, strict=True):
+        fit = frame[(frame["mode"] == mode) & ~frame["out_of_memory"]]
+        for axes, (title, name, factor, label) in zip(row, drawn, strict=True):
+            for i, layout in enumerate(frame["layout"].unique()):
+                own = fit[fit["layout"] == layout]
+                axes.plot(own["tokens"], own[name] * factor, marker="o", label=layout, color=COLORS[i % len(COLORS)])
+            axes.set(title=f"{mode}: {title}", ylabel=label, xscale="log", yscale="log")
+            axes.set_xticks(list(sides), sides.values(), minor=False)
+            axes.set_xticks([], minor=True)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[1]:
+        axes.set_xlabel("points of an image; where a line ends, memory has run out")
+    handles, names = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    save(figure, path)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
 from tools.pictures import bars, save
-from tools.tables import format_table, installed, machine
+from tools.tables import cells, format_table, installed, machine
 from training.float8 import has_float8
 from training.model import build_model
 from training.step import AMP_DTYPES
@@ -26,6 +26,11 @@ from utils.device import empty_cache, peak_memory_bytes, select_device, synchron
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
+COLUMNS = {
+    "step": "{step}", "samples/s": "{samples_per_sec:.2f}", "x previous": "{of_previous:.2f}",
+    "x first": "{of_first:.2f}", "data wait": "{data_wait:.1%}", "TFLOP/s": "{tera:.3f}", "MFU": "{mfu:.1%}",
+    "peak memory GiB": "{gib:.2f}", "loss": "{loss:.4f}",
+}  # fmt: skip
 TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 
@@ -65,28 +70,24 @@ def run(
 
     workers: of the steps after the first. steps: timed in one turn. Raises UsageError where a step fails.
     """
-    names: list[str] = []
-    teams: list[Team] = []
+    climbed = ladder(config, workers)
+    skipped = [f"{name}: skipped, {reason}" for name, _, reason in climbed if reason]
+    teams: dict[str, Team] = {}
     options: dict[str, Any] = {}
-    skipped = []
     with ExitStack() as stack:
-        for name, extra, reason in ladder(config, workers):
-            if reason:
-                skipped.append(f"{name}: skipped, {reason}")
-                continue
-            names.append(name)
-            own = config.model_copy(update={**options, **extra})
-            teams.append(stack.enter_context(Team(1, own, whole_machine=True)))
-            with reported_as_usage_error(UsageError, name):
-                teams[-1].call(_start, own)
-            if name not in TRIED:
-                options |= extra
-        turns = [[team.call(_turn, steps)[0] for team in teams] for _ in range(rounds)]
-        ends = [team.call(_end)[0] for team in teams]
+        for name, extra, reason in climbed:
+            if not reason:
+                own = config.model_copy(update={**options, **extra})
+                teams[name] = stack.enter_context(Team(1, own, whole_machine=True))
+                with reported_as_usage_error(UsageError, name):
+                    teams[name].call(_start, own)
+                options |= extra if name not in TRIED else {}
+        turns = [[team.call(_turn, steps)[0] for team in teams.values()] for _ in range(rounds)]
+        ends = [team.call(_end)[0] for team in teams.values()]
 
     results = []
     samples, flops_per_sample = steps * config.global_batch_size, training_flops(config)
-    for name, end, *own_turns in zip(names, ends, *turns, strict=True):
+    for name, end, *own_turns in zip(teams, ends, *turns, strict=True):
         speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
         flops = speed * flops_per_sample
         results.append({
@@ -109,20 +110,16 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
 
 
 def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) -> None:
-    columns = {
-        "step": "", "samples/s": ".2f", "x previous": ".2f", "x first": ".2f", "data wait": ".1%", "TFLOP/s": ".3f",
-        "MFU": ".1%", "peak memory GiB": ".2f", "loss": ".4f",
-    }  # fmt: skip
     rows, kept = [], None
     for result in results:
         speed = result["samples_per_sec"]
-        rows.append((
-            result["step"], speed, speed / kept if kept else None, speed / results[0]["samples_per_sec"],
-            result["data_wait"], result["flops_per_sec"] / 1e12, result["mfu"], result["peak_memory_bytes"] / 2**30,
-            result["losses"][-1],
-        ))  # fmt: skip
+        rows.append(result | {
+            "of_previous": speed / kept if kept else None, "of_first": speed / results[0]["samples_per_sec"],
+            "tera": result["flops_per_sec"] / 1e12, "gib": result["peak_memory_bytes"] / 2**30,
+            "loss": result["losses"][-1],
+        })  # fmt: skip
         kept = kept if result["step"] in TRIED else speed
-    print(format_table(columns, rows))
+    print(format_table(dict.fromkeys(COLUMNS, ""), cells(rows, COLUMNS)))
     batch, count = config.global_batch_size, len(results[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
     for line in skipped:

@@ -7,26 +7,25 @@ to one rank with the whole batch, in the same round.
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
-
-import torch
 
 from networks.vit import patch_grid
 from tools.benchmarks.cases import (
-    HELD,
-    STATES,
+    MEMORY,
     build_case,
     check_machine,
     conditions,
-    formulas_of,
+    in_columns,
+    memory_bars,
     parse_layout,
     ranks_of,
     train_in_turns,
 )
 from tools.instruments.phases import PHASES
 from tools.instruments.team import Case
-from tools.pictures import HELD_COLORS, SHADES, finish, mark, panels, save, stack
-from tools.tables import MIB, in_mib, machine, print_table, spread
+from tools.pictures import SHADES, finish, mark, panels, save, stack
+from tools.tables import MIB, machine, print_table, spread
 from training.model import build_model
 from utils.config import SCRIPTS
 
@@ -36,6 +35,18 @@ LAYOUTS = (
 )  # fmt: skip
 ONE = "one rank"
 SCRIPT = SCRIPTS["train_mp.py"]
+NAME = {"layout": "{layout}", "embed": "{embed_dim}"}
+TIME = {
+    **NAME, "ranks": "{ranks}", "ms a step": "{ms:.0f}", "to one rank": "{ratio:.2f}", "in the rounds": "{rounds}",
+}  # fmt: skip
+ACTIVATIONS = {
+    "activations": "{activations:.2f}", "its formula": "{activations formula:.2f}",
+    "allocated at most": "{allocated at most:.2f}",
+}  # fmt: skip
+MESSAGES = {
+    **NAME, "pass": "{pass}", "collectives": "{calls}", "MiB": "{size:.2f}", "formula": "{formula}",
+    "formula, MiB": "{formula_size:.2f}",
+}  # fmt: skip
 
 
 def run(
@@ -56,10 +67,14 @@ def run(
     cases = [case for own in models for case in build_cases([*words, *own], layouts)]
     device, config = check_machine("mp", cases, "--layouts"), cases[0].config
 
-    figures, turns = train_in_turns(cases, steps, rounds)
+    rows, turns = train_in_turns(cases, device, steps, rounds)
     times = {case: [max(ranks) for ranks in own] for case, own in turns.items()}  # a step is as slow as its last rank
     alone = {case.config.embed_dim: times[case] for case in cases if case.name == ONE}
-    results = [summarize(case, figures[case], times[case], alone[case.config.embed_dim], device) for case in cases]
+    for case, row in rows.items():
+        ratios = [own / one for own, one in zip(times[case], alone[case.config.embed_dim], strict=True)]
+        row |= {"layout": case.name, "step_seconds": statistics.median(times[case])}
+        row |= {"ratio": statistics.median(ratios), "ratio_of_rounds": ratios}
+    results = list(rows.values())
     print_tables(results)
     tokens = math.prod(patch_grid(config.img_size, config.patch_size)[0])
     batch = f"batch {config.global_batch_size} over all ranks"
@@ -89,59 +104,21 @@ def build_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
     return cases
 
 
-def summarize(
-    case: Case, figures: dict[str, Any], times: list[float], alone: list[float], device: torch.device
-) -> dict[str, Any]:
-    """One row. times, alone: seconds of a step in every round, of the case and of one rank."""
-    ratios = [own / one for own, one in zip(times, alone, strict=True)]
-    memory, messages = formulas_of(case, device)
-    return {
-        "layout": case.name,
-        "embed_dim": case.config.embed_dim,
-        "ranks": case.ranks,
-        "step_seconds": statistics.median(times),
-        "ratio": statistics.median(ratios),
-        "ratio_of_rounds": ratios,
-        "memory": figures["memory"],
-        "predicted_memory": {name: memory[name] for name in HELD},
-        "messages": figures["messages"],
-        "predicted_messages": messages,
-    }
-
-
 def print_tables(results: list[dict[str, Any]]) -> None:
-    """Time, memory and messages of summarized cases."""
-    columns = {"layout": "", "embed": "d", "ranks": "d", "ms a step": ".0f", "to one rank": ".2f", "in the rounds": ""}
-    rows: list[tuple[Any, ...]] = [
-        (r["layout"], r["embed_dim"], r["ranks"], 1000 * r["step_seconds"], r["ratio"],
-         spread(r["ratio_of_rounds"], ".2f"))
-        for r in results
-    ]  # fmt: skip
-    print_table("Time of a step with the same whole batch, as ratio to one rank in the same round", columns, rows)
-
-    columns = {"layout": "", "embed": "d", **dict.fromkeys(STATES, ".2f"), "sum": ".2f", "formula": ".2f"}
-    columns |= {"activations": ".2f", "its formula": ".2f", "allocated at most": ".2f"}
-    rows = []
-    for r in results:
-        held, formula = (
-            {name: in_mib(size) for name, size in r[key].items()} for key in ("memory", "predicted_memory")
-        )
-        total, expected = (sum(sizes[name] or 0 for name in STATES) for sizes in (held, formula))
-        states = [held[name] for name in STATES]
-        last = held["activations"], formula["activations"], held["allocated at most"]
-        rows.append((r["layout"], r["embed_dim"], *states, total, expected, *last))
-    print_table("Memory: MiB on the rank that holds most", columns, rows)
-
-    columns = {"layout": "", "embed": "d", "pass": "", "collectives": "", "MiB": ".2f"}
-    columns |= {"formula": "", "formula, MiB": ".2f"}
-    rows = []
-    for r in results:
-        for phase in PHASES:
-            sent, formula = r["messages"][phase], r["predicted_messages"][phase]
-            if sent or formula:
-                rows.append((r["layout"], r["embed_dim"], phase, *_in_words(sent), *_in_words(formula)))
+    """Time, memory and messages of all rows."""
+    times = [r | {"ms": 1000 * r["step_seconds"], "rounds": spread(r["ratio_of_rounds"], ".2f")} for r in results]
+    print_table("Time of a step with the same whole batch, as ratio to one rank in the same round", TIME, times)
+    print_table("Memory: MiB on the rank that holds most", NAME | MEMORY | ACTIVATIONS, map(in_columns, results))
+    messages = []
+    for r, phase in product(results, PHASES):
+        sent, formula = r["messages"][phase], r["predicted_messages"][phase]
+        if sent or formula:
+            (calls, size), (expected, expected_size) = _in_words(sent), _in_words(formula)
+            messages.append(
+                r | {"pass": phase, "calls": calls, "size": size, "formula": expected, "formula_size": expected_size}
+            )
     title = "Messages of a step: collectives, and MiB that a rank sends in them, beside the formulas"
-    print_table(title, columns, rows)
+    print_table(title, MESSAGES, messages)
 
 
 def _in_words(messages: dict[str, tuple[float, float]]) -> tuple[str, float]:
@@ -153,9 +130,7 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Of the last model size: memory of a rank, and MiB sent in a step, each stacked, the formula as a mark."""
     results = [r for r in figures["rows"] if r["embed_dim"] == figures["rows"][-1]["embed_dim"]]
     figure, (left, right) = panels([r["layout"] for r in results], 2, 12)
-    stack(left, {name: [in_mib(r["memory"][name]) for r in results] for name in HELD}, list(HELD_COLORS.values()))
-    mark(left, [sum(size or 0 for size in r["predicted_memory"].values()) / MIB for r in results], "formula")
-    finish(left, title=f"memory of a rank, embed_dim {results[0]['embed_dim']}", xlabel="MiB")
+    memory_bars(left, results, f"memory of a rank, embed_dim {results[0]['embed_dim']}")
 
     def sent(key: str, phase: str) -> list[float]:
         return [_in_words(r[key][phase])[1] for r in results]

@@ -17,13 +17,17 @@ import h5py
 import torch
 
 from tools.benchmarks.plain_loader import plain_loader
-from tools.tables import format_table, installed, machine
+from tools.tables import cells, format_table, installed, machine
 from training.tasks import build_task
 from utils.data_loader import DataLoader
 from utils.device import select_device, synchronize
 from utils.schema import Config
 from weather.dataset import FieldDataset
 
+COLUMNS = {
+    "loader": "{loader}", "samples/s": "{samples_per_sec:.1f}", "GB/s": "{giga:.2f}", "x plain": "{ratio_to_plain:.2f}",
+    "x cat": "{ratio_to_cat:.2f}",
+}  # fmt: skip
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a table of minutes
 
@@ -63,9 +67,8 @@ def run(
         }
         for name in cases
     ]
-    columns = {"loader": "", "samples/s": ".1f", "GB/s": ".2f", "x plain": ".2f", "x cat": ".2f"}
-    rows = [(r["loader"], r["samples_per_sec"], r["bytes_per_sec"] / 1e9, *list(r.values())[3:]) for r in results]
-    print(format_table(columns, rows))
+    rows = cells([r | {"giga": r["bytes_per_sec"] / 1e9} for r in results], COLUMNS)
+    print(format_table(dict.fromkeys(COLUMNS, ""), rows))
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
     if not installed("nvidia.dali"):
         print("DALI: skipped, not installed (requirements-dali.txt)")

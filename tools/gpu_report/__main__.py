@@ -15,7 +15,6 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from tools.gpu_report.parts import Machine, parts_of
 from tools.gpu_report.running import run_parts
 from tools.planner.hardware import load_gpu, read_gpus
 from utils.device import built_for, driver, select_device
-from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, reported_as_usage_error, run_main
+from utils.errors import FAILED_STATUS, ArgumentParser, reported_as_usage_error, run_main
 
-MINUTES = 10  # for which the parts have their limits
+MINUTES = 10  # of all parts
 OPTIONAL = ("nvidia.dali", "natten", "matplotlib", "pytest")
 
 
@@ -47,9 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_report(path, about, results)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its part first
     machine = Machine(device.type, count, options.gpu or planner_entry(about["name"]), work)
-    parts = [replace(part, seconds=part.seconds * options.minutes / MINUTES) for part in parts_of(machine)]
     try:
-        for result in run_parts(parts, work, 60 * options.minutes):
+        for result in run_parts(list(parts_of(machine)), work, 60 * MINUTES):
             results.append(result)
             write_report(path, about, results)
             print(f"{result['status']:<12} {result['seconds']:6.1f} s  {result['part']}  {result['why']}", flush=True)
@@ -65,18 +63,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option, work = parser.add_argument, f"logs/gpu_report/{time.strftime('%Y%m%d-%H%M%S')}"
     option("--out", type=Path, default="docs/results", metavar="FOLDER", help="of the report (%(default)s)")
     option("--work", type=Path, default=work, metavar="FOLDER", help="a new one, for runs and output (%(default)s)")
-    option(
-        "--minutes",
-        type=float,
-        default=MINUTES,
-        metavar="N",
-        help="of all parts; their own limits grow with it (%(default)s)",
-    )
     option("--gpu", metavar="NAME", help="GPU of config/hardware.yaml to plan for (that of the device's name)")
     option("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal (%(default)s)")
     options = parser.parse_args(argv)
-    if not options.minutes > 0:
-        raise UsageError("--minutes: more than 0")
     if options.gpu:
         load_gpu(options.gpu)
     return options

@@ -78,19 +78,24 @@ def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | N
     return Collective(kind, _sent(kind, _nbytes(tensors), group, arguments), group, tensors)
 
 
-def _sent(kind, size, group, arguments):
+def bytes_sent(kind: str, size: float, ranks: int) -> float:
+    """Bytes that a rank sends in a collective over so many ranks. size: bytes of the tensor that it is given."""
     if kind in ("recv", "barrier"):
         return 0
-    if kind == "all_reduce":
-        return 2 * size * (group.size() - 1) // group.size()
-    if kind == "all_gather":
-        return size * (group.size() - 1)
-    if kind == "reduce_scatter":
-        return size * (group.size() - 1) // group.size()
+    factors = {
+        "all_reduce": (2 * (ranks - 1), ranks),
+        "all_gather": (ranks - 1, 1),
+        "reduce_scatter": (ranks - 1, ranks),
+    }
+    times, shared_by = factors.get(kind, (1, 1))
+    return size * times // shared_by
+
+
+def _sent(kind, size, group, arguments):
     if kind == "all_to_all":
         rows = arguments.get("input_split_sizes") or [1] * group.size()
         return size * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
-    return size
+    return bytes_sent(kind, size, group.size())
 
 
 def _group(arguments):

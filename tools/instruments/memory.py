@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
 
 
-class SavedTensors:
+class SavedTensors(Watch):
     """Context: notes the tensors that a forward pass keeps for the backward pass, except for parameters.
 
     Autograd saves some of them, and selective activation checkpointing keeps others by itself.
@@ -107,12 +107,10 @@ class SavedTensors:
     """
 
     def __init__(self, module: nn.Module, listener: Listener | None = None):
+        super().__init__()
         self.module, self.listener = module, listener
         self.sizes: dict[StorageWeakRef, int] = {}
-        self.contexts: list[AbstractContextManager] = [
-            torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor),
-            _Kept(self.note),
-        ]
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
 
     def note(self, tensor: Tensor) -> Tensor:
         """Remember the storage of a tensor that is kept; returns the tensor."""
@@ -123,29 +121,21 @@ class SavedTensors:
                 self.listener(tensor)
         return tensor
 
-    def nbytes(self) -> int:
-        """Bytes of the noted storages that still exist."""
-        return sum(size for storage, size in self.sizes.items() if not storage.expired())
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
-
-
-class _Kept(Watch):
-    """Notes the results of the operations that selective activation checkpointing does not repeat."""
-
-    def __init__(self, note: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.note = note
-
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        """Note the result of such an operation."""
+        """Note the result of an operation that selective activation checkpointing does not repeat."""
         if func in EXPENSIVE and torch.is_grad_enabled():  # which it is not in the backward pass
             for tensor in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(tensor, torch.Tensor):
                     self.note(tensor)
+
+    def nbytes(self) -> int:
+        """Bytes of the noted storages that still exist."""
+        return sum(size for storage, size in self.sizes.items() if not storage.expired())
+
+    def __enter__(self) -> Self:
+        self.hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.hooks.__exit__(*error)

@@ -15,7 +15,6 @@ from typing import Any, Self, cast
 
 import torch
 
-from tools.instruments.peak import is_out_of_memory
 from utils import comm
 from utils.errors import UsageError
 from utils.layout import Layout
@@ -23,6 +22,7 @@ from utils.rank_failure import exit_at_once
 from utils.schema import Config
 
 LEAVE_SECONDS = 10  # for a rank to end by itself
+OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,13 @@ class Case:
 
 class OutOfMemory(UsageError):
     """A rank had not enough memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory has run out, on any device."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    )
 
 
 class Rank:

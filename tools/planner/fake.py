@@ -5,7 +5,7 @@ do. Only this file of the planner imports PyTorch's private modules, and only it
 DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed import attention
 from distributed.data_parallel import DataParallelOptions
 from distributed.split import Split
+from tools.instruments.tracker import Tracker
 from utils import comm
 from utils.layout import Layout
 
@@ -196,7 +197,11 @@ class Replica(nn.Module):
         self.order, self.came = [], 0
 
 
-def nothing_to_read(func: Callable[..., Any], args: Sequence[Any]) -> float | None:
-    """0.0 where the operator is `.item()` of a fake tensor, which has no value to read; else None."""
-    fake = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
-    return 0.0 if fake else None
+class FakeTracker(Tracker):
+    """A Tracker for real and fake tensors: `.item()` of a fake one, which has no value to read, gives 0."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run and note an operation."""
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0.0
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -63,11 +63,11 @@ floating-point operations agree to rounding, and the peak to 1 %. Less exact are
     bytes of kernels that only move data: within 25 % in each phase. The copies of fully_shard into and out of its
         buffers are counted here only (with many weights and few tokens as much again). Ring attention counts as if
         all blocks were as long as the own one. Fewer of the smallest kernels are counted;
-    memory of a forward pass without gradients (inference): within 25 %, mostly within 5 %;
     the optimizer's state with zero1: here of the rank that has most, in the trace of the first rank;
     wrap_policy size, which counts as block; compression of gradients, whose copies are not counted; clipping of
         gradients, whose kernels and messages are not counted.
-With cpu_offload parameters, gradients and optimizer state lie in host memory: the peak is without them, as in a trace.
+Memory of a forward pass without gradients (inference) is traced only. With cpu_offload parameters, gradients and
+optimizer state lie in host memory: the peak is without them, as in a trace.
 """
 
 from collections.abc import Iterable
@@ -97,7 +97,7 @@ def formula_traces(config: Config, layout: Layout, bands: Iterable[int] = (0,)) 
     traces = []
     for stage, band in product(sorted({0, layout.pp - 1}), bands):
         share = RankShare(config, layout, stage, band)
-        memory, held, inference = memory_of(share)
+        memory, held = memory_of(share)
         messages, groups = messages_of(share)
-        traces.append(Trace(memory, held, inference, operations_of(share), messages, groups))
+        traces.append(Trace(memory, held, None, operations_of(share), messages, groups))
     return traces

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from distributed.collectives import Group
 from tools.instruments.assembly import split_as_configured
@@ -219,13 +218,6 @@ class _Ranks:
         return _Ranks(self.size())
 
 
-class _Line(_Ranks):
-    """The ranks of a pipeline, whose group is asked for its size."""
-
-    def get_group(self, dim=0):
-        return self
-
-
 class _Meshes(dict):
     def __getitem__(self, names):
         return _Ranks(*(self.get(name).size() for name in names)) if isinstance(names, tuple) else self.get(names)
@@ -234,14 +226,12 @@ class _Meshes(dict):
 @contextmanager
 def _stand_in(sizes):
     """Inside, utils.comm answers as in a run whose mesh has these sizes."""
-    meshes = {name: (_Line if name == "pp" else _Ranks)(size) for name, size in sizes.items()}
     domain = sizes["domain_lat"] * sizes["domain_lon"]
-    meshes |= {"domain": _Ranks(domain), "image": _Ranks(domain * sizes["cp"])}
-    meshes |= {"dp": _Ranks(1), "dp_image": _Ranks(domain * sizes["cp"])}
+    sizes |= {"domain": domain, "image": domain * sizes["cp"], "dp": 1, "dp_image": domain * sizes["cp"]}
+    meshes = {name: _Ranks(size) for name, size in sizes.items()}
     before = comm.swap_meshes(meshes | {"": _Meshes(meshes)})
     try:
-        with patch("distributed.pipeline.dist.get_rank", lambda group=None: 0):
-            yield
+        yield
     finally:
         comm.swap_meshes(before)
 

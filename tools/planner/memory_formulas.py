@@ -9,8 +9,8 @@ from tools.planner.rank_share import RankShare, Shape, Stage
 FULL = 4  # bytes of a float32 number
 
 
-def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float], float]:
-    """(memory, held, inference) of a RankShare as a Trace has them: bytes."""
+def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float]]:
+    """(memory, held) of a RankShare as a Trace has them: bytes."""
     parameters, gradients, optimizer = states(share)
     inputs, outputs = (FULL * n * share.micro_batches for n in (share.inputs, share.outputs))
     buffers = _buffers_of_pipeline(share)
@@ -38,8 +38,7 @@ def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float], flo
     held = {name: memory[name] for name in ("parameters", "gradients", "optimizer", "activations")}
     if share.config.data_parallel == "zero2":
         held["parameters"] += gathered(share)
-    inference = (here + gradients if here else 0) + buffers + forward(share)
-    return memory | {"peak": peak}, held, inference
+    return memory | {"peak": peak}, held
 
 
 def numbers(shapes: Iterable[Shape]) -> int:
@@ -50,10 +49,8 @@ def numbers(shapes: Iterable[Shape]) -> int:
 def states(share: RankShare) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) between two steps."""
     of_blocks, rest = share.shapes
-    if share.sharded:  # rows of each parameter, as many on every rank
-        own = [(-(-shape[0] // share.shards), *shape[1:]) for unit in (*of_blocks, rest) for shape in unit]
-    else:
-        own = [shape for unit in (*of_blocks, rest) for shape in unit]
+    # Where parameters are sharded, rows of each, as many on every rank.
+    own = [(-(-shape[0] // share.shards), *shape[1:]) for unit in (*of_blocks, rest) for shape in unit]
     parameters = FULL * (numbers(own) + share.positions)
     updated = parameters
     if share.config.data_parallel == "zero1" and share.replicas > 1:
@@ -214,31 +211,6 @@ def gathered(share: RankShare, later: bool = False) -> int:
 
 def _rest(share: RankShare, stage: Stage) -> list[Shape]:
     return (share.first_shapes if stage.first else []) + (share.last_shapes if stage.last else [])
-
-
-def forward(share: RankShare) -> float:
-    """Most bytes of a forward pass without gradients, including the input."""
-    w, t, low = share.width, share.t, share.low
-    hidden = share.samples * share.tokens * share.hidden / t
-    stage = share.stages[0]
-    lowered = (share.blocks * copies(share, share.block_shapes)) if share.copies else 0
-    x = FULL * (share.inputs if stage.first else share.stream)
-    x += w * share.inputs if stage.first and low else 0
-    mlp = 3 * FULL * share.stream + 2 * w * hidden
-    across = 0.0
-    if share.image > 1:
-        everything = share.samples * share.all_tokens * share.d
-        own = 3 * w * share.whole / t
-        if share.method == "gather":
-            copied = 4 if min(share.shares) < max(share.shares) else 2
-            across = own + (2 * w * share.whole + copied * w * everything) / t
-        elif share.method == "all_to_all":
-            across = own + 4 * w * share.whole / t
-        else:
-            across = own + (6 * w + 4 * FULL) * share.whole / t
-        across += 2 * FULL * share.stream + (w * share.whole if low else 0)
-    head = 2 * FULL * share.stream + (w * share.whole if low else 0) + 2 * w * share.outputs if share.last else 0
-    return x + lowered + max(mlp, across, head) + gathered(share)
 
 
 # Pipelines.

@@ -4,9 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from tools.instruments.counting import bytes_sent
+from tools.instruments.tracker import Message
 from tools.planner.memory_formulas import FULL, zero1_shares
 from tools.planner.rank_share import RankShare, Shape, Stage
-from tools.planner.tracker import Message
 
 
 def messages_of(share: RankShare) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:
@@ -46,12 +47,7 @@ class _Messages:
         name, ranks = self.share.group(dimension)
         if ranks == 1 or not calls:
             return
-        sent = {
-            "all_reduce": lambda: 2 * size * (ranks - 1) // ranks,
-            "all_gather": lambda: size * (ranks - 1),
-            "reduce_scatter": lambda: size * (ranks - 1) // ranks,
-        }.get(kind, lambda: size)()
-        self.counted[Message(phase, kind, name, round(sent))] += calls
+        self.counted[Message(phase, kind, name, round(bytes_sent(kind, size, ranks)))] += calls
         self.used[dimension] = None
 
     def tensor_parallel(self, stage: Stage) -> None:
@@ -170,10 +166,9 @@ class _Messages:
 
 
 def _as_gradients_come(first: Sequence[Shape], blocks: Sequence[Sequence[Shape]], last: Sequence[Shape]) -> list[Shape]:
-    n1w, n1b, qkv, qkv_b, proj, proj_b, n2w, n2b, fc1, fc1_b, fc2, fc2_b = blocks[0]
-    block = [fc2_b, fc2, fc1_b, fc1, n2w, n2b, proj_b, proj, qkv_b, qkv, n1w, n1b]
-    norm_w, norm_b, head, head_b = last
-    return [head_b, head, norm_w, norm_b, *(block * len(blocks)), *reversed(first)]
+    norm1, attention, norm2, mlp = blocks[0][:2], blocks[0][2:6], blocks[0][6:8], blocks[0][8:]
+    block = [*reversed(mlp), *norm2, *reversed(attention), *norm1]
+    return [*reversed(last[2:]), *last[:2], *(block * len(blocks)), *reversed(first)]
 
 
 def gathers(share: RankShare) -> tuple[int, int]:

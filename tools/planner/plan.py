@@ -14,6 +14,10 @@ from utils.schema import Config
 FRAGMENTATION = 0.15  # of allocated memory, lost by torch's allocator (5 to 15 % in published runs)
 DALI_BYTES = 5 * 2**30  # the pipelines of NVIDIA DALI, which decode and prefetch on the GPU, outside the allocator
 FITS, MARGINAL = 0.85, 0.95  # largest share of the reported memory that a layout may need
+OF_THE_LAYOUT = (  # keys of the config
+    "data_parallel", "sequence_parallel", "cp_method", "domain_method", "pp_schedule", "gradient_accumulation",
+    "activation_checkpointing", "amp_mode", "global_batch_size",
+)  # fmt: skip
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "buffers")
 
 
@@ -23,7 +27,7 @@ class Plan:
 
     memory: {category: its own largest size}; "activations" includes the batch and the batch that is fetched ahead.
     peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells. inference: the same of a
-    forward pass, while everything that training keeps stays allocated.
+    forward pass, while everything that training keeps stays allocated; None by formula.
     flops: of a step on all devices, including what checkpointing computes again.
     formula_peak: the peak by formula, where both were computed.
     """
@@ -33,7 +37,7 @@ class Plan:
     gpu: Gpu
     memory: dict[str, float]
     peak: float
-    inference: float
+    inference: float | None
     flops: float
     time: StepTime
     formula_peak: float | None = None
@@ -82,19 +86,16 @@ class Plan:
         return {
             "layout": {
                 "gpus": layout.world_size, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp,
-                "domain": rows * columns if columns == 1 else f"{rows}x{columns}", "data_parallel": c.data_parallel,
-                "dp_shard": layout.shard, "sequence_parallel": c.sequence_parallel, "cp_method": c.cp_method,
-                "domain_method": c.domain_method, "pp_schedule": c.pp_schedule,
-                "gradient_accumulation": c.gradient_accumulation,
-                "activation_checkpointing": c.activation_checkpointing, "amp_mode": c.amp_mode,
-                "global_batch_size": c.global_batch_size, "local_batch_size": c.global_batch_size // layout.dp,
+                "domain": rows * columns if columns == 1 else f"{rows}x{columns}", "dp_shard": layout.shard,
+                "local_batch_size": c.global_batch_size // layout.dp,
+                **{key: getattr(c, key) for key in OF_THE_LAYOUT},
             },
             "gpu": self.gpu.name,
             "memory_bytes": {name: round(size) for name, size in self.memory.items()}
             | {"overhead": round(self.overhead)},
             "host_bytes": round(self.host),
             "peak_allocated_bytes": round(self.peak),
-            "inference_peak_allocated_bytes": round(self.inference),
+            "inference_peak_allocated_bytes": None if self.inference is None else round(self.inference),
             "gpu_memory_bytes": self.gpu.memory,
             "fits": self.fits,
             "collectives": self.time.collectives,
@@ -121,13 +122,14 @@ def plan_layout(
     batch = max(trace.memory["batch"] for trace in traces)
     memory["activations"] += 2 * batch
     flops = sum(op.flops * calls for trace in traces for op, calls in trace.operations.items()) / len(traces)
+    inference = [trace.inference for trace in traces if trace.inference is not None]
     return Plan(
         config,
         layout,
         gpu,
         memory,
         max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace,
-        max(trace.inference for trace in traces) + gpu.workspace,
+        max(inference) + gpu.workspace if inference else None,
         flops * layout.world_size,
         step_time(traces, config, layout, gpu, calibration),
     )

@@ -68,15 +68,16 @@ def precision(config: Config) -> str:
 def memory_text(plan: Plan) -> str:
     """Memory by category as a table, and whether it fits."""
     host = HOST if plan.config.cpu_offload else ()
-    rows = [(f"{name}, in host memory" if name in host else name, plan.memory[name] / GIB) for name in CATEGORIES]
-    rows += [
-        ("at most at once, in training", plan.peak / GIB),
-        ("at most at once, in a forward pass", plan.inference / GIB),
-        ("outside of the allocator, and its loss", plan.overhead / GIB),
-        ("needed", plan.needed / GIB),
-        (f"{plan.gpu.name} has", plan.gpu.memory / GIB),
-    ]
-    table = format_table({"memory of the rank that holds most": "", "GiB": ".2f"}, rows)
+    sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
+    sizes |= {
+        "at most at once, in training": plan.peak,
+        "at most at once, in a forward pass": plan.inference or 0,
+        "outside of the allocator, and its loss": plan.overhead,
+        "needed": plan.needed,
+        f"{plan.gpu.name} has": plan.gpu.memory,
+    }
+    columns = {"memory of the rank that holds most": "", "GiB": ".2f"}
+    table = format_table(columns, [(name, size / GIB) for name, size in sizes.items()])
     other = f" By formula the peak is {differs(plan)} GiB." if differs(plan) else ""
     return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
 
@@ -174,19 +175,10 @@ def scaling_text(points: Sequence[Point], request: Request) -> str:
     )
 
 
-def memory_picture(plans: Sequence[Plan], path: Path | str) -> None:
-    """Write the memory of each plan by category as a PNG."""
-    _bars(plans, path, time=False)
-
-
-def search_picture(plans: Sequence[Plan], path: Path | str) -> None:
-    """Write memory and time of each plan as a PNG."""
-    _bars(plans, path, time=True)
-
-
-def _bars(plans, path, time):
-    """Memory of each layout by category beside that of the GPU, and its time by part."""
-    figure, (memory, *others) = panels([layout_words(plan) for plan in plans], 2 if time else 1, 13 if time else 9)
+def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
+    """Write the memory of each layout by category as a PNG, and the time of several layouts by part."""
+    count = 2 if len(plans) > 1 else 1
+    figure, (memory, *others) = panels([layout_words(plan) for plan in plans], count, 6.5 * count)
     sizes = {name: [plan.memory.get(name, plan.overhead) / GIB for plan in plans] for name in COLORS}
     stack(memory, sizes, list(COLORS.values()))
     mark(memory, [plan.needed / GIB for plan in plans], "needed at once")

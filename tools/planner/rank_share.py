@@ -4,6 +4,8 @@ import math
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DTYPES, SHARDED
 from networks.vit import patch_grid
@@ -144,16 +146,10 @@ class RankShare:
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """The ranks in this rank's group along a dimension, or along a combined one."""
-        if name == "world":
-            return tuple(range(self.layout.world_size))
-        found, stride, places = [0], 1, {"pp": self.stage, "cp": self.band}
-        for dim, size in reversed(self.dims.items()):
-            if dim in _parts(name):
-                found = [rank + i * stride for i in range(size) for rank in found]
-            else:
-                found = [rank + places.get(dim, 0) * stride for rank in found]
-            stride *= size
-        return tuple(sorted(found))
+        places = {"pp": self.stage, "cp": self.band}
+        grid = np.arange(self.layout.world_size).reshape(*self.dims.values())
+        own = tuple(slice(None) if name == "world" or d in _parts(name) else places.get(d, 0) for d in self.dims)
+        return tuple(grid[own].ravel().tolist())
 
 
 def _parts(name):

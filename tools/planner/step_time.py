@@ -4,7 +4,6 @@ Computation: the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785), o
 tools.planner.collective_time. The pipeline's bubble: Narayanan et al. 2021 (arXiv:2104.04473).
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +11,20 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from scipy.optimize import brentq
 
 from distributed.data_parallel import SHARDED
+from tools.instruments.tracker import ATTENTION
 from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import Gpu
 from tools.planner.trace import Trace
-from tools.planner.tracker import ATTENTION
 from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config
 
 # Half-widths of the band, see StepTime.
 UNCALIBRATED, CALIBRATED = 0.35, 0.20
+LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3  # of a calibration
 
 # torch.compile fuses chains of elementwise operations: about every second tensor stays in registers.
 COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.5, 0.5
@@ -111,21 +112,18 @@ def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu,
     if ranks != layout.world_size:
         raise UsageError(f"calibration: the summary is of a run on {ranks} ranks, the layout has {layout.world_size}")
     measured = config.global_batch_size / speed * (1 - (summary.get("data_wait_fraction") or 0))
-    low, high = 1e-3, 1e3
-    for factor in (low, high):
-        predicted = step_time(traces, config, layout, gpu, factor).seconds
-        if (predicted > measured) == (factor == low):
+
+    def too_long(factor: float) -> float:
+        return step_time(traces, config, layout, gpu, factor).seconds - measured
+
+    for factor in LEAST_FACTOR, MOST_FACTOR:
+        if (off := too_long(factor)) * (factor - 1) < 0:
             raise UsageError(
                 f"calibration: {speed:.4g} samples/s cannot be met: the run took {measured:.3g} s a step, and with "
-                f"computation {factor:g} times as long it takes {predicted:.3g} s; is it of this configuration and GPU?"
+                f"computation {factor:g} times as long it takes {measured + off:.3g} s; is it of this configuration "
+                "and GPU?"
             )
-    while high / low > 1 + 1e-6:
-        middle = math.sqrt(low * high)
-        if step_time(traces, config, layout, gpu, middle).seconds < measured:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(low * high)
+    return brentq(too_long, LEAST_FACTOR, MOST_FACTOR, xtol=1e-9)
 
 
 class _Step:

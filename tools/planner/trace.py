@@ -24,9 +24,9 @@ from networks.vit import Attention
 from tools.instruments.assembly import random_batch, split_as_configured
 from tools.instruments.memory import memory_of_a_step, optimizer_states
 from tools.instruments.phases import around, phases_of
+from tools.instruments.tracker import Message, Operation
 from tools.planner.cuda_autocast import CudaAutocast
-from tools.planner.fake import FakeTensor, Replica, fake_rank, pipeline_shapes, receive_buffers
-from tools.planner.tracker import Message, Operation, Tracker
+from tools.planner.fake import FakeTensor, FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
 from training.model import build_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
@@ -53,15 +53,16 @@ HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host 
 class Trace:
     """A step of one rank.
 
-    memory: {label: bytes at most} of tools.planner.tracker, and "peak". held: as tools.instruments.memory measures it.
-    inference: most bytes in a forward pass, while everything that training keeps stays allocated.
+    memory: {label: bytes at most} of tools.instruments.tracker, and "peak". held: as tools.instruments.memory has it.
+    inference: most bytes in a forward pass, while everything that training keeps stays allocated;
+    None where it was not traced.
     operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
     in this rank's group}.
     """
 
     memory: dict[str, float]
     held: Mapping[str, float]
-    inference: float
+    inference: float | None
     operations: Counter[Operation]
     messages: Counter[Message]
     groups: dict[str, tuple[int, ...]]
@@ -137,7 +138,7 @@ def _trace(config, layout, rank, device_type):
             step_class = TrainingStep if autocast is None else partial(GpuStep, autocast)
             step = step_class(config, device, parallel, optimizer, build_task(config))
             x, y = random_batch(config, device)
-            with Tracker():
+            with FakeTracker():
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
 
@@ -179,7 +180,7 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     received = receive_buffers(stages)
     there = [*weights, *states, *buckets, *received]
     sharded = [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]
-    tracker = Tracker([*there, x, y])
+    tracker = FakeTracker([*there, x, y])
     tracker.label("parameters", weights)
     tracker.label("optimizer", states)
     tracker.label("gradients", buckets)
@@ -226,6 +227,6 @@ def _inference(step, module, x, there):
     x = x.chunk(step.config.gradient_accumulation)[0][:, : step.config.model_in_channels].clone()
     if step.parallel.pipeline and not step.parallel.pipeline.first:
         x = torch.empty(step.parallel.pipeline.stages[0].tokens)
-    with Tracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
+    with FakeTracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
         module(x)
     return tracker.memory()["peak"]

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from tools.benchmarks.scaling.figures import collect
+from tools.benchmarks.scaling.report import text_table, write_report
 from tools.benchmarks.scaling.runs import FINISHED, OTHER_SETTINGS, become, output_file, start, state
 from tools.benchmarks.scaling.slurm import job_lines, submit
 from tools.benchmarks.scaling.study import Run, build_runs, parse_target, read_study
-from tools.benchmarks.scaling.study_report import text_table, write_report
 from utils.errors import FAILED_STATUS, STOPPED_STATUS, UsageError
 from utils.launch import read_launch
 
@@ -43,10 +43,9 @@ def run(
     study = read_study(study_file, name)
     runs = build_runs(study_file, study, words)
     aim = None
-    if target:
-        aim = parse_target(target, "command line", "given with --target")
-    elif study.target:
-        aim = parse_target(study.target, f"{study_file}: {name}", "set in the study")
+    if target or study.target:
+        where = ("command line", "given with --target") if target else (f"{study_file}: {name}", "set in the study")
+        aim = parse_target(target or study.target or "", *where)
     folder = Path(out or f"logs/scaling/{name}")
     if action == "list":
         for each in runs:
@@ -54,7 +53,7 @@ def run(
         return 0
     if only is not None and not 0 <= only < len(runs):
         raise UsageError(f"--only {only}: the study has runs 0 to {len(runs) - 1}; --list shows them")
-    _make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     if action in ("sbatch", "submit"):
         given = [f"--study={name}", f"--study_file={study_file}", f"--out={folder}"]
         given += [f"--target={target}"] if target else []
@@ -62,31 +61,23 @@ def run(
         print(f"the report comes with job {submit(lines)}, after all runs" if action == "submit" else "\n".join(lines))
         return 0
 
-    launch = read_launch()
+    launch, chosen = read_launch(), runs if only is None else [runs[only]]
     if only is not None and ("RANK" in os.environ or launch.world_size > 1):
-        _startable([runs[only]], folder, quietly=False)
+        _startable(chosen, folder, quietly=False)
         become(runs[only], folder, launch)
     if launch.world_size > 1:
         raise UsageError("benchmark.py scaling starts the ranks itself: start it in one process, or give --only")
     if action == "run":
-        chosen = runs if only is None else [runs[only]]
         for each in _startable(chosen, folder):
             if _train(each, folder, len(runs)) == STOPPED_STATUS:
                 print("stopped; the same command goes on from here")
                 return STOPPED_STATUS
-        if only is not None:
-            return 0 if state(runs[only], folder).kind == FINISHED else FAILED_STATUS
+    if action == "run" and only is not None:
+        return 0 if state(runs[only], folder).kind == FINISHED else FAILED_STATUS
     figures = collect(runs, folder, aim)
     write_report(figures, study, folder)
-    print(f"\n{text_table(figures)}\n\nthe report is {folder / 'report.html'}, its figures report.json and report.csv")
-    return 0 if all(row.state == FINISHED for row in figures.rows) else FAILED_STATUS
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: cannot be made: {error.strerror}") from None
+    print(f"\n{text_table(figures)}\n\nthe report is {folder / 'report.html'}, its figures are report.json")
+    return 0 if all(figures.rows["state"] == FINISHED) else FAILED_STATUS
 
 
 def _startable(runs: list[Run], folder: Path, quietly: bool = True) -> list[Run]:
@@ -108,7 +99,6 @@ def _train(each: Run, folder: Path, count: int) -> int:
     started = time.monotonic()
     status = start(each, folder)
     now = state(each, folder)
-    took = f"after {time.monotonic() - started:.0f} s"
     said = "finished" if now.kind == FINISHED else f"{now.kind}: {now.why} ({output_file(each, folder)})"
-    print(f"    {said} {took}", flush=True)
+    print(f"    {said} after {time.monotonic() - started:.0f} s", flush=True)
     return status

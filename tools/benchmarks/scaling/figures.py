@@ -1,100 +1,43 @@
-"""Figures of the runs of a study: speedup, efficiency, time and cost, one row for each run."""
+"""Figures of the runs of a study, a row for each: speedup, efficiency, time and cost.
+
+They are read from the summary and the TensorBoard events in each run folder. A run that was stopped and continued has
+several event files. TensorBoard's reader joins them and drops steps that were computed twice.
+"""
 
 import math
-import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.scaling.history import History, read_history
-from tools.benchmarks.scaling.runs import FINISHED, place, state, summary
+import numpy
+from pandas import DataFrame, Series
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+from tools.benchmarks.scaling.runs import FINISHED, place, state
 from tools.benchmarks.scaling.study import Run, Target
+from training.clock import WARMUP_ITERATIONS
+from training.run_folder import read_summary
 from utils.config import nearest
 from utils.errors import UsageError
 
 USUAL_FIELD = "z500"
-
-
-@dataclass
-class Row:
-    """The figures of a run; None where the run is not finished or a figure does not apply.
-
-    samples_per_sec: of all ranks together, the median over the epochs. relative_to: the run that speedup and efficiency
-    are measured against. at_first: whether the first validation had reached the target. rmse, persistence_rmse: of
-    every field, in its units, at the end. oversubscribed: more threads than cores on a node, or more ranks than
-    accelerators.
-    """
-
-    number: int
-    run: str
-    family: str
-    layout: str
-    scaling: str
-    ranks: int
-    command: str
-    folder: str
-    state: str
-    why: str
-    batch: int
-    iterations: int
-    parameters: int | None = None
-    samples_per_sec: float | None = None
-    slowest_epoch: float | None = None
-    fastest_epoch: float | None = None
-    relative_to: str | None = None
-    speedup: float | None = None
-    efficiency: float | None = None
-    training_seconds: float | None = None
-    device_hours: float | None = None
-    device_hours_per_1000_samples: float | None = None
-    seconds_to_target: float | None = None
-    at_first: bool | None = None
-    device_hours_to_target: float | None = None
-    peak_memory_bytes: int | None = None
-    rmse: dict[str, float] | None = None
-    persistence_rmse: dict[str, float] | None = None
-    units: dict[str, str] | None = None
-    place: dict[str, Any] | None = None
-    oversubscribed: bool | None = None
-
-    @property
-    def peak_gib(self) -> float | None:
-        """The most memory that a rank held, GiB."""
-        return self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None
-
-    @property
-    def spread(self) -> str | None:
-        """Samples/s of the slowest and the fastest epoch, in words."""
-        return None if self.slowest_epoch is None else f"{self.slowest_epoch:.1f} to {self.fastest_epoch:.1f}"
-
-    @property
-    def reached(self) -> str:
-        """Seconds to the target, in words."""
-        if self.seconds_to_target is None:
-            return "not reached"
-        return f"{'≤ ' if self.at_first else ''}{self.seconds_to_target:.1f}"
-
-    @property
-    def crowd(self) -> str:
-        """Why the speed of an oversubscribed run says little."""
-        place = self.place or {}
-        there = f"{place['devices']} device(s)" if place["devices"] else f"{place['cores']} core(s)"
-        return (
-            f"oversubscribed: {self.ranks} ranks with {place['threads']} thread(s) each take turns on "
-            f"{place['nodes']} x {there}; the speed says nothing about scaling"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """All figures by name."""
-        return asdict(self)
+OF_THE_SUMMARY = ("parameters", "peak_memory_bytes", "rmse", "persistence_rmse", "units")
+OF_THE_STEPS = ("samples_per_sec", "slowest_epoch", "fastest_epoch", "training_seconds")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A row for each run, {number: history} of the finished runs, and the target."""
+    """What a study has come to.
 
-    rows: list[Row]
-    histories: dict[int, History]
+    rows: a row for each run; NaN where the run is not finished or a figure does not apply. samples_per_sec is of all
+    ranks together, the median over the epochs. relative_to is the run that speedup and efficiency are measured against.
+    reached: seconds to the target in words, ≤ where the first validation had reached it. rmse, persistence_rmse: of
+    each field, in its units, at the end. crowd: why the speed of an oversubscribed run says little, "" for others.
+    errors: {run: RMSE of each validation, with a column for each field, by seconds in training steps}.
+    """
+
+    rows: DataFrame
+    errors: dict[str, DataFrame]
     target: Target | None
 
 
@@ -103,80 +46,118 @@ def collect(runs: list[Run], out: Path, target: Target | None) -> Figures:
 
     target: None chooses one that all finished runs reach. Raises UsageError for a field that no run forecasts.
     """
-    rows, histories = [], {}
+    rows, errors = [], {}
     for run in runs:
-        now = state(run, out)
-        row = Row(
-            run.number, run.name, run.family, run.layout, run.scaling, run.ranks, run.command, str(run.folder),
-            now.kind, now.why, run.config.global_batch_size, run.config.num_iters, place=place(run, out),
-        )  # fmt: skip
+        now, where = state(run, out), place(run, out)
+        row: dict[str, Any] = {
+            "number": run.number, "run": run.name, "family": run.family, "layout": run.layout, "scaling": run.scaling,
+            "ranks": run.ranks, "command": run.command, "folder": str(run.folder), "state": now.kind, "why": now.why,
+            "batch": run.config.global_batch_size, "iterations": run.config.num_iters, "place": where,
+        }  # fmt: skip
         rows.append(row)
         if now.kind == FINISHED:
-            histories[run.number] = read_history(run.folder, run.config.global_batch_size)
-            _fill(row, histories[run.number], summary(run))
-    target = _check(target, histories) if target else _choose(histories)
-    for family in dict.fromkeys(row.family for row in rows):
-        _compare([(row, row.samples_per_sec) for row in rows if row.family == family and row.samples_per_sec])
+            summary = read_summary(run.folder / "summary.json")
+            steps, errors[run.name] = read_history(run.folder, run.config.global_batch_size)
+            row |= {name: summary.get(name) for name in OF_THE_SUMMARY}
+            row |= zip(OF_THE_STEPS, _speed(steps), strict=True)
+            row["crowd"] = _crowd(run, where, summary["device"]) if where else ""
     if target:
-        for number, history in histories.items():
-            _reach(rows[number], history, target)
-    return Figures(rows, histories, target)
+        _check(target, errors)
+    else:
+        target = _choose(errors)
+    if target:
+        for row in rows:
+            if row["run"] in errors:
+                own = errors[row["run"]][target.field]
+                seconds, sign = seconds_to(own, target.rmse), "≤ " if own.iloc[0] <= target.rmse else ""
+                row["seconds_to_target"] = seconds
+                row["reached"] = "not reached" if math.isnan(seconds) else f"{sign}{seconds:.1f}"
+    return Figures(_compared(rows), errors, target)
 
 
-def device_hours(ranks: int, seconds: float) -> float:
-    """Device-hours of `ranks` devices, whether they compute or wait."""
-    return ranks * seconds / 3600
+def read_history(folder: Path, batch: int) -> tuple[DataFrame, DataFrame]:
+    """The training steps and the errors in the events of a run folder. batch: samples of an optimizer step.
+
+    steps: from reading to reading, indexed by the last iteration of each piece; columns `first` (iteration - 1),
+    `samples`, `seconds` and `epoch`. Steps whose reading was lost with a killed process count with the speed of the
+    next one. errors: as of Figures.
+    """
+    events = EventAccumulator(str(folder), {SCALARS: 0})  # 0: keep all events
+    events.Reload()
+    found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()[SCALARS]}
+    speeds = Series(found.get("speed/samples_per_sec", {}), dtype=float)
+    ends = Series(found.get("loss/train_epoch", {}), dtype=float).index
+    steps = DataFrame({"first": [0, *speeds.index[:-1]][: len(speeds)]}, index=speeds.index)
+    steps["samples"] = (steps.index - steps["first"]) * batch
+    steps["seconds"] = steps["samples"] / speeds
+    steps["epoch"] = ends.searchsorted(steps.index)  # a reading ends with each epoch: none is in two
+    errors = DataFrame({tag.partition("_")[2]: values for tag, values in found.items() if tag.startswith("rmse/")})
+    errors.index = [float(steps["seconds"][steps.index <= iteration].sum()) for iteration in errors.index]
+    return steps, errors
 
 
-def _fill(row: Row, history: History, result: dict[str, Any]) -> None:
-    speeds = history.epoch_speeds()
-    row.parameters, row.peak_memory_bytes = result["parameters"], result["peak_memory_bytes"]
-    row.rmse, row.units = result.get("rmse"), result["units"]
-    row.persistence_rmse = result.get("persistence_rmse")
-    if speeds:
-        row.samples_per_sec = statistics.median(speeds)
-        row.slowest_epoch, row.fastest_epoch = min(speeds), max(speeds)
-        row.device_hours_per_1000_samples = device_hours(row.ranks, 1000 / row.samples_per_sec)
-        row.training_seconds = history.seconds_at(row.iterations)
-        row.device_hours = device_hours(row.ranks, row.training_seconds)
-    if row.place:
-        each, of = (row.place["threads"], "cores") if result["device"] == "cpu" else (1, "devices")
-        row.oversubscribed = row.ranks / row.place["nodes"] * each > row.place[of]
+def seconds_to(errors: Series, target: float) -> float:
+    """Seconds in training steps until an error first falls to `target`; NaN where it never does.
+
+    It is interpolated linearly between two validations. A run whose first validation is below the target has reached
+    it then. errors: of each validation, by seconds.
+    """
+    reached = numpy.flatnonzero(errors <= target)
+    if not len(reached):
+        return math.nan
+    around = errors.iloc[max(0, reached[0] - 1) : reached[0] + 1]
+    return float(numpy.interp(-target, -around, around.index))  # the errors fall, interp wants a rise
 
 
-def _compare(family: list[tuple[Row, float]]) -> None:
-    """Fill in speedup and efficiency, relative to the fastest of the smallest runs. family: (row, samples/s)."""
-    if not family:
-        return
-    base, base_speed = min(family, key=lambda pair: (pair[0].ranks, -pair[1]))
-    for row, speed in family:
-        row.relative_to = base.run
-        row.speedup = speed / base_speed
-        row.efficiency = row.speedup / (row.ranks / base.ranks)
+def _speed(steps: DataFrame) -> list[float]:
+    """OF_THE_STEPS. The first steps count in the seconds alone, unless the run has no others."""
+    steady = steps[steps["first"] >= WARMUP_ITERATIONS]
+    epochs = (steps if steady.empty else steady).groupby("epoch")[["samples", "seconds"]].sum()
+    speeds = epochs["samples"] / epochs["seconds"]
+    return [speeds.median(), speeds.min(), speeds.max(), steps["seconds"].sum() if len(steps) else math.nan]
 
 
-def _reach(row: Row, history: History, target: Target) -> None:
-    row.seconds_to_target = history.seconds_to(target.field, target.rmse)
-    if row.seconds_to_target is not None:
-        row.at_first = bool(history.errors[target.field].iloc[0] <= target.rmse)
-        row.device_hours_to_target = device_hours(row.ranks, row.seconds_to_target)
+def _crowd(run: Run, where: dict[str, Any], device: str) -> str:
+    """Whether there were more threads than cores on a node, or more ranks than devices, in words."""
+    threads, kind = (where["threads"], "cores") if device == "cpu" else (1, "devices")
+    if run.ranks / where["nodes"] * threads <= where[kind]:
+        return ""
+    there = f"{where['nodes']} x {where[kind]} {kind}"
+    return f"oversubscribed: {run.ranks} ranks with {where['threads']} thread(s) each take turns on {there}"
 
 
-def _check(target: Target, histories: dict[int, History]) -> Target:
-    for history in histories.values():
-        if target.field not in history.errors:
-            near = nearest(target.field, history.errors)
+def _compared(rows: list[dict[str, Any]]) -> DataFrame:
+    """The rows with speedup and efficiency, relative to the fastest of the smallest runs of a family, and costs."""
+    known = dict.fromkeys(name for row in rows for name in row)
+    frame = DataFrame(rows, columns=[*known, *({*OF_THE_SUMMARY, *OF_THE_STEPS, "seconds_to_target"} - {*known})])
+    timed = frame[frame["samples_per_sec"].notna()].sort_values(["ranks", "samples_per_sec"], ascending=[True, False])
+    base = timed.groupby("family")[["run", "ranks", "samples_per_sec"]].first().reindex(frame["family"])
+    base.index = frame.index
+    frame["relative_to"] = base["run"].where(frame["samples_per_sec"].notna())
+    frame["speedup"] = frame["samples_per_sec"] / base["samples_per_sec"]
+    frame["efficiency"] = frame["speedup"] / (frame["ranks"] / base["ranks"])
+    hours = frame["ranks"] / 3600  # of devices, whether they compute or wait
+    frame["device_hours"] = hours * frame["training_seconds"]
+    frame["device_hours_per_1000_samples"] = hours * 1000 / frame["samples_per_sec"]
+    frame["device_hours_to_target"] = hours * frame["seconds_to_target"]
+    frame["peak_gib"] = frame["peak_memory_bytes"].astype(float) / 2**30
+    return frame
+
+
+def _check(target: Target, errors: dict[str, DataFrame]) -> None:
+    for own in errors.values():
+        if target.field not in own:
+            near = nearest(target.field, own)
             raise UsageError(f"target {target.field}={target.rmse:g}: no run forecasts '{target.field}'{near}")
-    return target
 
 
-def _choose(histories: dict[int, History]) -> Target | None:
+def _choose(errors: dict[str, DataFrame]) -> Target | None:
     """An RMSE that every finished run reaches: the best of the worst run, rounded up to three digits."""
-    fields = set.intersection(*(set(history.errors) for history in histories.values())) if histories else set()
+    fields = set.intersection(*map(set, errors.values())) if errors else set()
     if not fields:
         return None
     field = USUAL_FIELD if USUAL_FIELD in fields else min(fields)
-    worst = max(history.errors[field].min() for history in histories.values())
+    worst = max(own[field].min() for own in errors.values())
     digit = 10.0 ** (math.floor(math.log10(worst)) - 2)
     reason = "chosen afterwards: what the worst of these runs reaches at its best, rounded up"
     return Target(field, float(f"{math.ceil(worst / digit) * digit:.6g}"), reason)

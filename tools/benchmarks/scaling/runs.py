@@ -9,20 +9,18 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tools.benchmarks.scaling.study import Run
 from tools.tables import machine
 from training.run_folder import read_summary
-from utils.config import check_config, read_named_config
+from utils.config import check_config, differing_keys, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError
 from utils.files import read_json, write_json
 from utils.launch import Launch
-from utils.schema import keys_that_affect
 
 FINISHED, FAILED, MISSING = "finished", "failed", "missing"
 UNFINISHED, OTHER_SETTINGS = "unfinished", "of other settings"
@@ -30,8 +28,7 @@ START_OF_A_JOB = "launch: job "  # sites/launch.sh begins with it; a job that is
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+: )?(?:error: |(?!.*SignalException)[\w.]*(?:Error|Exception): ).+", re.M)
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """State of a run: one of the words above, and the reason in a line."""
 
     kind: str
@@ -50,14 +47,9 @@ def state(run: Run, out: Path) -> State:
     return State(FAILED, error) if error else State(UNFINISHED, "it was stopped, or is running")
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """The summary of a finished run, as its trainer wrote it."""
-    return read_summary(run.folder / "summary.json")
-
-
 def place(run: Run, out: Path) -> dict[str, Any]:
     """The machine of a run: device, cores and nodes; empty where this program did not start the run."""
-    path = _place_file(run, out)
+    path = output_file(run, out).with_suffix(".json")
     there = read_json(path) if path.exists() else {}
     return there if there.get("run") == run.name else {}  # else the runs of the study had other numbers
 
@@ -70,7 +62,7 @@ def start(run: Run, out: Path) -> int:
     _write_place(run, out, Launch(world_size=run.ranks), int(os.environ.get("OMP_NUM_THREADS", 1)))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"]
     command = [sys.executable, *(launcher if run.ranks > 1 else []), run.script, *run.words]
-    stopped = False
+    stopped = []
     with (
         output_file(run, out).open("w") as output,
         subprocess.Popen(
@@ -80,8 +72,7 @@ def start(run: Run, out: Path) -> int:
     ):  # fmt: skip
 
         def stop(*_):
-            nonlocal stopped
-            stopped = True
+            stopped.append(True)
             process.terminate()
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -90,11 +81,9 @@ def start(run: Run, out: Path) -> int:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if stopped:
-            return STOPPED_STATUS
-        if status not in (0, STOPPED_STATUS) and _last_error(run, out) is None:
+        if status not in (0, STOPPED_STATUS) and not stopped and _last_error(run, out) is None:
             print(f"error: it ended with status {status}", file=output)
-    return status
+    return STOPPED_STATUS if stopped else status
 
 
 def become(run: Run, out: Path, launch: Launch) -> None:
@@ -115,10 +104,6 @@ def output_file(run: Run, out: Path) -> Path:
     return out / f"run-{run.number}.out"
 
 
-def _place_file(run: Run, out: Path) -> Path:
-    return out / f"run-{run.number}.json"
-
-
 def _write_place(run: Run, out: Path, launch: Launch, threads: int) -> None:
     cpu = run.config.device == "cpu" or not torch.accelerator.is_available()
     found = None if cpu else torch.accelerator.current_accelerator()  # only its name is read
@@ -129,13 +114,13 @@ def _write_place(run: Run, out: Path, launch: Launch, threads: int) -> None:
         "threads": threads,
         "devices": torch.accelerator.device_count() if found else 0,
     }
-    write_json(_place_file(run, out), here)
+    write_json(output_file(run, out).with_suffix(".json"), here)
 
 
 def _last_error(run: Run, out: Path) -> str | None:
     """The first error in the output of a run's last start; None where there is none."""
     path = output_file(run, out)
-    if not path.exists() or (_place_file(run, out).exists() and not place(run, out)):
+    if not path.exists() or (path.with_suffix(".json").exists() and not place(run, out)):
         return None
     text = path.read_text(errors="replace").rpartition(START_OF_A_JOB)[2]
     found = ERROR.search(text)
@@ -144,11 +129,11 @@ def _last_error(run: Run, out: Path) -> str | None:
 
 def _other_settings(run: Run) -> str:
     """The keys in which the run in the folder differs from the one of the study, layout included; "" for none."""
-    path, name = run.folder / "config.yaml", run.config.config
+    path, name, ours = run.folder / "config.yaml", run.config.config, run.config
     there = check_config(read_named_config(path, name), name, f"{path}: {name}")
-    keys = keys_that_affect("model", "result", "training", "layout", "speed")
-    pairs = [(key, getattr(there, key), getattr(run.config, key)) for key in keys]
-    differing = [f"{key} {theirs}, not {ours}" for key, theirs, ours in pairs if theirs != ours]
-    if (run.folder / "summary.json").exists() and (ranks := summary(run)["world_size"]) != run.ranks:
+    keys = differing_keys(there, ours, "model", "result", "training", "layout", "speed")
+    differing = [f"{key} {getattr(there, key)}, not {getattr(ours, key)}" for key in keys]
+    summary = run.folder / "summary.json"
+    if summary.exists() and (ranks := read_summary(summary)["world_size"]) != run.ranks:
         differing.append(f"{ranks} ranks, not {run.ranks}")
     return ", ".join(differing)

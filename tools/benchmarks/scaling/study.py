@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from utils.config import SCRIPTS, SPLITS, explain, load_config, nearest, option_words, read_named_config
-from utils.errors import UsageError
+from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config, Text, key
 
 OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # set by the study, not by options
@@ -110,22 +110,21 @@ def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
     runs: list[Run] = []
     for family_name, family in study.families.items():
         for layout_name, layout in family.layouts.items():
+            options = {**study.options, **family.options, **layout.options}
             for ranks in layout.ranks:
                 name = f"{family_name}-{layout_name}-{ranks}"
-                where = f"{path}: {study.name}: {name}"
-                options = {**study.options, **family.options, **layout.options}
-                _check_options(options, where)
-                script = layout.script or _script(options, where)
-                own = (
-                    [f"--yaml_config={family.yaml_config}"] if family.yaml_config != SCRIPTS[script].yaml_config else []
-                )
-                own += [f"--config={family.config}", f"--run_num={study.name}-{name}"]
-                own += [f"--global_batch_size={family.batch * (ranks if family.scaling == 'weak' else 1)}"]
-                own += [word for option, value in options.items() for word in option_words(option, value)] + words
-                try:
+                with reported_as_usage_error(UsageError, f"{path}: {study.name}: {name}"):
+                    script = layout.script or _script(options)
+                    batch = family.batch * (ranks if family.scaling == "weak" else 1)
+                    own = [
+                        f"--config={family.config}",
+                        f"--run_num={study.name}-{name}",
+                        f"--global_batch_size={batch}",
+                    ]
+                    if family.yaml_config != SCRIPTS[script].yaml_config:
+                        own.insert(0, f"--yaml_config={family.yaml_config}")
+                    own += [word for option, value in options.items() for word in _words(option, value)] + words
                     config = load_config(own, None, ranks, *SCRIPTS[script][:2])
-                except UsageError as error:
-                    raise UsageError(f"{where}: {error}") from None
                 runs.append(Run(len(runs), name, family_name, layout_name, family.scaling, ranks, script, own, config))
     if len({run.name for run in runs}) < len(runs):
         raise UsageError(f"{path}: {study.name}: a number of ranks is listed twice in a layout")
@@ -144,18 +143,19 @@ def parse_target(text: str, where: str, reason: str) -> Target:
     return Target(field, rmse, reason)
 
 
-def _check_options(options: dict[str, Any], where: str) -> None:
-    for option in options:
-        if option in OF_THE_STUDY:
-            raise UsageError(f"{where}: option '{option}' is set by the study: by config, batch and the run's name")
-        if option not in Config.model_fields:
-            raise UsageError(f"{where}: unknown option '{option}'{nearest(option, Config.model_fields)}")
+def _words(option: str, value: Any) -> list[str]:
+    """The words that give an option of a study this value."""
+    if option in OF_THE_STUDY:
+        raise UsageError(f"option '{option}' is set by the study: by config, batch and the run's name")
+    if option not in Config.model_fields:
+        raise UsageError(f"unknown option '{option}'{nearest(option, Config.model_fields)}")
+    return option_words(option, value)
 
 
-def _script(options: dict[str, Any], where: str) -> str:
+def _script(options: dict[str, Any]) -> str:
     """The first script that can split a model in all of these ways."""
     used = [key for key in SPLITS if options.get(key, 1) not in (1, "1x1")]
     for name, script in SCRIPTS.items():
         if set(used) <= set(script.splits):
             return name
-    raise UsageError(f"{where}: no script has {' and '.join(used)} together")
+    raise UsageError(f"no script has {' and '.join(used)} together")

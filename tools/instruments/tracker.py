@@ -2,21 +2,21 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from tools.instruments.counting import collective
-from tools.instruments.messages import phase_of
-from tools.instruments.peak import plain_tensors
+from tools.instruments.counting import Collective, collective
+from tools.instruments.phases import PHASES, phases_of
 from tools.instruments.watching import Watch
-from tools.planner.fake import nothing_to_read
+from training.step import TrainingStep
 
 aten = torch.ops.aten
 # Uses of memory. A storage with several uses counts as the first of them.
@@ -60,11 +60,14 @@ FLOPS = {
 class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
+    tensors: those that exist before. limit: bytes held at once above which a MemoryError is raised. Memory that an
+    operation holds only while it runs is not seen.
     phase, sent_forward: kept up to date by tools.instruments.phases. groups: {name of a process group: ranks in it}.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()):
+    def __init__(self, tensors: Iterable[Tensor] = (), limit: float | None = None):
         super().__init__()
+        self.limit, self.held = limit, 0
         self.phase = "forward"
         self.sent_forward: set[int] = set()
         self.operations: Counter[Operation] = Counter()
@@ -85,10 +88,6 @@ class Tracker(Watch):
             before = self.labels.get(number, "temporaries")
             self.labels[number] = min(before, name, key=LABELS.index)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        value = nothing_to_read(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs) if value is None else value
-
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note the memory of an operation, and count it."""
         given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
@@ -103,7 +102,14 @@ class Tracker(Watch):
         name = sent.group.group_name
         self.groups.setdefault(name, tuple(dist.get_process_group_ranks(sent.group)))
         if sent.kind != "recv":
-            self.messages[Message(phase_of(self, sent), sent.kind, name, sent.sent)] += 1
+            self.messages[Message(self.phase_of(sent), sent.kind, name, sent.sent)] += 1
+
+    def phase_of(self, found: Collective) -> str:
+        """The phase of a message: one to the next stage of a pipeline counts as forward, whenever it is sent."""
+        if found.kind != "send":
+            return self.phase
+        (tensor,) = found.tensors[0]
+        return "forward" if tensor.untyped_storage()._cdata in self.sent_forward else "backward"
 
     def _operation(self, func, args, kwargs, result, given, made):
         moved = {_place(t): t.numel() * t.element_size() for t in (*given, *made)}
@@ -129,7 +135,7 @@ class Tracker(Watch):
 
     def _gone(self, key):
         number, _ = self.storages.pop(key)
-        self.events.append((number, -self.sizes.pop(number, 0)))
+        self._changed(number, -self.sizes.pop(number, 0))
 
     def _note(self, tensors):
         for tensor in plain_tensors(tensors):
@@ -140,7 +146,13 @@ class Tracker(Watch):
         number, size = self._number(storage), storage.nbytes()
         if change := size - self.sizes.get(number, 0):
             self.sizes[number] = size
-            self.events.append((number, change))
+            self._changed(number, change)
+            if self.limit is not None and self.held > self.limit:
+                raise MemoryError(f"{self.held} bytes of tensors: the limit is {self.limit:.0f}")
+
+    def _changed(self, number, change):
+        self.held += change
+        self.events.append((number, change))
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
@@ -169,6 +181,34 @@ class Tracker(Watch):
             now["peak"] += change * (label not in apart)
             most["peak"] = max(most["peak"], now["peak"])
         return {name: most[name] for name in (*LABELS, "peak")}
+
+
+def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among some values; for a DTensor, or another wrapper of tensors, the tensors inside."""
+    for value in values:
+        if is_traceable_wrapper_subclass(value):
+            yield from plain_tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
+
+
+def messages_of_a_step(step: TrainingStep, x: Tensor, y: Tensor) -> Messages:
+    """{phase: {kind: (collectives, bytes)}} that this rank sends in step(0, x, y), a TrainingStep."""
+    with Tracker() as tracker, phases_of(step, tracker):
+        step(0, x, y)
+    return by_phase(tracker.messages)
+
+
+def by_phase(messages: Counter[Message]) -> Messages:
+    """{phase: {kind: (collectives, bytes)}} of counted Messages."""
+    found: Messages = {phase: {} for phase in PHASES}
+    for message, calls in messages.items():
+        before = found[message.phase].get(message.kind, (0, 0))
+        found[message.phase][message.kind] = before[0] + calls, before[1] + calls * message.sent
+    return found
 
 
 def _place(tensor):
