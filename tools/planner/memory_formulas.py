@@ -12,7 +12,7 @@ FULL = 4  # bytes of a float32 number
 def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float]]:
     """(memory, held) of a RankShare as a Trace has them: bytes."""
     parameters, gradients, optimizer = states(share)
-    inputs, outputs = (FULL * n * share.micro_batches for n in (share.inputs, share.outputs))
+    inputs, outputs = (FULL * n * share.micro_batches for n in (share.inputs, share.outputs * share.steps))
     buffers = _buffers_of_pipeline(share)
     here = 0 if share.config.cpu_offload else parameters + optimizer  # not in host memory
     always = here + inputs + outputs + buffers
@@ -23,6 +23,9 @@ def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float]]:
     else:
         (stage,) = share.stages
         saved, most = kept(share, stage), at_most(share, stage, share.micro_batches > 1)
+        earlier = (share.steps - 1) * (between_steps(share) + (0 if share.repeats_steps else saved))
+        joined = FULL * share.outputs * share.steps if share.steps > 1 else 0  # all states, or their gradient
+        saved, most = earlier + saved, earlier + most + joined
     update = (FULL * share.positions if share.replicated else gradients) + (
         0 if share.config.enable_fused else parameters
     )
@@ -136,6 +139,11 @@ def of_blocks(share: RankShare, stage: Stage) -> float:
 def kept(share: RankShare, stage: Stage) -> float:
     """Bytes kept for a micro-batch, without the batch itself."""
     return of_blocks(share, stage) + sum(ends(share, stage))
+
+
+def between_steps(share: RankShare) -> float:
+    """Bytes that a step of a forecast adds to those of its network: its input, where no copy of it is kept."""
+    return 0 if share.low and not share.repeats_steps else FULL * share.inputs
 
 
 # The moments at which a rank holds most.

@@ -51,19 +51,20 @@ class _Messages:
         self.used[dimension] = None
 
     def tensor_parallel(self, stage: Stage) -> None:
-        share, m = self.share, self.share.micro_batches
+        share, m = self.share, self.share.passes
         if share.t == 1:
             return
         w, d, b = share.width, share.d, share.samples
         # The repeated forward pass stops before the last product, unless dropout follows it.
-        again = 2 if share.config.dropout else 1
+        again = 2 if share.config.dropout or share.repeats_steps else 1
+        repeated = stage.blocks if share.repeats_steps else stage.repeated
         if share.sequence:
             piece = b * share.slice * d
             for phase in ("forward", "backward"):
                 self.add(phase, "all_gather", "tp", w * piece, 2 * stage.blocks * m)
                 self.add(phase, "reduce_scatter", "tp", w * piece * share.t, 2 * stage.blocks * m)
-            self.add("backward", "all_gather", "tp", w * piece, 2 * stage.repeated * m)
-            self.add("backward", "reduce_scatter", "tp", w * piece * share.t, again * stage.repeated * m)
+            self.add("backward", "all_gather", "tp", w * piece, 2 * repeated * m)
+            self.add("backward", "reduce_scatter", "tp", w * piece * share.t, again * repeated * m)
             if stage.last:
                 self.add("forward", "all_gather", "tp", (FULL if share.classifies else w) * piece, m)
             if stage.first:
@@ -71,11 +72,11 @@ class _Messages:
             return
         for phase in ("forward", "backward"):
             self.add(phase, "all_reduce", "tp", w * share.whole, 2 * stage.blocks * m)
-        self.add("backward", "all_reduce", "tp", w * share.whole, again * stage.repeated * m)
+        self.add("backward", "all_reduce", "tp", w * share.whole, again * repeated * m)
 
     def attention(self, stage: Stage) -> None:
         """Messages of attention between the ranks of an image."""
-        share, m = self.share, self.share.micro_batches
+        share, m = self.share, self.share.passes
         if share.image == 1:
             return
         ranks, shares = share.image, share.shares
@@ -101,16 +102,18 @@ class _Messages:
         for phase, calls, table in (
             ("forward", stage.blocks, forward),
             ("backward", stage.blocks, backward),
-            ("backward", stage.repeated, forward),
+            ("backward", stage.blocks if share.repeats_steps else stage.repeated, forward),
         ):
             for (kind, size), count in table.items():
                 self.add(phase, kind, "image", size, count * calls * m)
 
     def loss(self) -> None:
-        """Sums over the ranks of an image: two norms of each sample, or its classes."""
+        """Sums over the ranks of an image: two norms of each sample, its squared error, or its classes."""
         share = self.share
-        size = share.width * share.classes if share.classifies else FULL * 2
-        self.add("forward", "all_reduce", "image", size * share.samples, share.micro_batches)
+        size = FULL * (2 if share.config.loss == "relative_l2" else 1)
+        if share.classifies:
+            size = share.width * share.classes
+        self.add("forward", "all_reduce", "image", size * share.samples * share.steps, share.micro_batches)
 
     def pipeline(self, stage: Stage) -> None:
         share = self.share
@@ -178,7 +181,8 @@ def gathers(share: RankShare) -> tuple[int, int]:
     """
     m, again = share.micro_batches, share.config.data_parallel != "zero2"
     if share.p == 1:
-        return m, m if again else 0
+        # A backward pass lets the parameters go: with zero2 those of the last step are still there.
+        return share.passes if again else m, (share.passes if again else share.passes - m)
     forward = backward = 0
     there = [False] * len(share.stages)
     for is_backward, i in share.schedule():

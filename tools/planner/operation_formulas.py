@@ -21,7 +21,7 @@ class _Operations:
     """Each method counts a part of the step. es, e: numbers of the residual stream, and of all features of a layer."""
 
     def __init__(self, share: RankShare):
-        self.share, self.calls = share, share.micro_batches
+        self.share, self.calls = share, share.passes
         self.counted: Counter[Operation] = Counter()
         self.low = AMP_DTYPES.get(share.config.amp_mode, torch.float32)
         self.rows = share.samples * share.tokens
@@ -35,12 +35,12 @@ class _Operations:
             self.weights = [((FULL + self.w) * numbers([shape]), 1) for shape in shapes]
         for stage in share.stages:
             for repeated in (False, True):
-                self.calls = share.micro_batches * (stage.repeated if repeated else stage.blocks - stage.repeated)
+                self.calls = share.passes * (stage.repeated if repeated else stage.blocks - stage.repeated)
                 self.block("forward")
-                if repeated:
-                    self.block("backward", again=True)
+                if repeated or share.repeats_steps:
+                    self.block("backward", again=repeated)
                 self.block_backward()
-            self.calls = share.micro_batches
+            self.calls = share.passes
             if stage.first:
                 self.embed()
             if stage.last:
@@ -144,8 +144,11 @@ class _Operations:
         """The patch embedding and the positions; a classifier's norm and ReLU."""
         share, w, e = self.share, self.w, self.e
         weight = numbers(share.first_shapes[:1])
-        for phase in ("forward", "backward"):
+        for phase in ("forward", "backward", *["backward"] * share.repeats_steps):
             self.computes(phase, "matmul", 2 * self.rows * weight, w * (share.inputs + weight + e))
+        once, self.calls = self.calls, share.passes - share.micro_batches  # gradients of states that were forecast
+        self.computes("backward", "matmul", 2 * self.rows * weight, w * (share.inputs + weight + e))
+        self.calls = once
         if share.low:
             self.moves("forward", "copy", ((FULL + w) * share.inputs, 1), ((FULL + w) * weight, 1))
             self.moves("backward", "copy", ((FULL + w) * e, 1))
@@ -189,7 +192,8 @@ class _Operations:
         if share.replicated:
             self.moves("backward", "copy", (2 * FULL * mean, tensors))
         if share.sharded:  # out of the buffer in which they arrive
-            arrives, again = (2 * share.gathered_width * each, len(units) * m), share.config.data_parallel != "zero2"
+            arrives = 2 * share.gathered_width * each, len(units) * share.passes
+            again = share.config.data_parallel != "zero2"
             self.moves("forward", "copy", arrives)
             self.moves("backward", "copy", *([arrives] if again else []), (2 * FULL * each, len(units)))
         passes = (4,) if share.config.enable_fused else (2, 1, 2, 2, 1, 1, 3)

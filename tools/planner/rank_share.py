@@ -39,6 +39,8 @@ class RankShare:
         self.dims = layout.mesh_dims
         self.t, self.p, self.d, self.heads = layout.tp, layout.pp, config.embed_dim, config.num_heads
         self.hidden, self.micro_batches = int(config.embed_dim * config.mlp_ratio), config.gradient_accumulation
+        self.steps = max(steps for _, steps in config.rollout_stages)  # of a forecast
+        self.passes = self.micro_batches * self.steps  # forward passes in an optimizer step
         self.classifies, self.classes = config.model == "classifier", config.num_classes or 0
 
         # The model: stages, blocks, parameters.
@@ -46,7 +48,9 @@ class RankShare:
         self.chunks = 2 if layout.pp > 1 and config.pp_schedule == "interleaved" else 1  # stages of this rank
         self.blocks = config.depth // layout.pp
         every = config.checkpointing_interval
-        self.repeated = self.blocks // every if config.activation_checkpointing != "none" else 0  # computed twice
+        self.repeats_steps = config.activation_checkpointing == "step"  # the whole model is computed twice
+        by_blocks = config.activation_checkpointing in ("full", "selective")
+        self.repeated = self.blocks // every if by_blocks else 0  # computed twice
 
         # The batch: samples, tokens, points.
         self.patches = patch_grid(config.img_size, config.patch_size)[0]
@@ -60,7 +64,7 @@ class RankShare:
         self.slice = -(-self.tokens // self.t) if self.sequence else self.tokens  # tokens between tensor-parallel pairs
         self.samples = config.global_batch_size // layout.dp // self.micro_batches
         points = self.samples * self.tokens * config.patch_size ** len(self.patches)
-        self.inputs = points * config.n_in_channels
+        self.inputs, self.state = points * config.model_in_channels, points * config.n_in_channels
         self.outputs = 0 if self.classifies else points * config.n_out_channels
         # Activations of one layer: of all tokens of this rank, and of its slice under sequence parallelism.
         self.whole, self.stream = (self.samples * n * self.d for n in (self.tokens, self.slice))
@@ -119,7 +123,7 @@ class RankShare:
     def first_shapes(self) -> list[Shape]:
         """Shapes of the embeddings; without the position embedding where it is split by tokens."""
         patch = (self.config.patch_size,) * len(self.patches)
-        shapes = [(self.d, self.config.n_in_channels, *patch), (self.d,), *[(self.d,)] * (2 * self.classifies)]
+        shapes = [(self.d, self.config.model_in_channels, *patch), (self.d,), *[(self.d,)] * (2 * self.classifies)]
         return shapes if self.own_positions else [*shapes, (self.all_tokens, self.d)]
 
     @cached_property

@@ -33,6 +33,7 @@ from training.speed_options import apply_speed_options
 from training.step import AMP_DTYPES, TrainingStep
 from training.tasks import build_task
 from utils import comm
+from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config
 from utils.tiles import own_window
@@ -68,6 +69,14 @@ class Trace:
     groups: dict[str, tuple[int, ...]]
 
 
+ROUNDS_ARE_NOT_PLANNED = "a pipeline of several rounds (rollout_steps, predict change) is not planned"
+
+
+def in_rounds(config: Config) -> bool:
+    """Whether a pipeline would have to know what lies between two steps: see distributed/pipeline_rounds.py."""
+    return config.predict == "change" or max(steps for _, steps in config.rollout_stages) > 1
+
+
 def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
     """Traces of the ranks that may hold or do most: the first and the last of a pipeline, else rank 0.
 
@@ -79,6 +88,8 @@ def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> lis
     ranks = [0]
     if layout.pp > 1:
         ranks.append(int(layout.groups("pp")[0][-1]))
+    if layout.pp > 1 and in_rounds(config):
+        raise UsageError(f"{config.config}: {ROUNDS_ARE_NOT_PLANNED}")
     return [_deep(config, layout, rank, device_type) for rank in ranks]
 
 
@@ -129,6 +140,8 @@ def _trace(config, layout, rank, device_type):
             if isinstance(getattr(block, "attn", None), Attention):
                 block.attn.dropout = 0.0  # in the fused kernels of a GPU it keeps nothing
             transform_forward(block, autocast)
+        if autocast and config.activation_checkpointing == "step":
+            model.forward = autocast(model.forward)
         apply_speed_options(config, device, model)
         with fake, torch.random.fork_rng(), _shapes(config, layout):
             parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)

@@ -18,16 +18,19 @@ CASES = {  # script and config: layouts of two ranks, each a list of options
     ("train.py", "quick"): (
         "data_parallel=ddp bucket_cap_mb=0.5", "data_parallel=zero1", "data_parallel=zero2", "data_parallel=fsdp",
         "activation_checkpointing=full", "activation_checkpointing=selective", "amp_mode=bf16",
-        "data_parallel=fsdp amp_mode=fp16",
+        "data_parallel=fsdp amp_mode=fp16", "rollout_steps=2 forcings=hour", "rollout_steps=4 forcings=hour",
+        "rollout_steps=4 data_parallel=fsdp activation_checkpointing=full",
     ),
     ("train_mp.py", "mp_quick"): (
         "tensor_parallel=2", "tensor_parallel=2 sequence_parallel=true", "context_parallel=2",
+        "tensor_parallel=2 rollout_steps=3", "context_parallel=2 rollout_steps=3",
         "context_parallel=2 cp_method=ring", "context_parallel=2 cp_method=all_to_all",
         "pipeline_parallel=2 gradient_accumulation=2", "pipeline_parallel=2 gradient_accumulation=4 pp_schedule=gpipe",
         "pipeline_parallel=2 gradient_accumulation=2 pp_schedule=interleaved",
     ),
     ("train_shard.py", "shard_quick"): (
-        "domain_parallel=2", "domain_parallel=2 domain_method=ring", "domain_parallel=1x2 data_parallel=fsdp",
+        "domain_parallel=2", "domain_parallel=2 rollout_steps=2", "domain_parallel=2 domain_method=ring",
+        "domain_parallel=1x2 data_parallel=fsdp",
         "domain_parallel=2 domain_method=all_to_all",
     ),
     ("train_shard.py", "classify_quick"): ("domain_parallel=2 domain_method=ring",),
