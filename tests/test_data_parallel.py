@@ -14,7 +14,6 @@ from tools.instruments.counting import CollectiveCounter
 from training.checkpoint import collect_state, restore_state
 from training.model import build_model, initial_weights
 from training.tasks import build_task
-from training.tasks.forecast import ForecastValidator
 from utils import comm
 
 CPU = torch.device("cpu")
@@ -331,8 +330,9 @@ def test_a_resumed_run_of_four_ranks_goes_on_bit_for_bit(ranks, tiny_config, str
 
 def validate(config):
     parallel = build(config)[1].parallel
-    train_loader, valid_loader = build_task(config).build_loaders(CPU)
-    result = ForecastValidator(valid_loader).run(parallel)
+    task = build_task(config)
+    train_loader, valid_loader = task.build_loaders(CPU)
+    result = task.build_validator(valid_loader).run(parallel)
     train_loader.close()
     valid_loader.close()
     return result

@@ -30,6 +30,7 @@ class FailureListener:
     def __init__(self, store: "Store", rank: int, world_size: int):
         self.store, self.rank, self.world_size = store, rank, world_size
         self.leaving = threading.Event()
+        self.ending = threading.Lock()  # of this process: whoever takes it speaks for the rank, and ends it
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
 
@@ -44,6 +45,7 @@ class FailureListener:
         expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
         text = one_line(f"{error if expected else f'{type(error).__name__}: {error}'}")
         message = f"rank {self.rank}: {text}"
+        self.ending.acquire()
         if not expected:
             write_record(message)
         try:
@@ -89,6 +91,7 @@ class FailureListener:
                     first = self.store.get(FIRST_FAILURE).decode()
                     if not first.split(" ", 1)[1].startswith(f"rank {self.rank}:"):
                         time.sleep(2 * POLL_SECONDS)  # an error of its own comes first
+                        self.ending.acquire()
                         self._end_because_of(first)
                     return
 
