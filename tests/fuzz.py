@@ -244,6 +244,8 @@ def strange_command(chance, folder, data):
         ["benchmark.py", "scaling", *hostile(["study", "study_file", "only"])],
         ["-m", "tools.checkpoint", "show", chance.choice(HOSTILE)],
         ["-m", "tools.hang", chance.choice(HOSTILE)],
+        ["-m", "tools.forecasting.compare", chance.choice(HOSTILE), chance.choice(HOSTILE)],
+        ["-m", "weather.year_files", chance.choice(HOSTILE), f"{folder}/stats"],
         ["-m", "tools.preflight", f"--expdir={folder}/logs", *hostile(["timeout", "train_data_path"])],
         ["-m", "utils.comm", "--world_size=8", *hostile(["tensor_parallel", "domain_parallel", "dp_shard"])],
         ["-m", "weather.sample_data", f"{folder}/data", *hostile(["img_size", "days", "train_years", "seed"])],
