@@ -6,7 +6,7 @@ import pytest
 
 from training.optimizer import peak_learning_rate
 from training.tasks import build_task
-from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
+from utils.config import ROOT, SPLITS, Config, differing_keys, load_config, read_named_config, write_config, yaml
 from utils.errors import UsageError, run_main
 from utils.layout import Layout
 
@@ -254,6 +254,17 @@ def test_a_wrong_type_in_the_file_names_file_and_key(tmp_path):
         load_config(["--yaml_config", str(tmp_path / "f.yaml")])
 
 
+def test_a_folder_without_configs_takes_those_of_the_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    depth = load_config(["--config=quick"]).depth
+    own = yaml().load((ROOT / "config/ViT.yaml").read_text())
+    own["quick"]["depth"] = depth + 1
+    (tmp_path / "config").mkdir()
+    with open("config/ViT.yaml", "w") as file:
+        yaml().dump(own, file)
+    assert load_config(["--config=quick"]).depth == depth + 1
+
+
 def test_a_missing_key_is_named(tmp_path):
     (tmp_path / "f.yaml").write_text("a:\n  embed_dim: 3\n")
     with pytest.raises(UsageError, match="f.yaml: a: key 'depth' is missing"):
@@ -261,8 +272,6 @@ def test_a_missing_key_is_named(tmp_path):
 
 
 def test_named_configs_of_the_repository_are_all_valid():
-    from utils.config import yaml
-
     for name in yaml().load(open("config/ViT.yaml")):
         load_config([f"--config={name}"])
         assert read_named_config("config/ViT.yaml", name)

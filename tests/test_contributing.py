@@ -1,11 +1,14 @@
-"""CONTRIBUTING.md names the places where things are added: they exist, and they are all that it takes."""
+"""CONTRIBUTING.md names the places where things are added; files that other programs read say what the tree says."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+from utils.config import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -74,3 +77,31 @@ def test_a_model_and_a_task_need_exactly_the_files_that_the_page_names(tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert "finished 3 iterations" in done.stdout
+
+
+def test_workflows_run_what_the_tree_has():
+    flows = {path.name: yaml().load(path) for path in (ROOT / ".github/workflows").iterdir()}
+    runs = {name: [step["run"] for job in flow["jobs"].values() for step in job["steps"] if "run" in step]
+            for name, flow in flows.items()}  # fmt: skip
+    assert runs["ci.yml"] == [".ci/run"] and os.access(ROOT / ".ci/run", os.X_OK)
+    assert all(flow["permissions"] == {"contents": "read"} for flow in flows.values())
+    assert runs["nightly.yml"] == ["make ${{ matrix.command }}"]
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    commands = flows["nightly.yml"]["jobs"]["chance"]["strategy"]["matrix"]["command"]
+    assert commands and all(command.split()[0] in targets for command in commands)
+
+
+def test_hooks_run_the_programs_of_make_lint_in_their_version():
+    (repo,) = yaml().load(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert repo["repo"] == "local" and all(hook["language"] == "system" for hook in repo["hooks"])  # of .venv as it is
+    lint = re.search(r"^lint:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
+    programs = [line.split()[0].replace("$(BIN)", ".venv/bin") for line in lint.splitlines()]
+    assert sorted(hook["entry"].split()[0] for hook in repo["hooks"]) == sorted(programs)
+
+
+def test_the_citation_is_complete_and_names_this_version():
+    citation = yaml().load(ROOT / "CITATION.cff")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert all(citation[key] for key in ("cff-version", "message", "title", "authors"))
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert f"# {citation['title']}\n" in (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""`make setup` with another torch, and the recipes of images: what is installed, in which order, from what."""
+"""`make setup` with another torch, `pip install`, and the recipes of images: what is installed, and from what."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -82,6 +83,46 @@ def test_the_torch_of_a_module_is_used(make, tmp_path):
     assert done.returncode == 0 and f"torch {metadata.version('torch')}" in done.stdout, done.stderr
     packages = {path.name for path in (tmp_path / ".venv").glob("lib/python*/site-packages/*")}
     assert "torch" not in packages and "pip" in packages
+
+
+def test_each_file_of_requirements_is_what_pip_installs():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = {path.stem.partition("-")[2]: {"file": [path.name]} for path in ROOT.glob("requirements-*.txt")}
+    assert settings["project"]["dynamic"] == ["dependencies", "optional-dependencies"]
+    dynamic = settings["tool"]["setuptools"]["dynamic"]
+    assert len(extras) > 5 and dynamic["optional-dependencies"] == extras
+    assert dynamic["dependencies"] == {"file": ["requirements.txt"]}
+
+
+@pytest.mark.slow("pip builds and installs the tree, and the commands that it makes run in another folder")
+@pytest.mark.parametrize("how", [[], ["--editable"]], ids=["copied", "editable"])
+def test_pip_installs_commands_that_run_anywhere(tmp_path, how):
+    tree, bin, elsewhere = tmp_path / "tree", tmp_path / "venv/bin", tmp_path / "elsewhere"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "data", "logs", "tests", "docs", "build", "*.egg-info")
+    shutil.copytree(ROOT, tree, ignore=left_out)
+    elsewhere.mkdir()
+    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_INDEX": "1"}
+
+    def run(program, *words):
+        return subprocess.run([bin / program, *words], cwd=elsewhere, env=env, capture_output=True, text=True)
+
+    subprocess.run([sys.executable, "-m", "venv", bin.parent], check=True)
+    done = run("python", "-m", "pip", "install", "--no-deps", "--no-build-isolation", *how, tree)
+    assert done.returncode == 0, done.stderr
+    code = "from importlib.metadata import requires; print(*requires('deep-learning-at-scale'), sep='\\n')"
+    files = [file.read_text().splitlines() for file in ROOT.glob("requirements*.txt")]
+    lines = {line for file in files for line in file if not line.startswith("#")}
+    assert {line.partition(";")[0].strip() for line in run("python", "-c", code).stdout.splitlines()} == lines
+
+    commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {"train", "train_mp", "train_shard", "forecast", "plan"} == set(commands)
+    for name in commands if how else ():
+        done = run(name, "--help")
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py "), done.stderr
+    done = run("plan", "--yaml_config=config/mp.yaml", "--config=mp_quick", "--gpus=2", "--tensor_parallel=2")
+    assert done.returncode == 0 and done.stdout.startswith("mp_quick on 2 x "), done.stderr
+    done = run("train", "--config=quick", "--device=cpu")
+    assert done.returncode == 2 and "data/quick" in done.stderr and not list(elsewhere.iterdir()), done.stderr
 
 
 def test_hadolint_finds_nothing():

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -322,14 +323,19 @@ def test_the_ranges_of_a_step_nest(run):
     assert spans["step"].end <= spans["validation"].start
 
 
-def test_the_command_to_try_next_keeps_what_the_layout_needs(tiny_config, capsys, monkeypatch):
+def test_the_command_to_try_next_finds_the_script_and_keeps_what_the_layout_needs(
+    tiny_config, capsys, monkeypatch, tmp_path
+):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py")])
     summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
     pipeline = {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}
     print_result(summary, "accuracy 0.500", tiny_config(expdir="my logs", **pipeline))
     said = capsys.readouterr().out.splitlines()
     assert any(line.endswith("tensorboard --logdir 'my logs'") for line in said)
     command = next(line for line in said if line.startswith("try next:"))
+    assert "/python code/train.py --config=" in command
     assert all(f" --{name}={value}" in command for name, value in pipeline.items())
     print_result(summary, "accuracy 0.500", tiny_config(amp_mode="bf16"))
     assert "try next" not in capsys.readouterr().out

@@ -113,7 +113,7 @@ def _print_result(summary, scores, config):
     if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
         return
     start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
-    command = f"{programs}/{start} {Path(sys.argv[0]).name} --config={config.config}"
+    command = f"{programs}/{start} {os.path.relpath(Path(sys.argv[0]))} --config={config.config}"
     for name in (*SPLITS, "data_parallel", "gradient_accumulation"):
         if (value := getattr(config, name)) != Config.model_fields[name].default:
             command += f" --{name}={value}"

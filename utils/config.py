@@ -5,6 +5,7 @@ is a key of the file and an option of the command line; an option wins.
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -18,6 +19,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from utils.errors import ArgumentParser, UsageError, first_line
 from utils.files import read_text
 from utils.schema import ALIASES, MOST_STEPS, Affects, Config, keys_that_affect
+
+ROOT = Path(__file__).parents[1]
 
 
 class Script(NamedTuple):
@@ -124,7 +127,7 @@ def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
 
 def read_mappings(path: Path | str, kind: str) -> dict[str, dict[str, Any]]:
     """All named mappings of a YAML file, unchecked. kind: what they are, for the message of the UsageError."""
-    text = read_text(path)
+    text = read_text(_or_ours(path))
     try:
         mappings = parse_yaml(text)
     except ValueError as error:
@@ -136,6 +139,14 @@ def read_mappings(path: Path | str, kind: str) -> dict[str, dict[str, Any]]:
             if not isinstance(name, str):
                 raise UsageError(f"{path}: {name!r} is not a name: put it in quotes")
     return mappings
+
+
+def _or_ours(path: Path | str) -> Path | str:
+    """`path`, or this repository's file of that name, such as config/mp.yaml, where the working folder has none."""
+    with contextlib.suppress(OSError, ValueError):  # no name of a file; whoever opens it says so
+        if not Path(path).exists() and (ROOT / path).is_file():
+            return ROOT / path
+    return path
 
 
 def parse_yaml(text: str) -> Any:
