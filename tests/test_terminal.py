@@ -42,6 +42,16 @@ def test_a_run_goes_on_where_its_output_cannot(tiny_options, tmp_path, line):
     assert "Saved checkpoint" in (tmp_path / "logs/quick/00/out.log").read_text()
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_had_enough_is_no_error(unbuffered):
+    lines = "for _ in range(10**5): print('a line')"
+    program = f"from utils.errors import run_main\ndef main():\n    {lines}\nrun_main(main)"
+    command = subprocess.list2cmdline([sys.executable, "-c", program])
+    line = f"set -o pipefail; PYTHONUNBUFFERED={unbuffered} {command} | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "")
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_lost_connection_stops_a_run_as_a_warning_does_but_not_under_nohup(tiny_options, tmp_path, ignored):
     words = ["train.py", *tiny_options(num_iters=300 if ignored else 100_000, checkpoint_every=100_000)]

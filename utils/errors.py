@@ -3,6 +3,7 @@
 import argparse
 import faulthandler
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +103,13 @@ def one_line(text: str) -> str:
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 200]} ... {shown[-200:]}"
 
 
+def _reader_has_left(descriptor: int) -> bool:
+    """Whether a file descriptor is a pipe that nobody reads."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1.
 
@@ -119,12 +127,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
-            status = None
-        else:
+        if not _reader_has_left(1):
             raise  # another pipe, or a connection
+        status = None  # whoever read the output has had enough, as `| head -1` has
     try:
         sys.stdout and sys.stdout.flush()
     except OSError:  # Python would try once more, and complain
