@@ -108,6 +108,7 @@ class Pipeline:
         self.micro_batches, self.schedule_name, self.modules = micro_batches, schedule, list(stages)
         self.schedule = self._schedule(self.stages)
         self.rounds: dict[int, Any] = {}  # number of rounds -> (stages, schedule)
+        self.used = self.stages  # in the last step
 
     def _schedule(self, stages: Sequence[PipelineStage]) -> Any:
         kind = SCHEDULES[self.schedule_name]
@@ -143,6 +144,7 @@ class Pipeline:
 
         self.loss: Callable[[Tensor, Tensor], Tensor] | None = scaled
         schedule = self._rounds(*rollout, x) if rollout else self.schedule
+        self.used = self.rounds[rollout[1]][0] if rollout else self.stages
         schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
         return losses[-self.micro_batches :]  # the schedule tries the loss out first
 

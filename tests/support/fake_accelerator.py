@@ -28,6 +28,7 @@ from training.step import TrainingStep
 from training.tasks import task_of
 from utils import comm
 from utils.config import SCRIPTS, load_config
+from weather.channels import count_forcings
 
 DEVICE_COUNT = 4
 
@@ -118,9 +119,12 @@ def _shapes(config, layout):
         return contextlib.nullcontext()
     micro = config.global_batch_size // layout.dp // config.gradient_accumulation
     rows = config.img_size[0] // config.patch_size // layout.cp * config.patch_size
-    image = micro, config.model_in_channels, rows, *config.img_size[1:]
+    size = rows, *config.img_size[1:]
     tokens = rows // config.patch_size * (config.img_size[1] // config.patch_size)
-    return pipeline_shapes(image, (micro, tokens, config.embed_dim))
+    steps, timed = max(steps for _, steps in config.rollout_stages), count_forcings(config.forcings)[1]
+    inputs = config.model_in_channels + (steps - 1) * timed
+    shape = micro, tokens, config.embed_dim
+    return pipeline_shapes(lambda channels: (micro, channels, *size), shape, inputs, config.n_out_channels)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, listener: Listene
     the input included, on whatever device; of a pipeline the most after the forward pass of a micro-batch.
     listener: called with each tensor that is kept for the backward pass.
     """
-    model, stages = step.parallel.model, step.parallel.pipeline.stages if step.parallel.pipeline else []
+    model, stages = step.parallel.model, step.parallel.pipeline.used if step.parallel.pipeline else []
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
     held: Counter[str] = Counter()
     saved = SavedTensors(model, listener)

@@ -56,7 +56,7 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
         stack.enter_context(patch("training.step.span", span_and_phase))
         stack.enter_context(around(step, "loss", within("forward")))  # which a pipeline calls
         stack.enter_context(around(step.scaler, "step", within("update")))
-        for stage in pipeline.stages if pipeline else ():
+        for stage in pipeline.used if pipeline else ():
             stack.enter_context(around(stage, "forward_one_chunk", within("forward")))
             stack.enter_context(around(stage, "get_fwd_send_ops", sends))
             stack.enter_context(around(stage, "get_bwd_send_ops", sends_back))

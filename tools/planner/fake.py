@@ -5,7 +5,7 @@ do. Only this file of the planner imports PyTorch's private modules, and only it
 DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed import attention
 from distributed.data_parallel import DataParallelOptions
+from distributed.pipeline_rounds import RoundStage
 from distributed.split import Split
 from tools.instruments.tracker import Tracker
 from utils import comm
@@ -83,22 +84,43 @@ def _shapes_are_known(schedule, stages, has_backward, p2p_done):
 
 
 @contextmanager
-def pipeline_shapes(image: Sequence[int], tokens: Sequence[int]) -> Iterator[None]:
-    """Inside, stages of a pipeline take and give micro-batches: (B, C, H, W) at its ends, tokens (B, N, D) between."""
+def pipeline_shapes(
+    image: Callable[[int], Sequence[int]], tokens: Sequence[int], inputs: int, outputs: int
+) -> Iterator[None]:
+    """Inside, stages of a pipeline take and give micro-batches: images at its ends, tokens (B, N, D) between.
+
+    image: from a number of channels to (B, C, H, W). inputs: channels of a batch. outputs: those that the model gives.
+    """
+
+    def described(before: Sequence[int] | None, given: Sequence[int], last: bool) -> dict[str, Any]:
+        def like(shape: Sequence[int], grad: bool = False) -> tuple[Tensor]:
+            return (torch.empty(shape, device="meta", requires_grad=grad),)
+
+        return {
+            "input_args": like(before or image(inputs), before is not None), "output_args": like(given, not last),
+            "input_grads": like(before) if before else None, "output_grads": None if last else like(given),
+        }  # fmt: skip
 
     def stage(module, number, count, device, group):
-        first, last = number == 0, number == count - 1
-        image_like = torch.empty(image, device="meta")
-        given, gradient = torch.empty(tokens, device="meta", requires_grad=True), torch.empty(tokens, device="meta")
-        built = PipelineStage(
-            module, number, count, device, group=group,
-            input_args=(image_like if first else given,), input_grads=None if first else (gradient,),
-            output_args=(image_like if last else given,), output_grads=None if last else (gradient,),
-        )  # fmt: skip
+        last = number == count - 1
+        shapes = described(tokens if number else None, image(outputs) if last else tokens, last)
+        built = PipelineStage(module, number, count, device, group=group, **shapes)
         built.tokens = tokens
         return built
 
-    with patch("distributed.pipeline.PipelineStage", stage):
+    def round_stage(module, wrapped, number, count, device, group):
+        last = number == count - 1
+        before = (image(outputs) if module.first else tokens) if number else None
+        given = image(outputs * (module.rounds if last else 1)) if module.last else tokens
+        built = RoundStage(module, wrapped, number, count, device, group=group, **described(before, given, last))
+        built.tokens = tokens
+        return built
+
+    with (
+        patch("distributed.pipeline.PipelineStage", stage),
+        patch("distributed.pipeline_rounds.RoundStage", round_stage),
+        patch("distributed.pipeline_rounds.DistributedDataParallel", Replica),
+    ):
         yield
 
 

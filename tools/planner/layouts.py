@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed.collectives import Group
 from tools.instruments.assembly import split_as_configured
-from tools.planner.trace import ROUNDS_ARE_NOT_PLANNED, in_rounds
+from tools.planner.trace import ROUNDS_HAVE_NO_FORMULA, in_rounds
 from training.model import build_model
 from utils import comm
 from utils.config import (
@@ -193,7 +193,7 @@ def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) 
     if rows * columns > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
     if pp > 1 and in_rounds(config):
-        return ROUNDS_ARE_NOT_PLANNED
+        return ROUNDS_HAVE_NO_FORMULA
     with _stand_in(sizes):
         try:
             split_as_configured(build_model(config), config)

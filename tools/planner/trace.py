@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from distributed.collectives import shard_sizes
@@ -33,10 +33,10 @@ from training.speed_options import apply_speed_options
 from training.step import AMP_DTYPES, TrainingStep
 from training.tasks import build_task
 from utils import comm
-from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config
 from utils.tiles import own_window
+from weather.channels import count_forcings
 
 SHORT = 2, 3  # blocks of a stage to extrapolate from
 MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
@@ -69,7 +69,7 @@ class Trace:
     groups: dict[str, tuple[int, ...]]
 
 
-ROUNDS_ARE_NOT_PLANNED = "a pipeline of several rounds (rollout_steps, predict change) is not planned"
+ROUNDS_HAVE_NO_FORMULA = "a pipeline of several rounds (rollout_steps, predict change) has no formula: plan it alone"
 
 
 def in_rounds(config: Config) -> bool:
@@ -88,8 +88,6 @@ def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> lis
     ranks = [0]
     if layout.pp > 1:
         ranks.append(int(layout.groups("pp")[0][-1]))
-    if layout.pp > 1 and in_rounds(config):
-        raise UsageError(f"{config.config}: {ROUNDS_ARE_NOT_PLANNED}")
     return [_deep(config, layout, rank, device_type) for rank in ranks]
 
 
@@ -163,7 +161,10 @@ def _shapes(config, layout):
     tokens = math.prod(size) // config.patch_size ** len(size)
     if config.sequence_parallel:
         tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
-    return pipeline_shapes((samples, config.model_in_channels, *size), (samples, tokens, config.embed_dim))
+    steps, timed = max(steps for _, steps in config.rollout_stages), count_forcings(config.forcings)[1]
+    inputs = config.model_in_channels + (steps - 1) * timed
+    shape = (samples, tokens, config.embed_dim)
+    return pipeline_shapes(lambda channels: (samples, channels, *size), shape, inputs, config.n_out_channels)
 
 
 def _own_size(config):
@@ -187,8 +188,10 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     """The Trace of one more step of a TrainingStep that has made one; of a real step too, but without inference."""
     parallel, states = step.parallel, optimizer_states(step.optimizer)
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
-    stages = parallel.pipeline.stages if parallel.pipeline else []
-    called = [stage.submod for stage in stages] or [parallel.module]
+    stages = parallel.pipeline.used if parallel.pipeline else []
+    # Each once: the rounds of a pipeline share theirs.
+    staged: list[nn.Module] = [getattr(stage, "wrapped", stage.submod) for stage in stages]
+    called = list(dict.fromkeys(staged)) or [parallel.module]
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
     received = receive_buffers(stages)
     there = [*weights, *states, *buckets, *received]
@@ -239,7 +242,7 @@ def _inference(step, module, x, there):
     """Most bytes in a forward pass of a micro-batch without gradients. there: tensors that stay allocated."""
     x = x.chunk(step.config.gradient_accumulation)[0][:, : step.config.model_in_channels].clone()
     if step.parallel.pipeline and not step.parallel.pipeline.first:
-        x = torch.empty(step.parallel.pipeline.stages[0].tokens)
+        x = torch.empty(step.parallel.pipeline.used[0].tokens)
     with FakeTracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
         module(x)
     return tracker.memory()["peak"]

@@ -27,6 +27,7 @@ CASES = {  # script and config: layouts of two ranks, each a list of options
         "context_parallel=2 cp_method=ring", "context_parallel=2 cp_method=all_to_all",
         "pipeline_parallel=2 gradient_accumulation=2", "pipeline_parallel=2 gradient_accumulation=4 pp_schedule=gpipe",
         "pipeline_parallel=2 gradient_accumulation=2 pp_schedule=interleaved",
+        "pipeline_parallel=2 gradient_accumulation=2 rollout_steps=2",
     ),
     ("train_shard.py", "shard_quick"): (
         "domain_parallel=2", "domain_parallel=2 rollout_steps=2", "domain_parallel=2 domain_method=ring",

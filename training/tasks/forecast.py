@@ -30,6 +30,8 @@ PICTURED = ("u10", "z500")
 class Trained(Task):
     """Image to image, over one step or several: latitude-weighted scores of each channel."""
 
+    forecasts = True
+
     def check(self) -> None:
         """The data have latitude and longitude."""
         if len(self.config.img_size) != 2:

@@ -19,6 +19,9 @@ from utils.schema import Config
 from utils.tiles import own_window
 
 Shape = tuple[int, ...]
+FORECAST_KEYS = (
+    "forcings", "predict", "rollout_steps", "rollout_schedule", "loss", "channel_weights", "pressure_weights",
+)  # fmt: skip
 
 
 class Task(ABC):
@@ -27,8 +30,13 @@ class Task(ABC):
     Raises UsageError where the config lacks what the task needs.
     """
 
+    forecasts = False  # whether the keys FORECAST_KEYS mean something to it
+
     def __init__(self, config: Config):
         self.config = config
+        for key in FORECAST_KEYS if not self.forecasts else ():
+            if getattr(config, key) != Config.model_fields[key].default:
+                raise UsageError(f"{config.config}: {key} belongs to task forecast, not to {config.task}")
         self.check()
 
     def check_model(self) -> None:
