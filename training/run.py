@@ -83,17 +83,19 @@ class Run:
         self.summary = self.folder.summary()
         if self.summary:
             return self
-        self._resume()
-        profile = self.folder.path / "profile"
-        self.profiler = build_profiler(self.config, self.device, profile)
-        if self.profiler:
-            self.profiler.check(self.config.num_iters - self.iteration)
-        self._log_memory()
-        self.writer = open_writer(self.folder.path, purge_step=self.iteration + 1)
-        self.open.callback(self.writer.close)
-        self.open.enter_context(self.stop_request)
-        self.bar = self.open.enter_context(self._progress_bar())
-        self.open.enter_context(self.watchdog)
+        with ExitStack() as opened:
+            opened.enter_context(self.stop_request)
+            self._resume()
+            profile = self.folder.path / "profile"
+            self.profiler = build_profiler(self.config, self.device, profile)
+            if self.profiler:
+                self.profiler.check(self.config.num_iters - self.iteration)
+            self._log_memory()
+            self.writer = open_writer(self.folder.path, purge_step=self.iteration + 1)
+            opened.callback(self.writer.close)
+            self.bar = opened.enter_context(self._progress_bar())
+            opened.enter_context(self.watchdog)
+            self.open = opened.pop_all()
         if self.validation_due or self.iteration == self.config.num_iters:
             self._validate()
         return self
