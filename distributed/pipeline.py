@@ -146,6 +146,8 @@ class Pipeline:
         schedule = self._rounds(*rollout, x) if rollout else self.schedule
         self.used = self.rounds[rollout[1]][0] if rollout else self.stages
         schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
+        if rollout:  # the states of the rounds are needed no more
+            self.rounds[rollout[1]][0][0].submod.states.clear()
         return losses[-self.micro_batches :]  # the schedule tries the loss out first
 
     def _rounds(self, steps: Steps, count: int, x: Tensor) -> Any:

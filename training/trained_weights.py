@@ -102,7 +102,8 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     weights = {name: tensor.contiguous() for name, tensor in state.items()}
     tensors = {"model": weights, "optimizer": {name: {} for name in weights}}
     view = global_view(tensors, parallel.split)
-    averaged = {name for name in weights if f"ema.{name}" in stored_tensors(folder)}
+    stored = stored_tensors(folder)
+    averaged = {name for name in weights if f"ema.{name}" in stored}
     wanted = {
         "model": {name: tensor for name, tensor in view["model"].items() if name not in averaged},
         "ema": {name: tensor for name, tensor in view["model"].items() if name in averaged},

@@ -1,6 +1,6 @@
 """Compare the forecasts of several runs by lead time: how long each is of use, and where it blurs or makes noise.
 
-    python -m tools.forecasting.compare logs/demo/one_step logs/demo/00 --out compared.png
+    python -m tools.forecasting.compare logs/demo/00 logs/demo_steps/00 --out compared.png
 
 Before it, `forecast.py --run_folder RUN` makes the forecast of each run, from the same dates and over the same hours.
 """
