@@ -210,6 +210,11 @@ class Config(BaseModel):
         later = [(first, steps) for first, steps in self.rollout_schedule if first < self.num_iters]
         return (0, self.rollout_steps), *later
 
+    @property
+    def longest_rollout(self) -> int:
+        """The most steps of a forecast that is trained."""
+        return max(steps for _, steps in self.rollout_stages)
+
     def options(self, kind: Callable[..., Options]) -> Options:
         """A dataclass whose fields are named as keys of this config, filled from them: DataParallelOptions, ..."""
         fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass, which has no type of its own

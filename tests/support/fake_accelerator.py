@@ -121,7 +121,7 @@ def _shapes(config, layout):
     rows = config.img_size[0] // config.patch_size // layout.cp * config.patch_size
     size = rows, *config.img_size[1:]
     tokens = rows // config.patch_size * (config.img_size[1] // config.patch_size)
-    steps, timed = max(steps for _, steps in config.rollout_stages), count_forcings(config.forcings)[1]
+    steps, timed = config.longest_rollout, count_forcings(config.forcings)[1]
     inputs = config.model_in_channels + (steps - 1) * timed
     shape = micro, tokens, config.embed_dim
     return pipeline_shapes(lambda channels: (micro, channels, *size), shape, inputs, config.n_out_channels)

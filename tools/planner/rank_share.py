@@ -39,7 +39,7 @@ class RankShare:
         self.dims = layout.mesh_dims
         self.t, self.p, self.d, self.heads = layout.tp, layout.pp, config.embed_dim, config.num_heads
         self.hidden, self.micro_batches = int(config.embed_dim * config.mlp_ratio), config.gradient_accumulation
-        self.steps = max(steps for _, steps in config.rollout_stages)  # of a forecast
+        self.steps = config.longest_rollout  # of a forecast
         self.passes = self.micro_batches * self.steps  # forward passes in an optimizer step
         self.classifies, self.classes = config.model == "classifier", config.num_classes or 0
 

@@ -74,7 +74,7 @@ ROUNDS_HAVE_NO_FORMULA = "a pipeline of several rounds (rollout_steps, predict c
 
 def in_rounds(config: Config) -> bool:
     """Whether a pipeline would have to know what lies between two steps: see distributed/pipeline_rounds.py."""
-    return config.predict == "change" or max(steps for _, steps in config.rollout_stages) > 1
+    return config.predict == "change" or config.longest_rollout > 1
 
 
 def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
@@ -161,7 +161,7 @@ def _shapes(config, layout):
     tokens = math.prod(size) // config.patch_size ** len(size)
     if config.sequence_parallel:
         tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
-    steps, timed = max(steps for _, steps in config.rollout_stages), count_forcings(config.forcings)[1]
+    steps, timed = config.longest_rollout, count_forcings(config.forcings)[1]
     inputs = config.model_in_channels + (steps - 1) * timed
     shape = (samples, tokens, config.embed_dim)
     return pipeline_shapes(lambda channels: (samples, channels, *size), shape, inputs, config.n_out_channels)

@@ -52,7 +52,7 @@ class Trained(Task):
         Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
         n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
         stages = config.rollout_stages
-        steps = max(steps for _, steps in stages)
+        steps = config.longest_rollout
         train, valid = (
             FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, rows, columns, steps)
             for folder, limit in (
@@ -116,7 +116,7 @@ class Trained(Task):
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers."""
         config, (samples, *size) = self.config, (self.config.global_batch_size, *self.config.img_size)
-        steps = max(steps for _, steps in config.rollout_stages)
+        steps = config.longest_rollout
         inputs = config.model_in_channels + (steps - 1) * count_forcings(config.forcings)[1]
         x = torch.randn(samples, inputs, *size, generator=generator)
         return x, torch.randn(samples, steps * config.n_out_channels, *size, generator=generator)
