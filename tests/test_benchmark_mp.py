@@ -151,7 +151,7 @@ def test_a_rank_that_is_gone_ends_the_others():
 def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backward():
     sent = [SimpleNamespace(tensor=torch.zeros(3))]
     stage = SimpleNamespace(forward_one_chunk=None, get_fwd_send_ops=lambda: sent, get_bwd_send_ops=lambda: sent)
-    parallel = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage]))
+    parallel = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage], used=[stage]))
     step = SimpleNamespace(parallel=parallel, scaler=SimpleNamespace(step=None), loss=None)
     listener = Tracker()
     message = Collective("send", 12, None, [[sent[0].tensor]])
