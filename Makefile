@@ -4,6 +4,8 @@
 # make setup  the environment alone (.venv); TORCH="torch==2.11.0 --index-url ..." with another build of torch,
 #             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
+# make site   build the pages as a web site into site/; make site-serve: show it on this machine, anew after each change
+# make drawings   make the drawings of the docs again
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
 # make gpu    run all that needs a GPU, in 10 minutes, and report it in docs/results; ARGS="--out FOLDER", PY=python3
@@ -11,7 +13,7 @@
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
 # make fuzz MINUTES=10   feed every reader and every command hostile input
-.PHONY: afresh demo setup test test-all lint figures clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo setup test test-all lint figures drawings site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -38,7 +40,17 @@ lint: .venv/installed-dev
 	$(BIN)/lint-imports --no-cache
 
 figures: .venv/installed-dev
-	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import command, difference, output, picture, source, table" README.md docs/*.md
+	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import command, difference, output, picture, source, table" docs/*.md docs/reference/*.md
+
+drawings: .venv/installed
+	$(BIN)/python -m docs.drawings
+
+site: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html, or make site-serve"
+
+site-serve: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
 
 exercise: .venv/installed
 	@$(BIN)/python -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))
@@ -77,8 +89,8 @@ clean:
 	grep -v '^torch==' requirements.txt | $(PIP) -r /dev/stdin
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt requirements-era5.txt requirements-maps.txt requirements-dali.txt requirements-fp8.txt .venv/installed
-	$(PIP) -r requirements-dev.txt -r requirements-era5.txt -r requirements-maps.txt
+.venv/installed-dev: requirements-dev.txt requirements-site.txt requirements-era5.txt requirements-maps.txt requirements-dali.txt requirements-fp8.txt .venv/installed
+	$(PIP) -r requirements-dev.txt -r requirements-site.txt -r requirements-era5.txt -r requirements-maps.txt
 	$(PIP) -r requirements-dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
 	$(PIP) -r requirements-fp8.txt || echo "no torchao for this machine: its tests will be skipped"
 	touch $@

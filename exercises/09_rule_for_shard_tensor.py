@@ -8,7 +8,7 @@ shards are uneven, one of them may be empty, and who knows where the gaps are. M
 What adds up over ranks are sums and counts, never means; both can go in one message.
 
 Done for real in distributed/shard/rules/reductions.py (mean, moments).
-Chapter: docs/domain_parallel.md, "How to add a rule".
+Chapter: docs/reference/domain_parallel.md, "How to add a rule".
 """
 
 from collections.abc import Callable

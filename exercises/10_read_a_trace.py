@@ -7,7 +7,7 @@ Fill in three questions to a trace of a GPU, as `--profile torch` writes it (tra
 its own in that form. Times overlap: of kernels on several streams too, and then a microsecond counts once.
 
 Done for real in tools/instruments/overlap.py (hidden_share). Chapter: docs/profiling.md, and the column
-"hidden" in docs/data_parallel.md.
+"hidden" in docs/reference/data_parallel.md.
 """
 
 import json

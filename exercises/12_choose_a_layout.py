@@ -14,7 +14,7 @@ Then ask the planner, which needs no GPU, and mend your answer:
 
 Fill in the options. Those of use: --tensor_parallel, --sequence_parallel, --data_parallel (ddp, zero1, zero2, fsdp),
 --activation_checkpointing full. Done for real by plan.py without a layout. Chapters: docs/data_parallel.md, "The idea",
-docs/model_parallel.md, "When tensor wins over context, and the reverse".
+docs/reference/model_parallel.md, "When tensor wins over context, and the reverse".
 """
 
 # TODO: the options of a layout, as after plan.py; without any it is ddp on all GPUs

@@ -20,7 +20,9 @@ from tools.preflight import __main__ as preflight
 from utils.config import SCRIPTS, load_config, parse_command_line
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob(".github/**/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob(".github/**/*.md")]
+)
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 SUBMITS = {
     "submit_pm.sh": "train.py", "submit_dp.sh": "train.py", "submit_mp.sh": "train_mp.py",

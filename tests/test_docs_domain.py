@@ -1,4 +1,4 @@
-"""The examples of docs/domain_parallel.md run, and send what it says."""
+"""The examples of docs/domain_parallel.md and its reference run, and send what it says."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support import programs
 from tests.support.shard_parity import Case, X, check_all
 from utils import comm
 
-CHAPTER = Path("docs/domain_parallel.md").read_text()
+CHAPTER = "".join(Path(f"docs/{page}").read_text() for page in ("domain_parallel.md", "reference/domain_parallel.md"))
 
 
 CASES = {

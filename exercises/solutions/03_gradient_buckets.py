@@ -8,8 +8,8 @@ backward pass makes them, and reduces a bucket as soon as it is full.
 Below there is one message per parameter, and the sum is left a sum. Mend it: a bucket takes the next gradient as long
 as it holds no more than `limit` bytes then; a gradient larger than that gets a bucket of its own.
 
-Done for real in distributed/data_parallel.py (replicate: bucket_cap_mb). Chapter: docs/data_parallel.md, "The idea" and
-"Fewer, smaller, later messages".
+Done for real in distributed/data_parallel.py (replicate: bucket_cap_mb). Chapter: docs/data_parallel.md, "The idea";
+docs/reference/data_parallel.md, "Fewer, smaller, later messages".
 """
 
 import torch

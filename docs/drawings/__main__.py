@@ -1,0 +1,37 @@
+"""Write every drawing into docs/images/drawings: `make drawings`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from docs.drawings import data_parallel, domain_parallel, model_parallel, one_device
+from docs.drawings.canvas import Drawing
+
+FOLDER = Path(__file__).parents[1] / "images" / "drawings"
+DRAWINGS: tuple[Callable[[], Drawing], ...] = (
+    one_device.ladder,
+    one_device.step_time,
+    one_device.buffers,
+    one_device.rollout,
+    one_device.resharding,
+    data_parallel.ddp_buckets,
+    data_parallel.zero_stages,
+    data_parallel.fsdp_units,
+    data_parallel.mesh,
+    model_parallel.column_row,
+    model_parallel.sequence_parallel,
+    model_parallel.ring_attention,
+    model_parallel.pipeline,
+    domain_parallel.halo,
+    domain_parallel.tiles,
+)
+
+
+def main() -> None:
+    """Write them, each to the file of its name."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for draw in DRAWINGS:
+        (FOLDER / f"{draw.__name__}.svg").write_text(draw().svg())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Drawings of rung 3."""
+
+from docs.drawings.canvas import RANKS, Drawing
+
+
+def column_row() -> Drawing:
+    """A pair of layers, the first split by columns, the second by rows."""
+    d = Drawing(800, 290, "A column-parallel and a row-parallel layer: one all-reduce behind the pair")
+    d.words(65, 24, "x, whole", "middle")
+    d.words(255, 24, "fc1: output features split", "middle")
+    d.words(505, 24, "fc2: input features split", "middle")
+    d.words(735, 24, "y, whole", "middle")
+    for k in range(2):
+        y, fill = 50 + k * 110, RANKS[k]
+        d.words(24, y + 40, f"{k}", "middle", 15, bold=True)
+        d.box(45, y + 10, 40, 60, "x", fill)
+        d.arrow((90, y + 40), (196, y + 40))
+        d.box(200, y, 110, 80, "", "wait")
+        d.box(200 + 55 * k, y, 55, 80, f"fc1\n[{k}]", fill)
+        d.arrow((314, y + 40), (346, y + 40))
+        d.box(350, y + 10, 46, 60, f"h[{k}]", fill)
+        d.arrow((400, y + 40), (446, y + 40))
+        d.box(450, y, 110, 80, "", "wait")
+        d.box(450, y + 40 * k, 110, 40, f"fc2[{k}]", fill)
+        d.arrow((564, y + 40), (606, y + 40))
+        d.words(585, y + 24, "part", "middle", 12)
+        d.box(715, y + 10, 40, 60, "y", fill)
+        d.arrow((668, y + 40), (711, y + 40))
+    d.box(610, 50, 56, 190, "all-\nreduce\n(sum)", "talk")
+    d.words(
+        395,
+        268,
+        "gelu(x fc1) fc2 = sum over ranks of gelu(x fc1[r]) fc2[r]: no message between the two layers",
+        "middle",
+        12,
+    )
+    return d
+
+
+def sequence_parallel() -> Drawing:
+    """Where tokens are split and where features are, in a block."""
+    d = Drawing(
+        800, 240, "A block with sequence parallelism: tokens are split outside of the pairs of layers, features inside"
+    )
+    parts = [
+        ("norm", 80, "a"),
+        ("all-\ngather", 62, "talk"),
+        ("qkv, attention,\nproj", 118, "c"),
+        ("reduce-\nscatter", 66, "talk"),
+        ("add, norm", 86, "a"),
+        ("all-\ngather", 62, "talk"),
+        ("fc1, gelu,\nfc2", 96, "c"),
+        ("reduce-\nscatter", 66, "talk"),
+        ("add", 56, "a"),
+    ]
+    x = 30.0
+    for words, width, fill in parts:
+        d.box(x, 60, width, 70, words, fill, 12)
+        x += width + 6
+    d.words(400, 28, "one block of the transformer, on each of t ranks", "middle", bold=True)
+    d.legend(
+        60,
+        160,
+        [("a", "1/t of the tokens, all features"), ("c", "all tokens, 1/t of the heads or hidden features")],
+        270,
+    )
+    d.legend(60, 186, [("talk", "messages: the same bytes as two all-reduces, which these are the halves of")])
+    d.words(60, 218, "Without it, the blue parts hold all tokens on every rank.", size=12)
+    return d
+
+
+def ring_attention() -> Drawing:
+    """Keys and values travel, queries stay."""
+    d = Drawing(800, 300, "Ring attention over four ranks: queries stay, keys and values travel to the next rank")
+    places = [(70, 60), (290, 60), (290, 190), (70, 190)]
+    for k, (x, y) in enumerate(places):
+        d.box(x, y, 120, 56, f"rank {k}\nq{k}   k{k} v{k}", RANKS[k])
+    d.arrow((192, 88), (286, 88), words="k v")
+    d.arrow((350, 118), (350, 186))
+    d.arrow((286, 218), (194, 218), words="k v")
+    d.arrow((130, 186), (130, 120))
+    d.words(240, 24, "the ring", "middle", bold=True)
+    d.words(625, 24, "keys that each rank's queries meet", "middle", bold=True)
+    for step in range(4):
+        d.words(540 + step * 65, 56, f"step {step}", "middle", 12)
+    for rank in range(4):
+        d.words(495, 88 + rank * 40, f"q{rank}", "end", 13)
+        for step in range(4):
+            block = (rank - step) % 4
+            d.box(510 + step * 65, 72 + rank * 40, 60, 32, f"k{block}", RANKS[block])
+    d.words(635, 252, "exchange under compute; parts are merged by\ntheir log-sum-exp: exact attention", "middle", 12)
+    return d
+
+
+def _schedule(stages: int, batches: int, one_forward_one_backward: bool) -> list[list[tuple[int, str, int]]]:
+    """Slots of each stage: (time, "F" or "B", micro-batch). A forward takes one slot, a backward two."""
+    done: dict[tuple[str, int, int], int] = {}  # when stage s has done this
+    slots: list[list[tuple[int, str, int]]] = [[] for _ in range(stages)]
+    orders = []
+    for s in range(stages):
+        ahead = min(stages - s, batches) if one_forward_one_backward else batches
+        order = [("F", m) for m in range(ahead)]
+        for m in range(batches):
+            order.append(("B", m))
+            if ahead + m < batches:
+                order.append(("F", ahead + m))
+        orders.append(order)
+    free = [0] * stages
+    while any(orders):
+        for s in range(stages):
+            while orders[s]:
+                kind, m = orders[s][0]
+                before = (kind, s - 1, m) if kind == "F" else (kind, s + 1, m)
+                first = s == 0 if kind == "F" else s == stages - 1
+                if not first and before not in done:
+                    break
+                start = max(free[s], 0 if first else done[before])
+                slots[s].append((start, kind, m))
+                free[s] = done[kind, s, m] = start + (1 if kind == "F" else 2)
+                orders[s].pop(0)
+    return slots
+
+
+def pipeline() -> Drawing:
+    """Two schedules of four micro-batches over three stages."""
+    d = Drawing(800, 330, "Two pipeline schedules of four micro-batches over three stages")
+    width = 34
+    for k, (name, interleave) in enumerate(
+        (("gpipe: all forward, then all backward", False), ("1f1b: one forward, one backward", True))
+    ):
+        top = 44 + k * 142
+        d.words(90, top - 18, name, bold=True)
+        for s, slots in enumerate(_schedule(3, 4, interleave)):
+            y = top + s * 32
+            d.box(90, y, 18 * width, 28, "", "wait")
+            d.row(
+                90,
+                y,
+                f"stage {s}",
+                [
+                    (t * width, width if kind == "F" else 2 * width, f"{m + 1}", "a" if kind == "F" else "c")
+                    for t, kind, m in slots
+                ],
+                28,
+            )
+    d.legend(90, 306, [("a", "forward"), ("c", "backward, twice as long"), ("wait", "waits: the bubble")], 190)
+    d.words(790, 313, "1f1b keeps fewer activations", "end", 12)
+    return d

@@ -1,0 +1,96 @@
+"""What mkdocs (mkdocs.yml) is told beside its settings: pages from outside docs/, code as pages, tabs and folds.
+
+README and a few other pages of the repository lie outside docs/, and chapters link to files of code. Each of them is
+a page of the site, so that every link works there as it does in the repository.
+"""
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {
+    "README.md": "index.md",
+    "exercises/README.md": "exercises.md",
+    "example_logs/README.md": "example_logs.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}  # the file in the repository and its page
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".ipynb": "json"}
+LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside docs/, and a page for each file of code that a page links to."""
+    for path, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+    for file in list(files.documentation_pages()):
+        for target in LINK.findall(file.content_string):
+            there = _target(target, _origin(file.src_uri))
+            if there and (page := _page(there)).startswith("code/") and not files.get_file_from_path(page):
+                files.append(File.generated(config, page, content=_code(there)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
+    """Make links lead to pages of the site, fold what is folded, and show what runs here and on Slurm in two tabs."""
+    source = page.file.src_uri
+    markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "", markdown, flags=re.S)  # cog's marks
+    markdown = LINK.sub(lambda found: _link(found[0], source), markdown)
+    markdown = markdown.replace("<details>", '<details markdown="1">')
+    tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
+    return re.sub(tabs, _tabs, markdown, flags=re.S | re.M)
+
+
+def _tabs(found: re.Match[str]) -> str:
+    here, slurm = (re.sub(r"^(?=.)", "    ", text.strip(), flags=re.M) for text in (found[2], found[4]))
+    return f'## Run it\n\n=== "{found[1]}"\n\n{here}\n\n=== "{found[3]}"\n\n{slurm}\n\n'
+
+
+def _origin(page: str) -> Path:
+    """The file of the repository that a page of the site is made from."""
+    return ROOT / next((path for path, made in OUTSIDE.items() if made == page), f"docs/{page}")
+
+
+def _target(target: str, origin: Path) -> str | None:
+    """The path in the repository that a link of a file leads to; none if it leads elsewhere."""
+    path = target.partition("#")[0]
+    if not path or re.match(r"\w+:", path):
+        return None
+    return (origin.parent / path).resolve().relative_to(ROOT).as_posix()
+
+
+def _page(path: str) -> str:
+    """The page, or the file, of the site for a path of the repository."""
+    if (ROOT / path / "README.md").is_file():
+        path = f"{path}/README.md"
+    if path in OUTSIDE:
+        return OUTSIDE[path]
+    if path.startswith("docs/") and not path.endswith(".py"):
+        return path.removeprefix("docs/")
+    return f"code/{path}.md"
+
+
+def _link(target: str, source: str) -> str:
+    path = _target(target, _origin(source)) if not source.startswith("code/") else None
+    if path is None:
+        return target
+    anchor = target.partition("#")[2]
+    there = os.path.relpath(_page(path), PurePosixPath(source).parent)
+    return there + (f"#{anchor}" if anchor else "")
+
+
+def _code(path: str) -> str:
+    """The page of a file of code, or of a folder."""
+    file = ROOT / path
+    if file.is_dir():
+        names = sorted(
+            f"{each.name}{'/' if each.is_dir() else ''}" for each in file.iterdir() if each.name[0] not in "._"
+        )
+        return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
+    language = LANGUAGES.get(file.suffix, "text")
+    return f"# {path}\n\n~~~~~~{language}\n{file.read_text().rstrip()}\n~~~~~~\n"
