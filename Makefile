@@ -5,7 +5,7 @@
 #             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
 # make site   build the pages as a web site into site/; make site-serve: show it on this machine, anew after each change
-# make drawings   make the drawings of the docs again
+# make drawings   make the drawings of the docs again; make notebooks: the lessons as notebooks
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
 # make gpu    run all that needs a GPU, in 10 minutes, and report it in docs/results; ARGS="--out FOLDER", PY=python3
@@ -13,7 +13,7 @@
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
 # make fuzz MINUTES=10   feed every reader and every command hostile input
-.PHONY: afresh demo setup test test-all lint figures drawings site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo setup test test-all lint figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,6 +44,9 @@ figures: .venv/installed-dev
 
 drawings: .venv/installed
 	$(BIN)/python -m docs.drawings
+
+notebooks: .venv/installed-dev
+	$(BIN)/python -m docs.notebooks
 
 site: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -11,6 +11,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from docs import explorer_data
+
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     "README.md": "index.md",
@@ -33,6 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
             there = _target(target, _origin(file.src_uri))
             if there and (page := _page(there)).startswith("code/") and not files.get_file_from_path(page):
                 files.append(File.generated(config, page, content=_code(there)))
+    files.append(File.generated(config, "explorer/layouts.js", content=explorer_data.script()))
     return files
 
 

@@ -1,4 +1,4 @@
-"""start_tensorboard.ipynb: what it serves, to whom, and that nothing of it stays behind."""
+"""start_tensorboard.ipynb: what it serves, to whom, and that nothing of it stays behind. The lessons as notebooks."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from nbclient import NotebookClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from docs import notebooks
 from tools import tensorboard_server
 from tools.tensorboard_server import find_log_folder
 from utils.errors import UsageError
@@ -161,3 +162,25 @@ def test_the_example_logs_hold_one_finished_run_whose_curves_end_at_its_summary(
     assert last.step == summary["iterations"] == 3000
     assert last.value == pytest.approx(summary["val_loss"])
     assert set(events.Tags()["images"]) == {"forecast/u10", "forecast/z500"}
+
+
+@pytest.mark.parametrize("name", notebooks.LESSONS)
+def test_a_notebook_is_its_lesson(name):
+    kept = nbformat.read(notebooks.FOLDER / f"{name}.ipynb", 4)
+    assert kept == notebooks.notebook(notebooks.LESSONS[name]), "make notebooks"
+    commands = [cell.source for cell in kept.cells if cell.source.startswith("%%bash")]
+    assert len(commands) > 1 and all("$RUNS" in text for text in commands if "train" in text)
+
+
+@pytest.mark.slow("every command of a lesson runs")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", notebooks.LESSONS)
+def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
+    for path in notebooks.ROOT.iterdir():
+        if path.name not in ("logs", "data", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    made = nbformat.read(notebooks.FOLDER / f"{name}.ipynb", 4)
+    NotebookClient(made, timeout=800, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(out.get("text", "") for cell in made.cells for out in cell.get("outputs", []))
+    assert "finished 20 iterations" in printed or "finished 40 iterations" in printed
+    assert printed.count("| ") > 20  # the table of the benchmark

@@ -1,15 +1,25 @@
-"""The front door: README is short, lessons are lessons, drawings are made by their code, and the site is whole."""
+"""The front door: README is short, lessons are lessons, drawings are made by their code, and the site is whole.
 
+The page to play with shows what the planner says, to those who use a keyboard and a narrow screen too.
+"""
+
+import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from docs import explorer_data
 from docs.drawings.__main__ import DRAWINGS, FOLDER
+from tools.planner.trace import trace_step
+from utils.config import SCRIPTS, SPLITS, load_config
 
 ROOT = Path(__file__).parents[1]
 LESSONS = ["one_device", "data_parallel", "model_parallel", "domain_parallel"]
@@ -54,7 +64,8 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="pip install -r requirements-site.txt")
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    small = {**os.environ, "EXPLORER_GPUS": "8"}
+    done = subprocess.run(build, cwd=ROOT, env=small, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -73,27 +84,120 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
 
 
-@pytest.mark.slow("a browser takes seconds to start")
-def test_pages_fit_on_wide_and_narrow_screens(site, tmp_path_factory):
-    """Nothing is cut off or has to be scrolled sideways; pictures of five pages lie in the temporary folder."""
+@pytest.fixture(scope="module")
+def browser():
     api = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements-site.txt")
-    chromium = shutil.which("chromium") or pytest.skip("no chromium")
-    pictures = tmp_path_factory.mktemp("pictures")
+    chromium = shutil.which("chromium")
+    if not chromium and "CI" not in os.environ:
+        pytest.skip("no chromium")
     with api.sync_playwright() as play:
         quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-        browser = play.chromium.launch(executable_path=chromium, args=quiet)
-        for width, scheme in ((1300, "light"), (400, "dark")):
-            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            asked: list[str] = []
-            page.on("request", lambda request, asked=asked: asked.append(request.url))
-            for name in ("index", *LESSONS):
-                page.goto(f"file://{site}/{name}.html")
-                page.screenshot(path=pictures / f"{name}_{width}.png")
-                assert page.evaluate("document.documentElement.scrollWidth") <= width, name
-                broken = (
-                    "[...document.images].filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
-                )
-                assert page.evaluate(broken) == []
-            assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
-        browser.close()
-    assert len(list(pictures.iterdir())) == 10
+        opened = play.chromium.launch(executable_path=chromium, args=quiet)
+        yield opened
+        opened.close()
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
+    """Nothing is cut off or has to be scrolled sideways; pictures of six pages lie in the temporary folder."""
+    pictures = tmp_path_factory.mktemp("pictures")
+    for width, scheme in ((1300, "light"), (400, "dark")):
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        asked: list[str] = []
+        page.on("request", lambda request, asked=asked: asked.append(request.url))
+        for name in ("index", *LESSONS, "explorer"):
+            page.goto(f"file://{site}/{name}.html")
+            page.screenshot(path=pictures / f"{name}_{width}.png")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            broken = "[...document.images].filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
+            assert page.evaluate(broken) == []
+        assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+    assert len(list(pictures.iterdir())) == 12
+
+
+TRACED = [
+    {"strategy": "ddp"},
+    {"strategy": "fsdp"},
+    {"tp": 2},
+    {"cp": 2},
+    {"pp": 2},
+    {"domain": "2x1"},
+    {"domain": "1x2"},
+]
+
+
+@pytest.mark.slow("runs steps without data")
+@pytest.mark.parametrize("wanted", TRACED, ids=str)
+def test_the_page_to_play_with_has_the_numbers_of_a_traced_plan(wanted):
+    """Of two GPUs, and of the model that is traced fastest."""
+    names, sorts = ("a100-40gb", next(iter(explorer_data.MODELS)), next(iter(explorer_data.IMAGES))), []
+    wanted = {"tp": 1, "cp": 1, "pp": 1, "domain": "1x1", "strategy": "ddp"} | wanted
+    for _n, tp, cp, pp, domain, _dp, strategy, parts, memory, _needed, _ms, messages in explorer_data.layouts(
+        *names, [2], sorts
+    ):
+        if {"tp": tp, "cp": cp, "pp": pp, "domain": domain, "strategy": strategy} != wanted:
+            continue
+        words = (
+            f"{explorer_data.BASE} {explorer_data.MODELS[names[1]]} {explorer_data.FIXED} --data_parallel={strategy}"
+        )
+        words += f" --tensor_parallel={tp} --context_parallel={cp} --pipeline_parallel={pp} --domain_parallel={domain}"
+        config = load_config(f"{words} --gradient_accumulation={parts}".split(), world_size=2, splits=SPLITS)
+        traces = trace_step(config, config.layout(2, 4))
+        for kind, size in zip(("parameters", "gradients", "optimizer"), memory, strict=False):
+            traced = max(trace.memory[kind] for trace in traces) / 2**20
+            assert size == pytest.approx(traced, rel=0.03, abs=0.1), kind
+        traced = max(trace.memory["activations"] for trace in traces)
+        traced += 2 * max(trace.memory["batch"] for trace in traces)
+        assert memory[3] == pytest.approx(traced / 2**20, rel=0.03)
+        sent = Counter()
+        for message, count in traces[0].messages.items():
+            sent[message.phase, message.kind, message.group] += count
+        if pp == 1:  # of a pipeline the page shows the rank that sends most
+            assert {tuple(sorts[i][:3]): count for i, count, _ in messages} == sent
+        return
+    raise AssertionError(f"no layout {wanted}")
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
+    page = browser.new_page(viewport={"width": 400, "height": 900})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"file://{site}/explorer.html")
+    held = (site / "explorer/layouts.js").read_text()
+    layouts = json.loads(held.removeprefix("const LAYOUTS = ").removesuffix(";\n"))
+    assert page.locator("[role=gridcell]").count() == 8
+
+    page.select_option("[name=n]", "4")
+    page.select_option("[name=tp]", "2")
+    assert "tp 0 of 2, with 0 1; dp 0 of 2, with 0 2" in page.inner_text("#partners")
+    page.focus("[data-rank='0']")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#partners").startswith("Rank 1: tp 1 of 2, with 0 1; dp 0 of 2, with 1 3")
+    assert page.evaluate("document.activeElement.dataset.rank") == "1"
+    assert page.locator("[name=domain] option[value='2x1']").is_disabled() is False
+    page.select_option("[name=cp]", "2")
+    assert page.locator("[name=domain] option[value='2x1']").is_disabled()  # goes not with context parallelism
+
+    command = page.inner_text("#line").split(" ", 3)
+    assert command[0] == "torchrun" and command[2] == "train_mp.py"
+    config = load_config(shlex.split(command[3]), world_size=4, splits=SCRIPTS["train_mp.py"].splits)
+    assert (config.tensor_parallel, config.context_parallel, config.embed_dim) == (2, 2, 1024)
+    row = next(
+        row
+        for row in layouts["rows"][
+            "a100-40gb|" + page.input_value("[name=model]") + "|" + page.input_value("[name=image]")
+        ]
+        if row[:7] == [4, 2, 2, 1, "1x1", 1, page.input_value("[name=strategy]")]
+    )
+    assert f"{row[10]:,.1f} ms" in page.inner_text("#verdict")
+    assert f"{row[8][0] / 1024:.2f}".rstrip("0") in page.inner_text("#held")
+
+    page.select_option("[name=model]", list(explorer_data.MODELS)[-1])  # the largest model on one GPU
+    page.select_option("[name=n]", "1")
+    assert page.inner_text("#verdict").startswith("It does not fit")
+    page.select_option("[name=n]", "8")
+    page.click("[name=best]")
+    assert page.inner_text("#verdict").startswith(("It fits", "It just fits"))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert errors == []

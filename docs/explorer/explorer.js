@@ -1,0 +1,200 @@
+// The page to play with: looks a layout up in LAYOUTS (layouts.js, counted by the planner) and shows it. No library.
+"use strict";
+const COLOURS = ["#b6d4fe", "#fde49b", "#b9e8c4", "#f6c6dd", "#ffc9a0", "#d7c9f7", "#bfe9ee", "#e3dccb"];
+const KINDS = ["#74a9f5", "#f2c744", "#76c98a", "#e58bb5", "#ff9f5a", "#a78bda", "#9aa4ae"];
+const FIELDS = ["n", "tp", "cp", "pp", "domain", "dp", "strategy", "parts", "memory", "needed", "ms", "messages"];
+const CHOICES = ["n", "tp", "cp", "pp", "domain", "strategy"];
+const page = document.getElementById("explorer");
+const form = page.querySelector("form");
+const at = (id) => document.getElementById(id);
+let rows = [], rank = 0, by = "tp";
+
+const make = (tag, text, attributes = {}) => {
+    const element = document.createElement(tag);
+    element.textContent = text;
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+};
+const number = (value, digits = 1) => value.toLocaleString("en", { maximumFractionDigits: digits });
+const chosen = () => Object.fromEntries(CHOICES.map((name) => [name, form[name].value]));
+const same = (row, choice, names = CHOICES) => names.every((name) => String(row[name]) === String(choice[name]));
+const current = () => rows.find((row) => same(row, chosen()));
+const gpu = () => LAYOUTS.gpus[form.gpu.value];
+const fits = (row) => row.needed <= 0.95 * gpu().mib;
+
+function fill(name, values, keep) {
+    form[name].replaceChildren(...values.map((value) => make("option", value, { value })));
+    form[name].value = values.map(String).includes(String(keep)) ? keep : values[0];
+}
+
+function load() { // the layouts of a machine, a model and an image
+    const key = [form.gpu.value, form.model.value, form.image.value].join("|");
+    const before = rows.length ? chosen() : { n: "8" };
+    rows = LAYOUTS.rows[key].map((row) => Object.fromEntries(row.map((value, i) => [FIELDS[i], value])));
+    fill("n", [...new Set(rows.map((row) => row.n))], before.n);
+    choose(before);
+}
+
+function choose(before) { // the layouts of a number of GPUs; keeps the choice where it can
+    const here = rows.filter((row) => String(row.n) === form.n.value);
+    const width = (value) => String(value).split("x").reduce((a, b) => a * b, 1);
+    for (const name of CHOICES.slice(1)) {
+        const values = [...new Set(here.map((row) => row[name]))];
+        fill(name, name === "strategy" ? values : values.sort((a, b) => width(a) - width(b)), before[name]);
+    }
+    if (!current()) set(here.find((row) => same(row, chosen(), ["tp", "cp", "pp", "domain"])) || here[0]);
+    show();
+}
+
+function set(row) {
+    for (const name of CHOICES) form[name].value = row[name];
+}
+
+function coordinates(row, r) { // of a rank: neighbours differ in tp first, then cp, domain, dp, pp
+    const sizes = sizesOf(row), place = {};
+    for (const [name, size] of Object.entries(sizes)) { place[name] = r % size; r = Math.floor(r / size); }
+    return place;
+}
+
+function sizesOf(row) {
+    const domain = row.domain.split("x").reduce((a, b) => a * b, 1);
+    return { tp: row.tp, cp: row.cp, domain, dp: row.dp, pp: row.pp };
+}
+
+function partners(row, r, name) { // ranks that differ from r along one dimension only
+    const mine = coordinates(row, r);
+    return [...Array(row.n).keys()].filter((other) => {
+        const theirs = coordinates(row, other);
+        return Object.keys(mine).every((each) => each === name || mine[each] === theirs[each]);
+    });
+}
+
+function showRanks(row) {
+    const sizes = sizesOf(row), names = Object.keys(sizes).filter((name) => sizes[name] > 1);
+    if (!names.includes(by)) by = names[0] || "dp";
+    rank = Math.min(rank, row.n - 1);
+    at("by").replaceChildren(...(names.length ? names : ["dp"]).flatMap((name) => {
+        const button = make("button", name, { type: "button", role: "radio", "aria-checked": String(name === by) });
+        button.onclick = () => { by = name; showRanks(row); at("by").querySelector("[aria-checked=true]").focus(); };
+        return [button, " "];
+    }));
+    const first = [...Array(row.n).keys()].map((r) => partners(row, r, by)[0]);
+    const groups = [...new Set(first)], mine = partners(row, rank, by), per = gpu().per_node;
+    at("ranks").replaceChildren(...[...Array(Math.ceil(row.n / per)).keys()].map((node) => {
+        const line = make("div", "", { role: "row" });
+        line.append(make("span", `node ${node}`, { role: "rowheader" }));
+        for (let r = node * per; r < Math.min(row.n, (node + 1) * per); r++) {
+            const cell = make("span", r, { role: "gridcell", tabindex: r === rank ? 0 : -1, "data-rank": r });
+            cell.style.background = COLOURS[groups.indexOf(first[r]) % COLOURS.length];
+            cell.classList.toggle("mine", mine.includes(r));
+            cell.onpointerenter = cell.onclick = () => look(row, r, false);
+            line.append(cell);
+        }
+        return line;
+    }));
+    at("partners").textContent = `Rank ${rank}: ` + (names.map((name) =>
+        `${name} ${coordinates(row, rank)[name]} of ${sizes[name]}, with ${partners(row, rank, name).join(" ")}`).join("; ")
+        || "it works alone") + ".";
+}
+
+function look(row, r, focus) {
+    if (r === rank && !focus) return;
+    rank = r;
+    showRanks(row);
+    if (focus) at("ranks").querySelector(`[data-rank="${r}"]`).focus();
+}
+
+function showMemory(row) {
+    const total = row.memory.reduce((a, b) => a + b, 0), limit = gpu().mib, scale = Math.max(row.needed, limit);
+    const shares = [...row.memory, Math.max(0, row.needed - total)], names = [...LAYOUTS.kinds, "outside, lost"];
+    at("bar").replaceChildren(...shares.map((size, i) => {
+        const part = make("span", "");
+        part.style.cssText = `background:${KINDS[i]};width:${(100 * size) / scale}%`;
+        return part;
+    }));
+    const mark = make("i", "");
+    mark.style.left = `${Math.min(99.5, (100 * limit) / scale)}%`;
+    at("bar").append(mark);
+    const table = [["", "GiB"], ...names.map((name, i) => [name, shares[i]]), ["needed at once", row.needed], [`${form.gpu.value} has`, limit]];
+    at("held").replaceChildren(...table.map(([name, size], i) => {
+        const line = make("tr", ""), title = make(i ? "td" : "th", name);
+        if (i && i <= names.length) {
+            const swatch = make("span", "", { class: "swatch" });
+            swatch.style.background = KINDS[i - 1];
+            title.prepend(swatch);
+        }
+        line.append(title, make(i ? "td" : "th", i ? number(size / 1024, 2) : size, { class: "number" }));
+        return line;
+    }));
+}
+
+function showMessages(row) {
+    const head = ["message", "group", "where", "count", "MiB"];
+    const lines = row.messages.map(([sort, count, mib]) => {
+        const [phase, kind, group, inside] = LAYOUTS.sorts[sort];
+        return [`${phase} ${kind}`, group, inside ? "inside a node" : "across nodes", number(count), number(mib, 2)];
+    });
+    at("sent").replaceChildren(...[head, ...(lines.length ? lines : [["nothing", "", "", "", ""]])].map((cells, i) => {
+        const line = make("tr", "");
+        line.append(...cells.map((text, j) => make(i ? "td" : "th", text, j > 2 && i ? { class: "number" } : {})));
+        return line;
+    }));
+}
+
+function commandOf(row) {
+    const domain = row.domain.split("x").reduce((a, b) => a * b, 1), per = gpu().per_node, nodes = Math.ceil(row.n / per);
+    const script = domain > 1 ? "shard" : row.tp * row.cp * row.pp > 1 ? "mp" : "";
+    const words = [LAYOUTS.base, LAYOUTS.models[form.model.value], LAYOUTS.images[form.image.value]];
+    if (row.tp > 1) words.push(`--tensor_parallel=${row.tp}`);
+    if (row.cp > 1) words.push(`--context_parallel=${row.cp}`);
+    if (row.pp > 1) words.push(`--pipeline_parallel=${row.pp}`, `--gradient_accumulation=${row.parts}`);
+    if (domain > 1) words.push(`--domain_parallel=${row.domain}`);
+    if (row.strategy !== "ddp") words.push(`--data_parallel=${row.strategy}`);
+    const program = script ? `train_${script}.py` : "train.py";
+    const start = row.n === 1 ? `python ${program}` : nodes === 1 ? `torchrun --nproc_per_node=${row.n} ${program}`
+        : `sbatch -N ${nodes}${per === 4 ? "" : ` --gpus-per-node=${per}`} submit_${script || "dp"}.sh`;
+    return [start, ...words].filter(Boolean).join(" ");
+}
+
+function show() {
+    for (const name of CHOICES.slice(1)) { // what goes with none of the other choices is grey
+        const others = CHOICES.filter((each) => each !== name && (each !== "strategy" || name === "strategy"));
+        for (const option of form[name].options)
+            option.disabled = !rows.some((row) => String(row[name]) === option.value && same(row, chosen(), others));
+    }
+    const row = current();
+    const room = fits(row) ? (row.needed <= 0.85 * gpu().mib ? "It fits." : "It just fits.") : "It does not fit.";
+    const speed = number((32 / row.ms) * 1e3);
+    at("verdict").textContent = `${room} A step takes ${number(row.ms)} ms, ${speed} samples/s; dp ${row.dp}, the ranks that are left.`;
+    showRanks(row);
+    showMemory(row);
+    showMessages(row);
+    at("line").textContent = commandOf(row);
+}
+
+function begin() {
+    fill("gpu", Object.keys(LAYOUTS.gpus));
+    fill("model", Object.keys(LAYOUTS.models), Object.keys(LAYOUTS.models)[1]);
+    fill("image", Object.keys(LAYOUTS.images));
+    for (const name of ["gpu", "model", "image"]) form[name].onchange = load;
+    form.n.onchange = () => choose(chosen());
+    for (const name of CHOICES.slice(1)) form[name].onchange = () => {
+        const choice = chosen(), here = rows.filter((row) => same(row, choice, ["n", "tp", "cp", "pp", "domain"]));
+        if (here.length && !current()) set(here[0]); // another strategy where this one does not go with the layout
+        show();
+    };
+    form.best.onclick = () => {
+        const here = rows.filter((row) => String(row.n) === form.n.value);
+        const fitting = here.filter(fits), speed = (a, b) => a.ms - b.ms;
+        set(fitting.sort(speed)[0] || here.sort((a, b) => a.needed - b.needed)[0]);
+        show();
+    };
+    at("ranks").onkeydown = (event) => {
+        const row = current(), step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: gpu().per_node, ArrowUp: -gpu().per_node }[event.key];
+        if (step === undefined) return;
+        event.preventDefault();
+        look(row, Math.min(row.n - 1, Math.max(0, rank + step)), true);
+    };
+    load();
+}
+begin();
