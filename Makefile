@@ -6,6 +6,7 @@
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
 # make site   build the pages as a web site into site/; make site-serve: show it on this machine, anew after each change
 # make drawings   make the drawings of the docs again; make notebooks: the lessons as notebooks
+# make lint-docs   English of README and docs, by textlint (needs npm)
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
 # make gpu    run all that needs a GPU, in 10 minutes, and report it in docs/results; ARGS="--out FOLDER", PY=python3
@@ -13,7 +14,7 @@
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
 # make fuzz MINUTES=10   feed every reader and every command hostile input
-.PHONY: afresh demo setup test test-all lint figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo setup test test-all lint lint-docs figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -38,6 +39,14 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The tool lies in .cache, out of the tree.
+lint-docs:
+	@command -v npm >/dev/null || { echo "make lint-docs needs npm (Node.js)"; exit 2; }
+	@mkdir -p .cache/english && cp docs/english/.textlintrc.json docs/english/words.yml .cache/english
+	@cmp -s docs/english/package.json .cache/english/package.json || \
+	    { cp docs/english/package.json .cache/english && npm install --prefix .cache/english --no-package-lock --silent; }
+	cd .cache/english && node_modules/.bin/textlint ../../*.md ../../exercises/*.md ../../docs/*.md ../../docs/reference/*.md
 
 figures: .venv/installed-dev
 	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import command, difference, output, picture, source, table" docs/*.md docs/reference/*.md
