@@ -28,7 +28,7 @@ from utils import files
 from utils.config import read_named_config
 from utils.errors import UsageError
 from weather.dataset import FieldDataset, read_statistics
-from weather.year_reader import YearFile
+from weather.year_reader import open_year
 
 ELSEWHERE = {
     "a validation loss of NaN made the best checkpoint go": "checkpoint::a_score_that_is_no_number_is_no_score",
@@ -160,12 +160,12 @@ def test_a_year_file_with_other_metadata_is_refused_by_name(fault, tmp_path):
 def test_a_year_file_without_dates_and_without_a_year_in_its_name_is_refused(tmp_path):
     year(tmp_path / "some.h5")
     with pytest.raises(UsageError, match="some.h5: has no `time` with units, and its name is not a year"):
-        file_times(YearFile(tmp_path / "some.h5"))
+        file_times(open_year(tmp_path / "some.h5"))
 
 
 READERS = {
     "settings": lambda path: read_named_config(path, "quick"),
-    "a year": YearFile,
+    "a year": open_year,
     "statistics": lambda path: read_statistics(path, 2),
     "a summary": lambda path: read_summary(path),
 }

@@ -241,7 +241,7 @@ def test_bad_data_is_named(tmp_path, sample_folder):
 
     fails("no such data folder; make sample data with `python -m weather.sample_data .* --img_size 8 16`")
     (tmp_path / "data").mkdir()
-    fails("holds no .h5 file")
+    fails("holds no .h5, .nc or .zarr")
     write_years(tmp_path / "data", [4, 4])
     fails("1979.h5: has 3 channels, 4 were asked for", channels=4)
     fails(r"1979.h5: has 8 x 16 points, img_size asks for \[9, 16\]", img_size=(9, 16))

@@ -143,7 +143,7 @@ def test_statistics_of_the_change_are_made_for_data_that_came_without(tmp_path, 
     years = [h5py.File(path, locking=False)["fields"][:].astype(float) for path in (sample_folder / "train").iterdir()]
     squares = [np.square(np.diff(year, axis=0)) for year in years]
     np.testing.assert_allclose(expected[0, :, 0, 0], np.sqrt(np.concatenate(squares).mean((0, 2, 3))), rtol=1e-6)
-    with pytest.raises(UsageError, match="nothing: holds no .h5 file"):
+    with pytest.raises(UsageError, match="nothing: holds no .h5, .nc or .zarr"):
         year_files.main([str(tmp_path / "nothing"), str(tmp_path)])
 
 
@@ -161,7 +161,7 @@ def test_damaged_data_is_refused(refused, tmp_path, sample_folder):
     os.truncate(tmp_path / "train/1980.h5", 100_000)
     refused("1980.h5: HDF5 .truncated or damaged.. cannot be read", train_data_path=tmp_path / "train")
     (tmp_path / "empty").mkdir()
-    refused("empty: holds no .h5 file", valid_data_path=tmp_path / "empty")
+    refused("empty: holds no .h5, .nc or .zarr", valid_data_path=tmp_path / "empty")
     with h5py.File(tmp_path / "empty/1979.h5", "w") as file:
         file["other"] = np.zeros(3)
     refused("1979.h5: expected a dataset 'fields'", valid_data_path=tmp_path / "empty")

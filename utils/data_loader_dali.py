@@ -24,7 +24,7 @@ from utils.errors import UsageError
 from utils.sample_order import Order
 from utils.stop_signals import STOP_SIGNALS
 from weather.dataset import FieldDataset, Statistics
-from weather.year_reader import YearFile
+from weather.year_reader import open_year
 
 try:
     from nvidia.dali import fn, pipeline_def, types
@@ -142,14 +142,14 @@ class SampleSource:
 
     def __init__(self, dataset: FieldDataset, order: Order, iterations: range):
         self.dataset, self.order, self.iterations = dataset, order, iterations
-        self.unopened: list[Path] = []  # in a worker, before its first sample: the paths of the dataset's files
+        self.unopened: list[tuple[Path, Path]] = []  # in a worker, before its first sample: what open_year takes
 
     def __call__(self, info: types.SampleInfo) -> np.ndarray:
         """One sample, (k + 1, C, h, w) float32; StopIteration after the last batch."""
         if info.iteration >= len(self.iterations):
             raise StopIteration
         if self.unopened:
-            self.dataset.files, self.unopened = [YearFile(path) for path in self.unopened], []
+            self.dataset.files, self.unopened = [open_year(*names) for names in self.unopened], []
         iteration = self.iterations[info.iteration]
         sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
         self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
@@ -158,7 +158,10 @@ class SampleSource:
     def __getstate__(self) -> dict[str, Any]:
         dataset = copy(self.dataset)
         dataset.files = []
-        return vars(self) | {"dataset": dataset, "unopened": [file.path for file in self.dataset.files]}
+        return vars(self) | {
+            "dataset": dataset,
+            "unopened": [(file.location, file.path) for file in self.dataset.files],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

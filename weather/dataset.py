@@ -1,7 +1,7 @@
 """Samples on disk: frames from year files, and the statistics of their channels.
 
 A sample is the frame at t and the frames dt, 2 dt, ... later in the same file. They are read directly into the caller's
-buffer, or seen in the page cache: see weather/year_reader.py.
+buffer, or seen in the page cache: see weather/year_data.py.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ import numpy as np
 from utils.errors import UsageError, first_line
 from utils.files import check_file
 from weather.dates import file_times
-from weather.year_reader import Description, YearFile
+from weather.year_data import Description, YearFile
+from weather.year_reader import open_year, year_paths
 
 
 class FieldDataset:
     """All samples of a folder, in the order of the file names.
 
-    folder: holds *.h5 files, one for each year; they may differ in length.
+    folder: holds *.h5 or *.nc files or *.zarr stores, one for each year; they may differ in length.
     channels: how many channels to read, from the first. img_size: (H, W), the first rows and columns of the files.
     dt: frames from one step of a forecast to the next. limit: use only this many samples, from the first.
     rows, columns: read only this part of the image (slices of [0, H) and of [0, W)).
@@ -46,7 +47,7 @@ class FieldDataset:
         self._times: list[np.ndarray] = []  # of each file, once they are asked for
         try:
             for path in self._find_files(img_size):
-                self.files.append(YearFile(path))
+                self.files.append(open_year(path))
                 self._check_shape(self.files[-1], img_size)
             described = [file.describe(channels, img_size) for file in self.files]
             for file, description in zip(self.files, described, strict=True):
@@ -70,8 +71,13 @@ class FieldDataset:
 
     @property
     def mappable(self) -> bool:
-        """Whether all files are mapped, so that `mapped` can be used."""
-        return all(file.map is not None for file in self.files)
+        """Whether all files can be mapped, so that `mapped` can be used."""
+        return all(file.mappable for file in self.files)
+
+    @property
+    def warning(self) -> str:
+        """What is costly about how the first of such files is stored; '' where nothing is."""
+        return next((file.warning for file in self.files if file.warning), "")
 
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
@@ -132,9 +138,9 @@ class FieldDataset:
 
     def _find_files(self, img_size):
         height, width = img_size
-        paths = sorted(self.folder.glob("*.h5"))
+        paths = year_paths(self.folder)
         if not paths:
-            problem = "holds no .h5 file" if self.folder.is_dir() else "no such data folder"
+            problem = "holds no .h5, .nc or .zarr" if self.folder.is_dir() else "no such data folder"
             remedy = f"python -m weather.sample_data {self.folder.parent} --img_size {height} {width}"
             message = f"{problem}; make sample data with `{remedy}`, or point the config to yours"
             raise UsageError(f"{self.folder}: {message}")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from utils.errors import UsageError, reading
-from weather.year_reader import YearFile
+from weather.year_data import YearFile
 
 HOUR = np.timedelta64(1, "h")
 YEAR = 365.25  # days
@@ -12,7 +12,7 @@ YEAR = 365.25  # days
 def file_times(file: YearFile) -> np.ndarray:
     """Dates of the frames of a YearFile, (T,) datetime64[s]: its `time`, or 6-hourly in the year of its name."""
     with reading(f"{file.path}: its time"):
-        stored, frames = file.file.get("time"), file.shape[0]
+        stored, frames = file.arrays.get("time"), file.shape[0]
         if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
             attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
             import xarray  # slow to import

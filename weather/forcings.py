@@ -14,7 +14,7 @@ from torch import Tensor
 from utils.errors import UsageError
 from weather.channels import TIMED
 from weather.grid import Grid
-from weather.year_reader import YearFile
+from weather.year_data import YearFile
 
 
 class Forcings:

@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, year_frames
+from weather.year_reader import open_year, year_paths
 
 SPLITS = ("train", "valid", "test")
 STATS = ("global_means", "global_stds", "time_means", "change_stds")
@@ -204,14 +206,14 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     total, squares, count = np.zeros(1), np.zeros(1), 0
     changes, pairs = np.zeros(1), 0
     for path in paths:
-        with reading(str(path)), h5py.File(path, "r", locking=False) as file:  # parallel file systems may lack locks
-            before = file["fields"][:1].astype(np.float64)
-            for first, step in _chunks(file["fields"]):
-                x = file["fields"][first : first + step].astype(np.float64)
+        with reading(str(path)), closing(open_year(path)) as year:
+            before = year.fields[:1].astype(np.float64)
+            for first, step in _chunks(year.fields):
+                x = year.fields[first : first + step].astype(np.float64)
                 total, squares, count = total + x.sum(0), squares + np.square(x).sum((0, 2, 3)), count + step
                 changes = changes + np.square(np.diff(np.concatenate([before, x]), axis=0)).sum((0, 2, 3))
                 before = x[-1:]
-            pairs += len(file["fields"]) - 1
+            pairs += year.shape[0] - 1
     time_means = total / count  # (C, H, W)
     points, means = time_means[0].size, time_means.mean((1, 2))
     variances = squares / (count * points) - means**2
@@ -223,12 +225,12 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the statistics of year files that were made elsewhere: python -m weather.year_files TRAIN_FOLDER OUT."""
     parser = ArgumentParser(prog="python -m weather.year_files", description="Statistics of the training years.")
-    parser.add_argument("train", type=Path, help="folder of the training years (.h5)")
+    parser.add_argument("train", type=Path, help="folder of the training years")
     parser.add_argument("out", type=Path, help="folder of the statistics (.npy); files that are there stay")
     options = parser.parse_args(argv)
-    paths = sorted(options.train.glob("*.h5"))
+    paths = year_paths(options.train)
     if not paths:
-        raise UsageError(f"{options.train}: holds no .h5 file")
+        raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
     with reported_as_usage_error(OSError, str(options.out)):
         options.out.mkdir(parents=True, exist_ok=True)
         for name, value in zip(STATS, training_statistics(paths), strict=True):
@@ -265,8 +267,8 @@ def _read_origin(path):
 
 def _chunks(fields):
     """(first frame, number of frames) of parts of a dataset that fit in memory."""
-    step = max(1, int(CHUNK_BYTES // (fields.nbytes / len(fields))))
-    return [(first, min(step, len(fields) - first)) for first in range(0, len(fields), step)]
+    step = max(1, int(CHUNK_BYTES // (fields.nbytes / fields.shape[0])))
+    return [(first, min(step, fields.shape[0] - first)) for first in range(0, fields.shape[0], step)]
 
 
 if __name__ == "__main__":

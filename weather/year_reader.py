@@ -1,59 +1,66 @@
-"""One year file of the ERA5 tutorial layout, open for reading.
+"""Open years of data: HDF5 files, NetCDF 4 files, which are HDF5 too, and Zarr stores.
 
-A file holds the dataset `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`,
-`channel` and `channel_units`. If HDF5 stores each frame as one piece, plain reads at known offsets fill the caller's
-buffer; they release Python's lock, so threads read in parallel. Otherwise HDF5 itself reads. Frames stored as one piece
-can also be mapped: the caller sees them in the page cache, without a copy.
+If HDF5 stores each frame as one piece, contiguous or as a chunk without compression, it is read and mapped as that.
 """
 
 import contextlib
+import itertools
 import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
 
 from utils.errors import UsageError, reading
 from utils.files import check_file
-from weather.channels import CHANNELS
-from weather.grid import Grid, latitudes, longitudes
+from weather.year_data import DATASET, YearFile
 
-DATASET = "fields"
-
-
-class Description(NamedTuple):
-    """What the numbers of a year file are."""
-
-    names: list[str]  # of the channels
-    units: list[str]
-    grid: Grid
-
-    def difference(self, other: "Description") -> str:
-        """In words, the first thing in which another description differs; '' where they agree."""
-        texts = {"channel": (self.names, other.names), "the unit of channel": (self.units, other.units)}
-        for what, both in texts.items():
-            for number, (mine, theirs) in enumerate(zip(*both, strict=True)):
-                if mine != theirs:
-                    return f"{what} {number} is '{mine}' and not '{theirs}'"
-        for axis, x, y in zip(Grid._fields, self.grid, other.grid, strict=True):
-            if not np.allclose(x, y, rtol=0, atol=1e-3):
-                return f"{axis} is {x[0]:g} to {x[-1]:g} and not {y[0]:g} to {y[-1]:g}"
-        return ""
+SUFFIXES = (".h5", ".nc", ".zarr")
+STORE_FILES = ("zarr.json", ".zgroup")  # one of them makes a folder a Zarr store
 
 
-class YearFile:
-    """One open file. `read` fills buffers from it."""
+def year_paths(folder: Path) -> list[Path]:
+    """The years in a folder, in the order of their names; a folder that is a Zarr store is the only one.
 
-    def __init__(self, path: Path):
-        self.path = path
-        check_file(path)
+    Raises UsageError where a year is there twice, in two formats.
+    """
+    if is_store(folder):
+        return [folder]
+    paths = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
+    for path, other in itertools.pairwise(paths):
+        if path.stem == other.stem:
+            raise UsageError(f"{folder}: holds {path.name} and {other.name}: the same year twice? Move one away")
+    return paths
+
+
+def is_store(path: Path) -> bool:
+    """Whether a path is a Zarr store."""
+    return path.suffix == ".zarr" or any((path / name).exists() for name in STORE_FILES)
+
+
+def open_year(location: Path, path: Path | None = None) -> YearFile:
+    """Open a year of data. path: what it is called in messages, where that is not its location. Raises UsageError."""
+    if is_store(location):
+        from weather.zarr_year import ZarrYear  # zarr is slow to import, and not needed otherwise
+
+        return ZarrYear(location, path or location)
+    return Hdf5Year(location, path or location)
+
+
+class Hdf5Year(YearFile):
+    """A year in an HDF5 file."""
+
+    def __init__(self, location: Path, path: Path):
+        self.path, self.location = path, location
+        check_file(location)
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
             self.file = opened.enter_context(
-                h5py.File(path, "r", locking=False)
+                h5py.File(location, "r", locking=False)
             )  # parallel file systems may lack locks
             fields = self.file.get(DATASET)
             if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
@@ -64,73 +71,30 @@ class YearFile:
             if unwritten := _never_written(fields):
                 raise UsageError(f"{path}: {unwritten} of '{DATASET}' never written: the file was not finished")
             self.fields, self.shape = fields, fields.shape
+            self.arrays = {name: array for name, array in self.file.items() if not _only_a_dimension(array)}
             linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
             self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
-            self.descriptor = os.open(path, os.O_RDONLY)
+            self.descriptor = os.open(location, os.O_RDONLY)
             opened.callback(os.close, self.descriptor)
             self.size = os.fstat(self.descriptor).st_size
             self.map = None
             offsets = self.frame_offsets
             if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
                 self.map = opened.enter_context(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+            self.plain, self.mappable = offsets is not None, self.map is not None
             self.opened = opened.pop_all()
 
     def close(self) -> None:
         """Close the file and its map."""
         self.opened.close()
 
-    def describe(self, channels: int, img_size: Sequence[int]) -> Description:
-        """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
-
-        Raises UsageError for names and coordinates that cannot be used.
-        """
-        height, width = self.shape[2:]
-        names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
-        units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))
-        return Description(
-            self._texts("channel", names)[:channels],
-            self._texts("channel_units", units)[:channels],
-            Grid(
-                self._degrees("latitude", latitudes(height), 90)[: img_size[0]],
-                self._degrees("longitude", longitudes(width), 360)[: img_size[1]],
-            ),
-        )
-
-    def constant_field(self, name: str) -> np.ndarray:
-        """A field that does not change with time, (H, W) float64. Raises UsageError where the file has none."""
-        with reading(f"{self.path}: '{name}'"):
-            field, shape = self.file.get(name), self.shape[2:]
-            if isinstance(field, h5py.Dataset) and field.shape == shape and field.dtype.kind in "fiu":
-                return np.asarray(field[:], np.float64)
-            there = [key for key, value in self.file.items() if getattr(value, "shape", None) == shape]
-        known = f"it has {', '.join(there)}" if there else "it has no such field"
-        raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
-
-    def _texts(self, name, otherwise):
-        return self._stored(name, self.shape[1], lambda data: [str(text) for text in data.asstr()[:]], otherwise)
-
-    def _degrees(self, name, otherwise, largest):
-        values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
-        if not (np.abs(values) <= largest).all():  # nor NaN
-            raise UsageError(f"{self.path}: '{name}' is not in degrees, -{largest} to {largest}")
-        return values
-
-    def _stored(self, name, length, read, otherwise):
-        """What `read` makes of a dataset of so many values; `otherwise` where the file has none of that name."""
-        with reading(f"{self.path}: '{name}'"):
-            if name not in self.file:
-                return otherwise
-            if (shape := self.file[name].shape) != (length,):
-                raise UsageError(f"{self.path}: '{name}' has shape {shape}, the fields need ({length},)")
-            return read(self.file[name])
+    @staticmethod
+    def _strings(array: Any) -> list[str]:
+        return [str(text) for text in array.asstr()[:]]
 
     @contextlib.contextmanager
     def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
-        """Frames, first C channels, a window of points, as read-only arrays over the file itself, (1, C, h, w) each.
-
-        A context manager. Raises UsageError if the file has become shorter; if that happens inside the block, SIGBUS
-        ends the process. Raises ValueError if the file is not mapped, because its frames are not stored as one piece.
-        """
+        """As YearFile says."""
         if self.map is None or self.frame_offsets is None:
             raise ValueError(f"{self.path}: has no map, its frames must be read")
         if os.fstat(self.descriptor).st_size < self.size:
@@ -147,49 +111,20 @@ class YearFile:
             page = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.map.madvise(advice, page, start - page + 4 * channels * math.prod(self.shape[2:]))
 
-    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
-        with reading(f"{self.path}: frame {frame}"):
-            self._read(frame, out, rows, columns)
-
-    def _read(self, frame, out, rows, columns):
-        _, all_channels, height, width = self.shape
-        frames, channels, h, w = out.shape
-        if self.frame_offsets is None or w < width:
-            self._read_by_hdf5(frame, out, rows, columns)
-        elif h < height:
-            for i in range(frames):
-                for c in range(channels):
-                    self._read_at(frame + i, c, rows.start, out[i, c])
-        elif channels == all_channels and self._adjacent(frame, frames):
-            self._read_at(frame, 0, 0, out)
-        else:
-            for i in range(frames):
-                self._read_at(frame + i, 0, 0, out[i])
+    def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
+        assert self.frame_offsets is not None
+        return nullcontext((self.descriptor, int(self.frame_offsets[frame])))
 
     def _adjacent(self, frame, count):
         """Whether `count` frames from `frame` on are stored one after the other."""
         span = self.frame_offsets[frame + count - 1] - self.frame_offsets[frame]
         return span == (count - 1) * 4 * math.prod(self.shape[1:])
 
-    def _read_by_hdf5(self, frame, out, rows, columns):
+    def _read_by_library(self, frame, out, rows, columns):
         window = np.s_[frame : frame + out.shape[0], : out.shape[1], rows, columns]
         self.fields.read_direct(out, window)
         if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end
             raise UsageError(f"{self.path}: became shorter while it was read: the file was truncated")
-
-    def _read_at(self, frame, channel, row, out):
-        """Read one contiguous piece that begins at a row of a channel of a frame."""
-        position = int(self.frame_offsets[frame]) + 4 * self.shape[3] * (row + self.shape[2] * channel)
-        count = os.preadv(self.descriptor, [out], position)
-        if count < out.nbytes:  # rare: further reads fetch the rest
-            view = memoryview(out).cast("B")[count:]
-            while view:
-                position += count
-                count = os.preadv(self.descriptor, [view], position)
-                if count == 0:
-                    raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
-                view = view[count:]
 
 
 def frame_offsets(fields: h5py.Dataset) -> np.ndarray | None:
@@ -218,3 +153,9 @@ def _never_written(fields):
     total = math.prod(-(-n // c) for n, c in zip(fields.shape, fields.chunks, strict=True))
     missing = total - fields.id.get_num_chunks()
     return f"{missing} of {total} pieces" if missing else ""
+
+
+def _only_a_dimension(array):
+    """Whether this is what NetCDF writes for a dimension that has no values."""
+    name = array.attrs.get("NAME", b"") if isinstance(array, h5py.Dataset) else b""
+    return isinstance(name, bytes) and name.startswith(b"This is a netCDF dimension")

@@ -61,6 +61,9 @@ class Trained(Task):
             )
         )
         valid.check_like(train)
+        for dataset in (train, valid):
+            if (warning := dataset.warning) and comm.is_main():
+                print(f"warning: {warning}", flush=True)
         self._described = train.description.names, train.description.grid.latitude
         if config.loss != "relative_l2":
             loss_weights(config, *self._described)

@@ -1,0 +1,203 @@
+"""Years in Zarr stores give the samples of year files, are trained to the same weights, and are refused as clearly."""
+
+import shutil
+from contextlib import closing
+
+import h5py
+import numpy as np
+import pytest
+import xarray
+import zarr
+
+from tests.support import programs
+from tests.support.launch import summary
+from tests.test_data_loader import CPU, read_all
+from tests.test_data_loader_dali import assert_same_batches, needs_dali
+from training.tasks import build_task
+from utils.errors import UsageError
+from weather import year_files, zarr_year
+from weather.dataset import FieldDataset
+from weather.dates import file_times
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
+STORED = {"plain 2": [], "plain 3": ["--zarr_format=3"], "compressed 3": ["--zarr_format=3", "--compressed"]}
+
+
+@pytest.fixture(scope="session")
+def stores(sample_folder, tmp_path_factory):
+    """{how it is stored: the sample data as stores}."""
+    folders = {name: tmp_path_factory.mktemp("stores") / "data" for name in STORED}
+    for name, folder in folders.items():
+        zarr_year.main([str(sample_folder), str(folder), *STORED[name]])
+    return folders
+
+
+def paths_in(folder):
+    return {f"{name}_data_path": str(folder / split) for name, split in (("train", "train"), ("valid", "valid"))}
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("window", [{}, {"rows": slice(3, 9)}, {"rows": slice(1, 7), "columns": slice(5, 30)}])
+def test_every_window_of_a_store_is_that_of_the_year_file(stores, sample_folder, stored, window):
+    ours, theirs = (FieldDataset(f / "train", 20, (16, 32), **window) for f in (stores[stored], sample_folder))
+    assert ours.mappable == stored.startswith("plain")
+    np.testing.assert_array_equal(read_all(ours), read_all(theirs))
+    assert not ours.description.difference(theirs.description) and ours.description.names[14] == "z500"
+    np.testing.assert_array_equal(file_times(ours.files[1]), file_times(theirs.files[1]))
+    np.testing.assert_array_equal(
+        ours.files[0].constant_field("orography"), theirs.files[0].constant_field("orography")
+    )
+
+
+def test_statistics_of_stores_are_those_of_year_files(stores, sample_folder, tmp_path):
+    year_files.main([str(stores["compressed 3"] / "train"), str(tmp_path)])
+    for path in (sample_folder / "stats").glob("*.npy"):
+        np.testing.assert_array_equal(np.load(tmp_path / path.name), np.load(path))
+
+
+def test_runs_on_stores_have_the_losses_of_year_files_bit_for_bit(stores, tiny_options, tmp_path):
+    """Rungs 1 and 4, plain and compressed; one is stopped at an iteration within an epoch, and goes on."""
+    shard = ["train_shard.py", "--yaml_config=config/ViT.yaml", "--domain_parallel=1x2"]
+    common = {"num_data_workers": 2, "forcings": ["orography", "hour"], "num_iters": 12}
+    for name, folder in {"hdf5": None, **stores}.items():
+        data = common | (paths_in(folder) if folder else {})
+        assert programs.run(["train.py", *tiny_options(run_num=f"one {name}", **data)]).returncode == 0
+        for status, output in programs.run_ranks([*shard, *tiny_options(run_num=f"shard {name}", **data)]):
+            assert status == 0, output
+        for layout in ("one", "shard"):
+            expected, found = summary(tmp_path, f"{layout} hdf5"), summary(tmp_path, f"{layout} {name}")
+            for key in ("train_loss", "val_loss", "rmse", "acc"):
+                assert found[key] == expected[key], (layout, name, key)
+    half = common | paths_in(stores["plain 3"]) | {"checkpoint_every": 5, "keep_checkpoints": 9, "run_num": "half"}
+    assert programs.run(["train.py", *tiny_options(**half)]).returncode == 0
+    folder = tmp_path / "logs/quick/half"
+    for path in (folder / "summary.json", *folder.glob("checkpoints/iter-0000001*"), *folder.glob("checkpoints/best*")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = programs.run(["train.py", *tiny_options(**half)])
+    assert again.returncode == 0 and "Resuming at iteration 5 of 12" in again.stdout, again.stdout + again.stderr
+    assert summary(tmp_path, "half")["val_loss"] == summary(tmp_path, "one hdf5")["val_loss"]
+
+
+@needs_dali
+@pytest.mark.timeout(100)
+def test_the_processes_of_dali_read_stores(stores, tiny_config):
+    kinds = {"data_loader_config": "dali", "num_data_workers": 1}, {}
+    loaders = [build_task(tiny_config(**paths_in(stores["plain 2"]), **kind)).build_loaders(CPU)[0] for kind in kinds]
+    with closing(loaders[0]), closing(loaders[1]):
+        assert_same_batches(*(loader.train(seed=1, start=2, stop=6) for loader in loaders))
+
+
+def test_a_netcdf_file_is_a_year_file(tmp_path, sample_folder):
+    (tmp_path / "train").mkdir()
+    with xarray.open_dataset(sample_folder / "train/1979.h5", engine="h5netcdf", decode_times=False) as year:
+        fields = year.load().drop_vars(["channel"])  # a dimension without values
+    fields.to_netcdf(tmp_path / "train/1979.nc", engine="h5netcdf")
+    theirs = FieldDataset(sample_folder / "train", 20, (16, 32), limit=19)
+    ours = FieldDataset(tmp_path / "train", 20, (16, 32))
+    np.testing.assert_array_equal(read_all(ours), read_all(theirs))
+    assert ours.description.names[0] == "u10"
+    shutil.copytree(sample_folder / "train", tmp_path / "train", dirs_exist_ok=True)
+    with pytest.raises(UsageError, match="holds 1979.h5 and 1979.nc: the same year twice"):
+        FieldDataset(tmp_path / "train", 20, (16, 32))
+
+
+def edited(path, change):
+    change(zarr.open_group(path, mode="r+"), path)
+
+
+def attributes(name, values):
+    def change(group, _path):
+        del group[name]
+        group.create_array(name, data=values)
+
+    return change
+
+
+def short(_group, path):
+    chunk = path / "fields/7.0.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-4])
+
+
+DAMAGE = {
+    "a chunk is absent": (lambda _, path: (path / "fields/7.0.0.0").unlink(), "1 of 20 chunks of 'fields' were never"),
+    "a chunk is short": (short, "1 of 20 chunks of 'fields' were never written, or not whole"),
+    "no fields": (lambda group, _: group.__delitem__("fields"), "expected an array 'fields' [time, channel, lat, lon]"),
+    "three dimensions": (attributes("fields", np.ones((4, 16, 32), "f4")), "it has float32 (4, 16, 32)"),
+    "whole numbers": (attributes("fields", np.ones((4, 20, 16, 32), "i4")), "it has int32 (4, 20, 16, 32)"),
+    "other channels": (attributes("channel", np.array(["v10"] * 20)), "channel 0 is 'v10' and not 'u10'"),
+    "channels are numbers": (attributes("channel", np.arange(20)), "'channel' cannot be read: int64 is not text"),
+    "other units": (attributes("channel_units", np.array(["K"] * 20)), "the unit of channel 0 is 'K' and not 'm s-1'"),
+    "no degrees": (attributes("latitude", np.full(16, np.nan)), "'latitude' is not in degrees"),
+    "another grid": (attributes("latitude", np.linspace(-60, 60, 16)), "latitude is -60 to 60"),
+    "another size": (attributes("longitude", np.ones(3)), "'longitude' has shape (3,), the fields need (32,)"),
+    "no store": (lambda _, path: (path / ".zgroup").unlink(), "Zarr cannot be read"),
+    "metadata": (lambda _, path: (path / "fields/.zarray").write_text("{"), "Zarr cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_store_that_is_damaged_or_other_is_named_in_one_line(stores, tmp_path, damage):
+    shutil.copytree(stores["plain 2"] / "train", tmp_path / "train")
+    path, (change, line) = tmp_path / "train/1980.zarr", DAMAGE[damage]
+    edited(path, change)
+    with pytest.raises(UsageError) as error:
+        FieldDataset(tmp_path / "train", 20, (16, 32))
+    assert str(error.value).startswith(f"{path}: ") and line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_shards_are_refused_and_what_is_no_number_is_named(stores, tmp_path):
+    store = tmp_path / "train/1979.zarr"
+    shutil.copytree(stores["plain 3"] / "train", tmp_path / "train")
+    group = zarr.open_group(store, mode="r+")
+    fields = group["fields"][:]
+    group["fields"][5, 2, 1, 1] = np.nan
+    with pytest.raises(UsageError, match=r"1979.zarr: frame 5: channel 2 \(t2m\) holds nan"):
+        FieldDataset(tmp_path / "train", 20, (16, 32)).check_finite(4)
+    del group["fields"]
+    group.create_array("fields", data=fields, chunks=(1, 20, 16, 32), shards=(4, 20, 16, 32))
+    with pytest.raises(UsageError, match="in shards: write it without"):
+        FieldDataset(tmp_path / "train", 20, (16, 32))
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_chunk_that_goes_after_the_start_is_named(stores, tmp_path, stored):
+    shutil.copytree(stores[stored] / "train", tmp_path / "train")
+    dataset = FieldDataset(tmp_path / "train", 20, (16, 32))
+    chunk = dataset.files[0]._chunk((7, 0, 0, 0))
+    if dataset.mappable:
+        chunk.write_bytes(chunk.read_bytes()[:-4])
+        with pytest.raises(UsageError, match="1979.zarr: ends before frame 7|1979.zarr: frame 7 cannot be read"):
+            dataset.read(6, np.empty(dataset.shape, np.float32))
+        with pytest.raises(UsageError, match="1979.zarr: frame 7 cannot be read"), dataset.mapped(6, 2):
+            pass
+    chunk.unlink()
+    with pytest.raises(UsageError, match="1979.zarr: frame [67]"):
+        dataset.read(6, np.empty(dataset.shape, np.float32))
+
+
+@pytest.mark.parametrize("chunks", [(4, 20, 16, 32), (1, 1, 16, 32)])
+def test_other_chunks_are_read_with_a_warning_that_names_the_cost(sample_folder, tmp_path, tiny_config, capsys, chunks):
+    for split in ("train", "valid"):
+        for path in (sample_folder / split).glob("*.h5"):
+            with h5py.File(path) as file:
+                group = zarr.open_group(tmp_path / split / f"{path.stem}.zarr", mode="w")
+                group.create_array("fields", data=file["fields"][:], chunks=chunks)
+    ours, theirs = (FieldDataset(folder / "train", 20, (16, 32)) for folder in (tmp_path, sample_folder))
+    np.testing.assert_array_equal(read_all(ours), read_all(theirs))
+    build_task(tiny_config(**paths_in(tmp_path))).build_loaders(CPU)
+    said = capsys.readouterr().out
+    cost = "for a frame of 0.0 MB 0.2 MB are read, in 1 pieces" if chunks[0] == 4 else "0.0 MB are read, in 20 pieces"
+    assert said.startswith("warning: ") and "1979.zarr: chunks (" in said and cost in said and said.count("\n") == 2
+
+
+def test_a_conversion_goes_on_where_it_was_interrupted(sample_folder, tmp_path, capsys):
+    (tmp_path / "data/train").mkdir(parents=True)
+    (tmp_path / "data/train/1979.zarr.part").mkdir()
+    (tmp_path / "data/train/1979.zarr.part/junk").touch()
+    zarr_year.main([str(sample_folder), str(tmp_path / "data")])
+    assert capsys.readouterr().out.count(".zarr\n") == 4
+    zarr_year.main([str(sample_folder), str(tmp_path / "data")])
+    assert capsys.readouterr().out == ""
+    assert len(FieldDataset(tmp_path / "data/train", 20, (16, 32))) == 38
+    with pytest.raises(UsageError, match="its folders hold no year files"):
+        zarr_year.main([str(tmp_path / "data"), str(tmp_path / "again")])

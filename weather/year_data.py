@@ -1,0 +1,170 @@
+"""What every year of data can do, however it is stored: describe itself, and fill buffers with frames.
+
+A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`, `channel` and
+`channel_units`. Where each frame is stored as one plain piece, plain reads at known offsets fill the caller's buffer;
+they release Python's lock, so threads read in parallel. Otherwise the format's library reads. Plain pieces can also be
+mapped: the caller sees them in the page cache, without a copy.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from utils.errors import UsageError, reading
+from weather.channels import CHANNELS
+from weather.grid import Grid, latitudes, longitudes
+
+DATASET = "fields"
+
+
+class Description(NamedTuple):
+    """What the numbers of a year file are."""
+
+    names: list[str]  # of the channels
+    units: list[str]
+    grid: Grid
+
+    def difference(self, other: "Description") -> str:
+        """In words, the first thing in which another description differs; '' where they agree."""
+        texts = {"channel": (self.names, other.names), "the unit of channel": (self.units, other.units)}
+        for what, both in texts.items():
+            for number, (mine, theirs) in enumerate(zip(*both, strict=True)):
+                if mine != theirs:
+                    return f"{what} {number} is '{mine}' and not '{theirs}'"
+        for axis, x, y in zip(Grid._fields, self.grid, other.grid, strict=True):
+            if not np.allclose(x, y, rtol=0, atol=1e-3):
+                return f"{axis} is {x[0]:g} to {x[-1]:g} and not {y[0]:g} to {y[-1]:g}"
+        return ""
+
+
+class YearFile(ABC):
+    """One open year. `read` fills buffers from it.
+
+    path: what people call it. location: where it can be opened again. fields: an array (T, C, H, W) that slices.
+    arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
+    plain: whether each frame is stored as one plain piece. mappable: whether `mapped` can be used.
+    """
+
+    path: Path
+    location: Path
+    fields: Any
+    arrays: Mapping[str, Any]
+    shape: tuple[int, int, int, int]
+    plain: bool
+    mappable: bool
+    size: int
+    warning = ""  # what is costly about how it is stored
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it."""
+
+    @abstractmethod
+    def mapped(
+        self, frames: Sequence[int], channels: int, rows: slice, columns: slice
+    ) -> AbstractContextManager[list[np.ndarray]]:
+        """Frames, first C channels, a window of points, as read-only arrays over the disk's own, (1, C, h, w) each.
+
+        A context manager. Raises UsageError if a file has become shorter; if that happens inside the block, SIGBUS
+        ends the process. Raises ValueError where frames are not stored so that they can be mapped.
+        """
+
+    @abstractmethod
+    def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
+        """(descriptor, offset) of a frame that is stored as one plain piece."""
+
+    @abstractmethod
+    def _adjacent(self, frame: int, count: int) -> bool:
+        """Whether `count` frames from `frame` on are one plain piece together."""
+
+    @abstractmethod
+    def _read_by_library(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+        """As read, by the library of the format."""
+
+    @staticmethod
+    @abstractmethod
+    def _strings(array: Any) -> list[str]:
+        """What an array of text holds."""
+
+    def describe(self, channels: int, img_size: Sequence[int]) -> Description:
+        """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
+
+        Raises UsageError for names and coordinates that cannot be used.
+        """
+        height, width = self.shape[2:]
+        names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
+        units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))
+        return Description(
+            self._texts("channel", names)[:channels],
+            self._texts("channel_units", units)[:channels],
+            Grid(
+                self._degrees("latitude", latitudes(height), 90)[: img_size[0]],
+                self._degrees("longitude", longitudes(width), 360)[: img_size[1]],
+            ),
+        )
+
+    def constant_field(self, name: str) -> np.ndarray:
+        """A field that does not change with time, (H, W) float64. Raises UsageError where the file has none."""
+        with reading(f"{self.path}: '{name}'"):
+            fields = {k: a for k, a in self.arrays.items() if getattr(a, "shape", None) == self.shape[2:]}
+            if name in fields and fields[name].dtype.kind in "fiu":
+                return np.asarray(fields[name][:], np.float64)
+        known = f"it has {', '.join(fields)}" if fields else "it has no such field"
+        raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
+
+    def _texts(self, name, otherwise):
+        return self._stored(name, self.shape[1], self._strings, otherwise)
+
+    def _degrees(self, name, otherwise, largest):
+        values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
+        if not (np.abs(values) <= largest).all():  # nor NaN
+            raise UsageError(f"{self.path}: '{name}' is not in degrees, -{largest} to {largest}")
+        return values
+
+    def _stored(self, name, length, read, otherwise):
+        """What `read` makes of an array of so many values; `otherwise` where there is none of that name."""
+        with reading(f"{self.path}: '{name}'"):
+            if (array := self.arrays.get(name)) is None:
+                return otherwise
+            if array.shape != (length,):
+                raise UsageError(f"{self.path}: '{name}' has shape {array.shape}, the fields need ({length},)")
+            return read(array)
+
+    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+        """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
+        with reading(f"{self.path}: frame {frame}"):
+            self._read(frame, out, rows, columns)
+
+    def _read(self, frame, out, rows, columns):
+        _, all_channels, height, width = self.shape
+        frames, channels, h, w = out.shape
+        if not self.plain or w < width:
+            self._read_by_library(frame, out, rows, columns)
+        elif h < height:
+            for i in range(frames):
+                with self._piece(frame + i) as piece:
+                    for c in range(channels):
+                        self._read_at(piece, frame + i, (c * height + rows.start) * width, out[i, c])
+        elif channels == all_channels and self._adjacent(frame, frames):
+            with self._piece(frame) as piece:
+                self._read_at(piece, frame, 0, out)
+        else:
+            for i in range(frames):
+                with self._piece(frame + i) as piece:
+                    self._read_at(piece, frame + i, 0, out[i])
+
+    def _read_at(self, piece, frame, first, out):
+        """Fill `out` with the values of a frame's piece from number `first` on."""
+        descriptor, position = piece
+        position += 4 * first
+        view = memoryview(out).cast("B")
+        while view:  # nearly always one read
+            count = os.preadv(descriptor, [view], position)
+            if count == 0:
+                raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
+            view, position = view[count:], position + count
