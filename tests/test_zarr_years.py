@@ -9,13 +9,14 @@ import pytest
 import xarray
 import zarr
 
+from docs.examples import zarr_years
 from tests.support import programs
 from tests.support.launch import summary
 from tests.test_data_loader import CPU, read_all
 from tests.test_data_loader_dali import assert_same_batches, needs_dali
 from training.tasks import build_task
 from utils.errors import UsageError
-from weather import year_files, zarr_year
+from weather import year_files
 from weather.dataset import FieldDataset
 from weather.dates import file_times
 
@@ -28,7 +29,7 @@ def stores(sample_folder, tmp_path_factory):
     """{how it is stored: the sample data as stores}."""
     folders = {name: tmp_path_factory.mktemp("stores") / "data" for name in STORED}
     for name, folder in folders.items():
-        zarr_year.main([str(sample_folder), str(folder), *STORED[name]])
+        zarr_years.main([str(sample_folder), str(folder), *STORED[name]])
     return folders
 
 
@@ -194,10 +195,10 @@ def test_a_conversion_goes_on_where_it_was_interrupted(sample_folder, tmp_path, 
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/1979.zarr.part").mkdir()
     (tmp_path / "data/train/1979.zarr.part/junk").touch()
-    zarr_year.main([str(sample_folder), str(tmp_path / "data")])
+    zarr_years.main([str(sample_folder), str(tmp_path / "data")])
     assert capsys.readouterr().out.count(".zarr\n") == 4
-    zarr_year.main([str(sample_folder), str(tmp_path / "data")])
+    zarr_years.main([str(sample_folder), str(tmp_path / "data")])
     assert capsys.readouterr().out == ""
     assert len(FieldDataset(tmp_path / "data/train", 20, (16, 32))) == 38
     with pytest.raises(UsageError, match="its folders hold no year files"):
-        zarr_year.main([str(tmp_path / "data"), str(tmp_path / "again")])
+        zarr_years.main([str(tmp_path / "data"), str(tmp_path / "again")])

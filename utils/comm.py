@@ -249,29 +249,29 @@ def on_main(function: Callable[[], T]) -> T:
     return outcome[0]
 
 
+def gather(own: T) -> list[T]:
+    """What every rank gives, on all ranks."""
+    seen = [own] * world_size()
+    if len(seen) > 1:
+        dist.all_gather_object(seen, own)
+    return seen
+
+
 def agree(function: Callable[[], T]) -> T:
     """Call function() on every rank; where some raise a UsageError, every rank raises the first of them."""
-    if world_size() == 1:
-        return function()
-    error: UsageError | None = None
+    own: UsageError | None = None
     try:
         result = function()
-    except UsageError as caught:
-        error = caught
-    errors: list[UsageError | None] = [None] * world_size()
-    dist.all_gather_object(errors, error)
-    for error in errors:
-        if error is not None:
-            raise error
+    except UsageError as error:
+        own = error
+    for first in filter(None, gather(own)):
+        raise first
     return result
 
 
 def check_alike(own: dict[str, str]) -> None:
     """Raise UsageError, on every rank, where a rank sees something else than rank 0. own: {name: what is seen}."""
-    if world_size() == 1:
-        return
-    seen: list[Any] = [None] * world_size()
-    dist.all_gather_object(seen, (socket.gethostname(), own))
+    seen = gather((socket.gethostname(), own))
     first_host, first = seen[0]
     for number, (host, other) in enumerate(seen):
         for name in sorted(first | other):

@@ -48,6 +48,8 @@ class YearFile(ABC):
     path: what people call it. location: where it can be opened again. fields: an array (T, C, H, W) that slices.
     arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
     plain: whether each frame is stored as one plain piece. mappable: whether `mapped` can be used.
+    A format adds _piece(frame), a context manager of (descriptor, offset) of a plain piece; _adjacent(frame, count),
+    whether so many frames are one piece; _read_by_library, which reads as `read` does; and _strings(array of text).
     """
 
     path: Path
@@ -73,23 +75,6 @@ class YearFile(ABC):
         A context manager. Raises UsageError if a file has become shorter; if that happens inside the block, SIGBUS
         ends the process. Raises ValueError where frames are not stored so that they can be mapped.
         """
-
-    @abstractmethod
-    def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
-        """(descriptor, offset) of a frame that is stored as one plain piece."""
-
-    @abstractmethod
-    def _adjacent(self, frame: int, count: int) -> bool:
-        """Whether `count` frames from `frame` on are one plain piece together."""
-
-    @abstractmethod
-    def _read_by_library(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        """As read, by the library of the format."""
-
-    @staticmethod
-    @abstractmethod
-    def _strings(array: Any) -> list[str]:
-        """What an array of text holds."""
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
         """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.

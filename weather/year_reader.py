@@ -59,9 +59,9 @@ class Hdf5Year(YearFile):
         self.path, self.location = path, location
         check_file(location)
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
-            self.file = opened.enter_context(
-                h5py.File(location, "r", locking=False)
-            )  # parallel file systems may lack locks
+            gone = not os.path.exists(os.path.realpath(location))  # its name; HDF5 would look for it
+            file = opened.enter_context(open(location, "rb")) if gone else location
+            self.file = opened.enter_context(h5py.File(file, "r", locking=False))  # not all file systems have locks
             fields = self.file.get(DATASET)
             if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
                 found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"

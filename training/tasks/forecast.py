@@ -1,7 +1,9 @@
 """Forecasting: from the state of the atmosphere to the state one step later, on year files."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config
+from utils.staging import stage
 from weather.channels import CHANNELS, count_forcings
 from weather.dataset import FieldDataset, Statistics, load_change_scale, load_statistics
 from weather.forcings import Forcings
@@ -45,6 +48,14 @@ class Trained(Task):
     def output_shape(self, samples: int) -> Shape:
         """Whole images of the channels to forecast."""
         return samples, self.config.n_out_channels, *self.config.img_size
+
+    def loaders(self, device: torch.device) -> list[BatchLoader]:
+        """As Task says; with stage_to they read from copies."""
+        loaders = super().loaders(device)
+        if self.config.stage_to:
+            folder = Path(os.path.expandvars(self.config.stage_to))
+            stage([loader.dataset for loader in loaders], folder, reads_samples())
+        return loaders
 
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
         """Loaders of pairs of frames. Raises UsageError where data and config disagree."""

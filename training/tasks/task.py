@@ -21,6 +21,7 @@ from utils.tiles import own_window
 Shape = tuple[int, ...]
 FORECAST_KEYS = (
     "forcings", "predict", "rollout_steps", "rollout_schedule", "loss", "channel_weights", "pressure_weights",
+    "stage_to",
 )  # fmt: skip
 
 
