@@ -1,5 +1,6 @@
 """Profiling: named ranges, Nsight Systems, and torch.profiler for a window of steps."""
 
+import json
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from utils import comm
+from utils.collective_record import recorded_collectives
 from utils.device import synchronize
 from utils.errors import UsageError
 from utils.launch import read_launch
@@ -19,6 +21,7 @@ from utils.schema import Config
 log = logging.getLogger(__name__)
 
 TABLE_ROWS = 25
+ONE_TRACE, TRACE = "trace.json.gz", "trace-rank{}.json.gz"
 UNDER_NSYS = "TRAINING_UNDER_NSYS"  # set for the process that nsys starts
 
 
@@ -63,16 +66,16 @@ def restart_under_nsys() -> None:
 
 
 def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profiler | None":
-    """The profiler of a run: Nsight Systems where nsys started the process, else on rank 0 the one of --profile.
+    """The profiler of a run: Nsight Systems where nsys started the process, else the one of --profile.
 
-    folder: where --profile torch writes. Raises UsageError where the device cannot be profiled so.
+    folder: where --profile writes. Raises UsageError where the device cannot be profiled so.
     """
     if UNDER_NSYS in os.environ:
         if device.type != "cuda":
             raise UsageError(f"ENABLE_PROFILING=1 records a GPU, this run is on {device}: use --profile torch")
         return Profiler(config, torch.cuda.profiler.start, torch.cuda.profiler.stop)
-    if config.profile == "torch" and comm.is_main():
-        recorder = TorchRecorder(device, folder)
+    if config.profile == "ranks" or (config.profile == "torch" and comm.is_main()):
+        recorder = TorchRecorder(device, folder, TRACE.format(comm.rank()) if config.profile == "ranks" else ONE_TRACE)
         return Profiler(config, recorder.start, recorder.stop)
     return None
 
@@ -113,18 +116,18 @@ class Profiler:
 class TorchRecorder:
     """torch.profiler around a window of steps.
 
-    A trace for Perfetto or TensorBoard, a table of the top operations, and on a GPU a snapshot of the memory allocator
-    with the stack of every allocation.
+    A trace for Perfetto or TensorBoard, and by rank 0 a table of the top operations, and on a GPU a snapshot of the
+    memory allocator with the stack of every allocation. The trace also names the process group of each collective.
     """
 
-    def __init__(self, device: torch.device, folder: Path):
-        self.device, self.folder = device, folder
+    def __init__(self, device: torch.device, folder: Path, name: str):
+        self.device, self.folder, self.name = device, folder, name
 
     def start(self) -> None:
         """Begin to record."""
         gpu = torch.profiler.supported_activities() if self.device.type != "cpu" else ()
         activities = {torch.profiler.ProfilerActivity.CPU, *gpu}
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and comm.is_main():
             torch.cuda.memory._record_memory_history()
         self.profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         self.profile.start()
@@ -132,13 +135,16 @@ class TorchRecorder:
     def stop(self) -> None:
         """Stop, and write what was recorded into the folder."""
         synchronize(self.device)
+        self.profile.add_metadata_json("collectives", json.dumps(recorded_collectives()))
         self.profile.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.profile.export_chrome_trace(str(self.folder / "trace.json.gz"))
+        self.profile.export_chrome_trace(str(self.folder / self.name))
+        if not comm.is_main():
+            return
         order = "self_device_time_total" if self.device.type != "cpu" else "self_cpu_time_total"
         table = self.profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS)
         (self.folder / "operations.txt").write_text(table)
         if self.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        log.info("Profile written to %s: trace.json.gz, operations.txt\n%s", self.folder, table)
+        log.info("Profile written to %s: %s, operations.txt\n%s", self.folder, self.name, table)

@@ -69,6 +69,14 @@ def _record(reason: str, rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+def recorded_collectives() -> list[dict[str, Any]]:
+    """{group, number, operation} of the collectives that torch still knows of, in the order of their calls."""
+    from torch import distributed as dist
+
+    calls = _calls() if dist.is_initialized() else []
+    return [{key: call[key] for key in ("group", "number", "operation")} for call in calls]
+
+
 def _groups() -> dict[str, Any]:
     """{name: [description, ranks]} of the process groups of several ranks that this one is in."""
     from torch.distributed.distributed_c10d import _world

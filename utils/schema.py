@@ -189,7 +189,9 @@ class Config(BaseModel):
     checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000, "nothing")
     async_save: bool = key("write checkpoints while training goes on", True, "nothing")
     keep_checkpoints: Size = key("newest checkpoints to keep, besides the best", 2, "nothing")
-    profile: Literal["none", "torch"] = key("record a window of steps with torch.profiler", "none", "speed")
+    profile: Literal["none", "torch", "ranks"] = key(
+        "record a window of steps with torch.profiler: torch on rank 0, ranks on all of them", "none", "speed"
+    )
     profile_start: NonNegativeInt = key("steps of this process before the window", 20, "speed")
     profile_steps: PositiveInt = key("steps in the window", 10, "speed")
 

@@ -59,7 +59,7 @@ class Hdf5Year(YearFile):
         self.path, self.location = path, location
         check_file(location)
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
-            gone = not os.path.exists(os.path.realpath(location))  # its name; HDF5 would look for it
+            gone = not location.resolve().exists()  # its name; HDF5 would look for it
             file = opened.enter_context(open(location, "rb")) if gone else location
             self.file = opened.enter_context(h5py.File(file, "r", locking=False))  # not all file systems have locks
             fields = self.file.get(DATASET)

@@ -1,8 +1,9 @@
-"""Data loaders alone: every loader x workers x layout on disk, compared with the plain design and plain reading.
+"""Data loaders alone: every loader x workers x format on disk, compared with the plain design and plain reading.
 
 All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
 
+import importlib
 import statistics
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import h5py
 import torch
+import xarray
 
 from tools.benchmarks.plain_loader import plain_loader
 from tools.tables import cells, format_table, installed, machine
@@ -42,7 +44,7 @@ def run(
     """Measure and print a table; returns the figures, as JSON has them.
 
     workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data,
-    copied into each layout. batches: timed in a turn, fewer where they take longer than TURN_SECONDS.
+    copied into each format. batches: timed in a turn, fewer where they take longer than TURN_SECONDS.
     """
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -70,8 +72,9 @@ def run(
     rows = cells([r | {"giga": r["bytes_per_sec"] / 1e9} for r in results], COLUMNS)
     print(format_table(dict.fromkeys(COLUMNS, ""), rows))
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
-    if not installed("nvidia.dali"):
-        print("DALI: skipped, not installed (requirements-dali.txt)")
+    for name, needs, file in (("DALI", "nvidia.dali", "dali"), ("Zarr", "zarr", "era5")):
+        if not installed(needs):
+            print(f"{name}: not installed (requirements-{file}.txt)")
     return {"config": config.config, "machine": machine(device), "loaders": results}
 
 
@@ -79,23 +82,29 @@ CAT, PLAIN = "cat file > /dev/null", "plain design, 0 workers"
 
 
 def _write_layouts(config: Config, folder: Path, frames: int) -> dict[str, Path]:
-    """The first frames of the training data, in each layout: {name: folder}. They stay in the page cache."""
+    """The first frames of the training data, in each format: {name: folder}. They stay in the page cache."""
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
-    source = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
-    fields = source[:frames, :channels, :height, :width]
-    layouts = {"contiguous": None, "chunk a frame": (1, *fields.shape[1:]), "chunk a channel": (1, 1, height, width)}
-    for name, chunks in layouts.items():
+    fields = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields[:frames, :channels]
+    fields, frame = fields[..., :height, :width], (1, channels, height, width)
+    for name, chunks in {"HDF5": None, "HDF5, chunk a channel": (1, 1, height, width)}.items():
         (folder / name).mkdir()
         with h5py.File(folder / name / "1979.h5", "w") as file:
             file.create_dataset("fields", data=fields, chunks=chunks)
-    return {name: folder / name for name in layouts}
+    (folder / "NetCDF").mkdir()
+    array = xarray.DataArray(fields, dims=("time", "channel", "latitude", "longitude"), name="fields")
+    array.to_netcdf(folder / "NetCDF" / "1979.nc", engine="h5netcdf")
+    for version, codec in ((2, None), (3, None), (3, "auto")) if installed("zarr") else ():
+        name = f"Zarr {version}, {'compressed' if codec else 'plain'}"
+        group = importlib.import_module("zarr").open_group(folder / name / "1979.zarr", mode="w", zarr_format=version)
+        group.create_array("fields", data=fields, chunks=frame, compressors=codec)
+    return {path.name: path for path in sorted(folder.iterdir())}
 
 
 def _cases(
     config: Config, layouts: Mapping[str, Path], workers: Sequence[int], device: torch.device
 ) -> dict[str, Callable[[int], float]]:
     """{name: function(batches) -> samples per second}."""
-    contiguous, most = layouts["contiguous"], max(workers)
+    contiguous, most = layouts["HDF5"], max(workers)
 
     def options(folder: Path, kind: str, n: int) -> Config:
         own = {"train_data_path": str(folder), "valid_data_path": str(folder)}  # the same points
