@@ -135,26 +135,22 @@ def summarize(traces: Sequence[Trace], calls: Calls, shifts: dict[int, float], p
         for phase, inside in phases.items():
             time = [float((np.diff(edges) * inside)[found == n].sum()) / steps for n in range(len(STATES))]
             own[trace.rank, phase] = time[0] + time[3]
-            rows.append(
-                [f"{trace.rank} {phase}", *time, sum(time), planned[phase] * 1000 if phase in planned else None]
-            )
-    titles = {"rank, phase: ms of a step": ""} | dict.fromkeys((*STATES, "all", "planned"), ".2f")
+            plan = [planned[phase] * 1000 if phase in planned else None] if planned else []
+            rows.append([f"{trace.rank} {phase}", *time, sum(time), *plan])
+    titles = {"rank, phase: ms of a step": ""} | dict.fromkeys([*STATES, "all", *["planned"][: len(planned)]], ".2f")
     late = Counter(starts[-1][1] for starts in calls.values())
     lost = {t.rank: sum(s[-1][0] - s[-2][0] for s in calls.values() if s[-1][1] == t.rank) / steps for t in traces}
     came = [[str(t.rank), late[t.rank], lost[t.rank], shifts.get(t.rank)] for t in traces]
     who = format_table({"rank": "", "comes last": "", "others wait, ms": ".2f", "clock behind, us": ".0f"}, came)
     whole = median(stop - start for t in traces for start, stop in t.steps) / 1000
-    rank, said = (
-        max(lost, key=lambda rank: lost[rank]),
-        f"no rank is late: none holds the others up for {NOTABLE:.0%} of a step",
-    )
+    rank = max(lost, key=lambda rank: lost[rank])
+    said = f"no rank is late: none holds the others up for {NOTABLE:.0%} of a step"
     if lost[rank] > NOTABLE * whole:
         more = {p: own[rank, p] - median(own[t.rank, p] for t in traces if t.rank != rank) for p in (*PHASES, OTHER)}
         phase = max(more, key=lambda phase: more[phase])
-        said = (
-            f"late: rank {rank}, the last in {late[rank]} of {len(calls)} collectives; the others wait "
-            f"{lost[rank]:.1f} ms for it, in a step of {whole:.1f} ms. It takes {more[phase]:.1f} ms longer in {phase}"
-        )
+        said = f"late: rank {rank}, the last in {late[rank]} of {len(calls)} collectives; the others wait "
+        said += f"{lost[rank]:.1f} ms for it, in a step of {whole:.1f} ms\n"
+        said += f"it takes {more[phase]:.1f} ms longer in {phase} than they do"
     return "\n\n".join([format_table(titles, rows), who, said])
 
 
