@@ -64,7 +64,7 @@ def test_runs_on_copies_have_the_losses_of_the_data_bit_for_bit(tiny_options, tm
         for layout in ("one", "two"):
             expected, found = summary(tmp_path, f"{layout} plain"), summary(tmp_path, f"{layout} {name}")
             assert all(found[key] == expected[key] for key in ("train_loss", "val_loss", "rmse", "acc")), (layout, name)
-    assert "staging: 100%" in alone.said() and "60/60" in alone.said()
+    assert "staging 1979.zarr: 100%" in alone.said() and "20/20" in alone.said()
 
 
 def windows_of_two_nodes(sample_folder, disk, hosts):

@@ -39,7 +39,7 @@ def stage(datasets: Sequence[FieldDataset], folder: Path, reads: bool) -> None:
     folder, its room or a copy will not do, and SystemExit(STOPPED_STATUS) where a signal asked one of them to stop; no
     file is left then.
     """
-    host, shown = socket.gethostname(), reported_as_usage_error(OSError, f"stage_to {folder}")
+    host, shown = socket.gethostname(), reported_as_usage_error((OSError, RuntimeError), f"stage_to {folder}")
     seen = comm.gather((host, (datasets[0].rows, datasets[0].columns) if reads else None))
     mates = [rank for rank, (theirs, _) in enumerate(seen) if theirs == host]
     windows = [window for theirs, window in seen if theirs == host and window]
@@ -49,9 +49,12 @@ def stage(datasets: Sequence[FieldDataset], folder: Path, reads: bool) -> None:
         make = partial(_new_folder, folder, sum(4 * math.prod(_shape(*year, around)) for year in years), at_end)
         own = comm.gather(comm.agree(shown(make) if comm.rank() == mates[0] else Path))[mates[0]]
         copies = [(*year, own / f"{number}.h5") for number, year in enumerate(years if windows else ())]
-        comm.agree(shown(partial(_copy, copies[mates.index(comm.rank()) :: len(mates)], around, lambda: stop.made)))
-        if any(comm.gather(stop.made)):
-            raise SystemExit(STOPPED_STATUS)
+        mine = copies[mates.index(comm.rank()) :: len(mates)]
+        for turn in range(max(comm.gather(len(mine)))):  # the ranks meet after each year: none may wait too long
+            copy: Callable[[], Any] = partial(_copy, *mine[turn], around, stop) if turn < len(mine) else Path
+            comm.agree(shown(copy))
+            if any(comm.gather(stop.made)):
+                raise SystemExit(STOPPED_STATUS)
         comm.agree(shown(partial(_take_over, copies if reads else [])))
     for data in datasets if reads else ():
         both = zip((data.rows, data.columns), around, strict=True)
@@ -84,35 +87,31 @@ def _lock(folder: Path, held: ExitStack) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _copy(copies: Sequence[Copy], window: Sequence[slice], stopped: Callable[[], bool]) -> None:
-    """Copy the window of each year, and compare with what is then on disk; returns early where `stopped()`."""
-    frames = sum(data.files[n].shape[0] for data, n, _ in copies)
-    bar = tqdm(total=frames, unit="frame", desc="staging", mininterval=10, disable=not comm.is_main())
-    for data, n, path in copies:
-        source, sums, shape = data.files[n], [0, 0], _shape(data, n, window)
-        frame: Any = np.empty((1, *shape[1:]), np.float32)
-        with h5py.File(path, "w") as file:
-            fields = file.create_dataset("fields", shape, "f4")
-            if (times := source.arrays.get("time")) is not None:
-                file["time"] = times[:]
-                file["time"].attrs.update(dict(times.attrs))
-            for number in range(shape[0]):
-                source.read(number, frame, *window)
-                sums[0] = zlib.crc32(frame, sums[0])
-                fields.write_direct(frame, dest_sel=np.s_[number : number + 1])
-                bar.update()
-                if stopped():
-                    return
-        with closing(Hdf5Year(path, source.path)) as copy:
-            os.fsync(copy.descriptor)
-            if hasattr(os, "posix_fadvise"):  # what is on disk counts, not what the system remembers
-                os.posix_fadvise(copy.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            for number in range(shape[0]):
-                copy.read(number, frame, *map(slice, shape[2:]))
-                sums[1] = zlib.crc32(frame, sums[1])
-        if sums[0] != sums[1]:
-            raise UsageError(f"{path}: differs from {source.path} when it is read again: a damaged disk?")
-    bar.close()
+def _copy(data: FieldDataset, number: int, path: Path, window: Sequence[slice], stop: StopRequest) -> None:
+    """Copy the window of a year, and compare with what is then on disk; returns early at a stop signal."""
+    source, sums, shape = data.files[number], [0, 0], _shape(data, number, window)
+    frame: Any = np.empty((1, *shape[1:]), np.float32)
+    with h5py.File(path, "w") as file:
+        fields = file.create_dataset("fields", shape, "f4")
+        if (times := source.arrays.get("time")) is not None:
+            file["time"] = times[:]
+            file["time"].attrs.update(dict(times.attrs))
+        title = f"staging {source.path.name}"
+        for n in tqdm(range(shape[0]), title, unit="frame", mininterval=10, disable=not comm.is_main()):
+            source.read(n, frame, *window)
+            sums[0] = zlib.crc32(frame, sums[0])
+            fields.write_direct(frame, dest_sel=np.s_[n : n + 1])
+            if stop.made:
+                return
+    with closing(Hdf5Year(path, source.path)) as copy:
+        os.fsync(copy.descriptor)
+        if hasattr(os, "posix_fadvise"):  # what is on disk counts, not what the system remembers
+            os.posix_fadvise(copy.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        for n in range(shape[0]):
+            copy.read(n, frame, *map(slice, shape[2:]))
+            sums[1] = zlib.crc32(frame, sums[1])
+    if sums[0] != sums[1]:
+        raise UsageError(f"{path}: differs from {source.path} when it is read again: a damaged disk?")
 
 
 def _take_over(copies: Sequence[Copy]) -> None:

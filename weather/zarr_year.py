@@ -22,7 +22,6 @@ from weather.year_data import DATASET, YearFile
 
 try:
     import zarr
-    from zarr.core.buffer import default_buffer_prototype
 except ImportError as error:
     raise UsageError(f"a Zarr store needs the package zarr ({error}): pip install -r requirements-era5.txt") from None
 
@@ -94,10 +93,7 @@ class ZarrYear(YearFile):
         if not all(self._chunk_size((number, 0, 0, 0)) for number in range(first, last + 1)):  # zarr would fill it
             raise UsageError(f"{self.path}: frame {frame}: its chunk is gone")
         window = slice(frame, frame + len(out)), slice(0, out.shape[1]), rows, columns
-        if self.fields.dtype == out.dtype:
-            self.fields.get_basic_selection(window, out=default_buffer_prototype().nd_buffer.from_numpy_array(out))
-        else:
-            out[:] = self.fields[window]
+        out[:] = self.fields[window]
 
     @staticmethod
     def _strings(array: Any) -> list[str]:

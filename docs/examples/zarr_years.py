@@ -16,6 +16,7 @@ from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_
 from weather.year_data import DATASET
 from weather.year_reader import year_paths
 
+LOCKS = {"locking": False}  # parallel file systems may lack them
 CHUNK_BYTES = 64e6  # of frames held in memory while a store is written
 
 
@@ -27,7 +28,9 @@ def write_store(source: Path, store: Path, zarr_format: int, compressed: bool) -
         reported_as_usage_error(OSError, str(store)),
         reading(str(source)),
         warnings.catch_warnings(category=UserWarning, action="ignore"),  # text in format 3 has no specification yet
-        xarray.open_dataset(source, engine="h5netcdf", decode_times=False, mask_and_scale=False) as year,
+        xarray.open_dataset(
+            source, engine="h5netcdf", driver_kwds=LOCKS, decode_times=False, mask_and_scale=False
+        ) as year,
     ):
         frames, *frame = year[DATASET].shape
         encoding = {DATASET: {"chunks": (1, *frame)} | ({} if compressed else {"compressors": None})}
