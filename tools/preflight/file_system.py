@@ -15,6 +15,7 @@ from utils.files import whole_file
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 READ_BYTES, CHUNK = 256 << 20, 8 << 20
 CLOCK_SECONDS = 2
+DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks of years
 
 
 def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -72,12 +73,12 @@ def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
 def data_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     """Whether there are files to train with, and how fast all ranks together read them."""
     folder, speed = Path(options.train_data_path or "data"), None
-    files = sorted(folder.rglob("*.h5")) if folder.is_dir() else []
+    files = sorted(path for pattern in DATA_FILES for path in folder.rglob(pattern) if path.is_file())
     if files:
         try:
             speed = _read_speed(files[ranks.rank % len(files)])
             rights = "" if os.access(folder, os.W_OK) else "; may not be written, and need not"
-            yield CheckResult("ok", "data folder", f"{folder}: {len(files)} .h5 files{rights}")
+            yield CheckResult("ok", "data folder", f"{folder}: {len(files)} data files{rights}")
         except OSError as error:
             yield CheckResult("FAIL", "data folder", f"{error}", "read access to the files of the data set")
     else:
