@@ -128,7 +128,7 @@ def test_loaders_are_compared_with_plain_reading(tiny_options, tmp_path, capsys)
     loaders = {row["loader"]: row for row in json.loads((tmp_path / "d.json").read_text())["loaders"]}
     assert loaders["plain design, 0 workers"]["ratio_to_plain"] == 1
     assert loaders["cat file > /dev/null"]["ratio_to_cat"] == 1
-    for layout in ("contiguous", "chunk a frame", "chunk a channel"):
+    for layout in ("HDF5", "HDF5, chunk a channel", "NetCDF", "Zarr 2, plain", "Zarr 3, compressed"):
         assert loaders[f"native, {layout}, 1 workers"]["samples_per_sec"] > 0
     assert "native, 1/4 of the rows, 1 workers" in loaders
     assert "| cat file > /dev/null" in capsys.readouterr().out

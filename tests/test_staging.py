@@ -78,6 +78,8 @@ def windows_of_two_nodes(sample_folder, disk, hosts):
         for dataset, sample in zip((data, whole), samples, strict=True):
             dataset.read(index, sample)
         np.testing.assert_array_equal(*samples)
+        with data.mapped(index, 2) as frames:
+            np.testing.assert_array_equal(np.concatenate(frames), samples[1])
     return data.files[0].shape[3], data.mappable
 
 

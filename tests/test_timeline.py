@@ -77,14 +77,14 @@ def test_states_are_told_apart_and_the_late_rank_is_named(tmp_path, capsys):
 
 
 def test_clocks_hold_against_late_ranks_and_reach_ranks_by_way_of_others(tmp_path, capsys):
-    """Rank 2 shares collectives with rank 1 alone; an end that one rank saw late, and broadcasts, move no clock."""
+    """Rank 2 shares collectives with rank 1 alone; ends that one rank saw late, and broadcasts, move no clock."""
     groups = {0: ["a"], 1: ["a", "b"], 2: ["b"]}
+    saw_late = {(1, "a", 1): 7, (0, "a", 2): 5, (2, "b", 0): 3, (1, "b", 2): 4}
     for rank, mine in groups.items():
         events = list(steps([0]))
         for group in mine:
             for n, start in enumerate((20, 40, 60)):
-                saw_late = 7 if (rank, group, n) == (1, "a", 1) else 0
-                events.append(nccl(group, start + rank, start + 10 + saw_late))
+                events.append(nccl(group, start + rank, start + 10 + saw_late.get((rank, group, n), 0)))
                 events += [nccl(group, start + 11, start + 12 + 3 * rank, "broadcast")]
         write(tmp_path, rank, events, 3, clock=[0, -40, 900][rank])
     rows, _ = tables(tmp_path, capsys)
