@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.collectives import as_group, gather_from_region
-from distributed.gradients import average_over_dp, clip_gradients
+from distributed.gradients import average_over_dp, clip_gradients, squared_norm
 from distributed.pipeline import Pipeline
 from distributed.split import Split
 from distributed.tensor_parallel import reduce_partial_gradients
@@ -52,12 +52,17 @@ class ParallelModel:
         reduce_partial_gradients(self.model, comm.get_group("tp"))
         average_over_dp(self.model, self.split.specs)
 
-    def clip_gradients(self, max_norm: float) -> None:
-        """Scale all gradients so that their L2 norm, over all ranks, is at most max_norm."""
-        if comm.get_size("tp_pp") > 1 or self.split.specs:
-            clip_gradients(self.model, self.split, max_norm)
-        else:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the square of the gradients' L2 norm, a scalar: see distributed/gradients.py."""
+        return squared_norm(self.model, self.split)
+
+    def clip_gradients(self, square: Tensor, max_norm: float) -> None:
+        """Scale all gradients so that their L2 norm, over all ranks, is at most max_norm. square: of squared_norm."""
+        if comm.get_size("tp_pp") > 1 or self.split.specs or isinstance(self.module, FSDPModule):
+            square = comm.all_reduce(square.clone())
+        else:  # every rank has all gradients
+            square = square * comm.world_size()
+        clip_gradients(self.model, square.sqrt(), max_norm)
 
     @torch.no_grad()
     def share_buffers(self) -> None:

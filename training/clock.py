@@ -13,7 +13,7 @@ class Clock:
         self.epoch_seconds, self.epoch_samples = 0.0, 0
         self.seconds, self.samples = 0.0, 0
         self.steady_seconds, self.steady_samples = 0.0, 0
-        self.data_wait = 0.0
+        self.data_wait = self.interval = 0.0
 
     def start(self) -> None:
         """Begin to count time."""
@@ -21,7 +21,7 @@ class Clock:
 
     def stop(self, iterations: int, samples: int) -> float:
         """Count the iterations since `start`, which the device has finished; returns samples per second."""
-        seconds = time.perf_counter() - self.started
+        seconds = self.interval = time.perf_counter() - self.started
         if self.iterations >= WARMUP_ITERATIONS:
             self.steady_seconds += seconds
             self.steady_samples += samples

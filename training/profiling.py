@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from training.phase_times import PhaseTimes
 from utils import comm
 from utils.collective_record import recorded_collectives
 from utils.device import synchronize
@@ -27,14 +28,18 @@ UNDER_NSYS = "TRAINING_UNDER_NSYS"  # set for the process that nsys starts
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """A range around a part of the step, for torch.profiler and, on an NVIDIA GPU, for Nsight Systems (NVTX)."""
+    """A range around a part of the step: for torch.profiler, Nsight Systems (NVTX, NVIDIA GPUs) and PhaseTimes."""
     nvtx = torch.cuda.is_available() and torch.version.cuda is not None
+    times = PhaseTimes.current
     with torch.profiler.record_function(name):
         if nvtx:
             torch.cuda.nvtx.range_push(name)
+        mark = times.start(name) if times else None
         try:
             yield
         finally:
+            if times:
+                times.stop(name, mark)
             if nvtx:
                 torch.cuda.nvtx.range_pop()
 

@@ -1,87 +1,33 @@
-"""Results for people: TensorBoard pages and the table at the end of a run."""
+"""Results for people: the scores of a validation and the table at the end of a run."""
 
 import contextlib
-import logging
 import os
 import shlex
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from torch.utils.tensorboard import SummaryWriter
 
+from training.trackers import Tracker
 from utils import comm
 from utils.config import SPLITS
 from utils.schema import Config
 
-log = logging.getLogger(__name__)
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
 
 
-class _NoWriter:
-    """Takes what a SummaryWriter takes and writes nothing."""
-
-    def __getattr__(self, _name):
-        return lambda *_args, **_kwargs: None
-
-
-class _PatientWriter:
-    """A SummaryWriter that gives up, and says so once, where the disk refuses: checkpoints need the room more."""
-
-    def __init__(self, folder: Path, purge_step: int):
-        self.inner: Any = SummaryWriter(folder, purge_step=purge_step)
-        self.usual_hook, threading.excepthook = threading.excepthook, self._of_thread
-
-    def __getattr__(self, name):
-        function = getattr(self.inner, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                return function(*args, **options)
-            except OSError as error:
-                self._give_up(error)
-
-        return call
-
-    def close(self) -> None:
-        """Close the events, and leave the errors of threads to whom they were left before."""
-        threading.excepthook = self.usual_hook
-        with contextlib.suppress(OSError):
-            self.inner.close()
-
-    def _of_thread(self, args):
-        """It writes in a thread, whose traceback nobody needs: the next call meets the same error."""
-        if args.thread is None or type(args.thread).__name__ != "_AsyncWriterThread":
-            self.usual_hook(args)
-
-    def _give_up(self, error):
-        log.warning("TensorBoard's events cannot be written from here on: %s", error.strerror or error)
-        self.inner = _NoWriter()
-
-
-Writer = _PatientWriter | _NoWriter
-
-
-def open_writer(folder: Path, purge_step: int) -> Writer:
-    """TensorBoard writer of rank 0; the other ranks write nothing. Events from purge_step on are forgotten."""
-    return _PatientWriter(folder, purge_step) if comm.is_main() else _NoWriter()
-
-
-def write_validation(writer: Writer, scores: dict[str, Any], figures: dict[str, Figure], iteration: int) -> None:
-    """Write one validation to TensorBoard: its scores, numbers or {channel: number}, and its pictures."""
+def write_validation(tracker: Tracker, scores: dict[str, Any], figures: dict[str, Figure], iteration: int) -> None:
+    """Tell of one validation: its scores, numbers or {channel: number}, and its pictures."""
+    values = {}
     for kind, score in scores.items():
         if not isinstance(score, dict):
-            writer.add_scalar("loss/valid" if kind == "val_loss" else kind, score, iteration)
+            values["loss/valid" if kind == "val_loss" else kind] = score
             continue
-        for number, (name, value) in enumerate(score.items()):
-            # Numbered, because TensorBoard sorts by name and u10 is to come first.
-            writer.add_scalar(f"{kind}/{number:02d}_{name}", value, iteration)
-    for name, figure in figures.items():
-        writer.add_figure(f"forecast/{name}", figure, iteration, close=False)
-    writer.flush()
+        # Numbered, because TensorBoard sorts by name and u10 is to come first.
+        values |= {f"{kind}/{number:02d}_{name}": value for number, (name, value) in enumerate(score.items())}
+    tracker.tell(values, iteration, {f"forecast/{name}": figure for name, figure in figures.items()})
 
 
 def skill_table(summary: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,14 +19,16 @@ from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
 from distributed.shard import fallback
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
-from training.clock import Clock
+from training.metrics_file import MetricsFile
 from training.model import build_model
-from training.optimizer import learning_rate
+from training.outer_trackers import KINDS
 from training.profiling import build_profiler, span
-from training.results import open_writer, print_result, write_validation
+from training.results import print_result, write_validation
 from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
+from training.telemetry import Telemetry
+from training.trackers import TensorBoard, Trackers, check_tracker
 from training.trained_weights import check_start, find_start, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
@@ -55,6 +56,7 @@ class Run:
 
     def __init__(self, config: Config, step: TrainingStep, task: Task, loaders: Sequence[BatchLoader]):
         check_start(config)
+        check_tracker(config)
         self.folder = RunFolder(config)
         self.config, self.step, self.device = self.folder.config, step, step.device  # its run_num is known now
         self.model, self.optimizer = step.parallel.model, step.optimizer
@@ -70,10 +72,11 @@ class Run:
         self.validation_due = False  # a signal stopped the run before its validation was done
         self.resumed = False  # and no step has been made since
         self.result: dict[str, Any] | None = None  # of the last validation
-        self.pending_losses: list[Tensor] = []  # on the device, not read yet
         self.stop_request = StopRequest()  # of this process
         self.stopping = False  # all ranks know of a request and stop after the same step
-        self.clock = Clock()
+        self.telemetry = Telemetry(self.config, step)
+        self.clock = self.telemetry.clock
+        self.run_trackers, self.trackers = Trackers(), Trackers()  # of rank 0; and of this rank's readings
         self.watchdog = Watchdog(self.config.watchdog_timeout, self.folder.path)
         self.open = ExitStack()  # what ends with the run
         self.current_step = ExitStack()  # the range of the step under way
@@ -91,8 +94,8 @@ class Run:
             if self.profiler:
                 self.profiler.check(self.config.num_iters - self.iteration)
             self._log_memory()
-            self.writer = open_writer(self.folder.path, purge_step=self.iteration + 1)
-            opened.callback(self.writer.close)
+            self._open_trackers(opened)
+            opened.enter_context(self.telemetry.times.listening())
             self.bar = opened.enter_context(self._progress_bar())
             opened.enter_context(self.watchdog)
             self.open = opened.pop_all()
@@ -129,12 +132,11 @@ class Run:
                 self.profiler.step()
             self.current_step.enter_context(span("step"))
             with span("data"):
-                waited = time.perf_counter()
                 x, y = next(batches)
-                self.clock.data_wait += time.perf_counter() - waited
             if self.resumed:
                 self.step.settle(x, y)
                 self.resumed = False
+            self.step.measures_norm = self._is_read(self.iteration + 1)
             yield x, y
         if self.profiler:
             self.profiler.close()
@@ -143,23 +145,29 @@ class Run:
     def after_step(self, loss: Tensor) -> None:
         """Count the step, and log, validate and save where it is due. loss: a scalar on the device, not read yet."""
         self.current_step.close()
-        self.pending_losses.append(loss)
+        self.telemetry.add(loss)
         self.iteration += 1
         self.bar.update()
         self._between_steps()
         self.watchdog.beat()
 
+    def _is_read(self, done: int) -> bool:
+        """Whether the losses are read after so many iterations, unless a signal asks for it."""
+        config = self.config
+        whole = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.num_iters
+        return whole or self._epochs(done) > self._epochs(done - 1)
+
     def _between_steps(self) -> None:
         done, config = self.iteration, self.config
         finished = done == config.num_iters
+        self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
+        if not (self.stopping or self._is_read(done)):
+            return
         epoch = self._epochs(done)  # completed
         end_of_epoch = epoch > self._epochs(done - 1)
         if finished and not end_of_epoch:  # the run ends within an epoch
             epoch, end_of_epoch = epoch + 1, True
         save_due = finished or done % config.checkpoint_every == 0
-        self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
-        if not (save_due or end_of_epoch or self.stopping or done % config.log_every == 0):
-            return
 
         self._read_losses()
         validated = False
@@ -178,15 +186,11 @@ class Run:
         return iterations * self.config.global_batch_size // self.train_loader.num_samples
 
     def _read_losses(self) -> None:
-        """Bring the losses of the last iterations to the host: the one place where it waits for the device.
-
-        They are means over the batch of all ranks; the same reduction tells every rank whether one was asked to stop.
-        """
-        own = torch.stack(self.pending_losses)
-        self.pending_losses.clear()
-        *losses, stop = comm.all_reduce(torch.cat([own, own.new_tensor([self.stop_request.made])])).tolist()
-        losses, self.stopping = [loss / comm.world_size() for loss in losses], self.stopping or stop > 0
-        speed = self.clock.stop(len(losses), len(losses) * self.config.global_batch_size)
+        """Read what the last iterations left on the device, check the losses, and tell the trackers."""
+        losses, reading, stop = self.telemetry.read(self.iteration, self.stop_request.made)
+        self.stopping = self.stopping or stop
+        done = {"iterations": len(losses), "since_start": self.clock.iterations, "ranks": comm.world_size()}
+        self.trackers.tell(reading | done, self.iteration)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
                 comm.agree(partial(self.train_loader.check_step, self.config.seed, iteration - 1))
@@ -195,12 +199,20 @@ class Run:
                     f"last good checkpoint: {self.checkpoints.newest_name()} in {self.checkpoints.path}"
                 )
             self.epoch_loss += loss
-            self.writer.add_scalar("loss/train", loss, iteration)
+            if iteration < self.iteration:
+                self.run_trackers.tell({"loss/train": loss}, iteration)
         self.epoch_iterations += len(losses)
-        self.writer.add_scalar("learning_rate", learning_rate(self.config, self.iteration - 1), self.iteration)
-        self.writer.add_scalar("speed/samples_per_sec", speed, self.iteration)
-        self.writer.add_scalar("speed/iterations_per_sec", speed / self.config.global_batch_size, self.iteration)
+        self.run_trackers.tell(reading, self.iteration)
         self.bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+
+    def _open_trackers(self, opened: ExitStack) -> None:
+        if comm.is_main():
+            self.run_trackers.add(TensorBoard, self.folder.path, self.iteration + 1)
+            if self.config.tracker != "none":
+                self.run_trackers.add(KINDS[self.config.tracker], self.folder.path, self.config)
+        self.trackers.add(MetricsFile, self.folder.path, self.iteration)
+        opened.callback(self.run_trackers.close)
+        opened.callback(self.trackers.close)
 
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
@@ -209,7 +221,7 @@ class Run:
         log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
         log.info("  Avg train loss=%.6f", self.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
-        self.writer.add_scalar("loss/train_epoch", self.train_loss, self.iteration)
+        self.run_trackers.tell({"loss/train_epoch": self.train_loss}, self.iteration)
 
     def _validate(self) -> None:
         """Score the model; a signal in one process interrupts it, and leaves `result` None."""
@@ -229,7 +241,7 @@ class Run:
         self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
         log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
-        write_validation(self.writer, self.result, self.validator.figures, self.iteration)
+        write_validation(self.run_trackers, self.result, self.validator.figures, self.iteration)
 
     def _validation_interrupted(self) -> bool:
         """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""

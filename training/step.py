@@ -19,6 +19,7 @@ from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
 from training.tasks import Task
 from utils import comm
+from utils.device import to_device
 from utils.schema import Config
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what fp8 leaves
@@ -52,6 +53,8 @@ class TrainingStep:
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             transform_forward(stage, self.autocast())
         self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
+        self.measures_norm = False  # whether the next steps say how large the gradient is
+        self.square: Tensor | None = None  # this rank's share of its square, where the last step did
         self.captured: dict[int, CapturedStep] = {}  # one for each number of steps of a rollout: targets of one size
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
@@ -62,14 +65,19 @@ class TrainingStep:
         if self.config.enable_cuda_graphs:
             run = self.captured.setdefault(y.numel(), CapturedStep(self.eager, self.parallel.replicated))
         loss = run(x, y)
+        loss, self.square = loss.unbind() if loss.dim() else (loss, None)
         if self.average:
             self.average.update(iteration)
         return loss
 
     def eager(self, x: Tensor, y: Tensor) -> Tensor:
-        """The step itself. x, y: input and target, (B, ...). Returns the mean loss of this rank's samples."""
+        """The step itself. x, y: input and target, (B, ...).
+
+        Returns the mean loss of this rank's samples, where the norm is measured [loss, share of its square].
+        """
         if self.parallel.pipeline:
-            losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale, self.task.rounds(y))
+            with span("pipeline"):
+                losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale, self.task.rounds(y))
         else:
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
@@ -78,25 +86,38 @@ class TrainingStep:
                 with span("backward"):
                     self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
-        self.parallel.finish_gradients()
+        with span("reduce"):
+            self.parallel.finish_gradients()
         with span("optimizer"):
-            self.update()
+            square = self.update()
         total = sum(losses, torch.zeros((), device=self.device))
-        return total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
+        total = total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
+        return total if square is None else torch.stack([total, square])
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         """This micro-batch's share of the loss of the whole batch, a scalar."""
         return self.task.loss(prediction, target, comm.get_group("image")) / self.config.gradient_accumulation
 
-    def update(self) -> None:
-        """Clip the gradients where asked, let the optimizer use them, and forget them."""
-        if self.config.clip_grad_norm or self.model_parallel:
+    def update(self) -> Tensor | None:
+        """Clip the gradients where asked, let the optimizer use them, and forget them.
+
+        Returns this rank's share of the square of their norm, before they are clipped; None where nobody asks.
+        """
+        clip, square = self.config.clip_grad_norm, None
+        unscaled = bool(clip or self.model_parallel)
+        if unscaled:
             self.scaler.unscale_(self.optimizer)
-        if self.config.clip_grad_norm:
-            self.parallel.clip_gradients(self.config.clip_grad_norm)
+        if clip or self.measures_norm or self.config.enable_cuda_graphs:
+            own = self.parallel.squared_norm()
+            if clip:
+                self.parallel.clip_gradients(own, clip)
+            square = own if own.device == self.device else to_device(own, self.device)
+            if self.scaler.is_enabled() and not unscaled:
+                square = square / self.scaler.scale(torch.ones((), device=self.device)).square()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        return square
 
     def best_weights(self) -> AbstractContextManager[None]:
         """The context in which the model has its averaged weights, where there is an average."""

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
-from torch.utils.flop_counter import FlopCounterMode
 
 from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
 from tools.pictures import bars, save
 from tools.tables import cells, format_table, installed, machine
 from training.float8 import has_float8
-from training.model import build_model
+from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
 from utils.device import empty_cache, peak_memory_bytes, select_device, synchronize
@@ -175,19 +174,6 @@ def _end(rank: Rank) -> dict[str, Any]:
         "peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": rank.kept["peak"],
         "losses": torch.stack(rank.kept["losses"]).tolist(),
     }  # fmt: skip
-
-
-def training_flops(config: Config) -> float:
-    """Floating-point operations of one training step on one sample: three forward passes, of matrix products alone.
-
-    The backward pass has two products for each one. Activation checkpointing computes more, which does not count:
-    utilisation is of the work the model needs (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B).
-    """
-    model = build_model(config)
-    x = torch.empty(1, config.n_in_channels, *config.img_size, device="meta")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(x)
-    return 3 * counter.get_total_flops()
 
 
 def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:

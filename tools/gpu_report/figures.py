@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu_report.running import Failure
+from training.flops import training_flops
 from utils.config import check_config, read_named_config
 from utils.schema import Config
 
@@ -29,8 +30,6 @@ class Figures:
 
     def run(self, config: str, name: str) -> dict[str, Any]:
         """Speed, memory and loss of a training run; MFU of the products in bfloat16 that were measured before."""
-        from tools.benchmarks.ladder import training_flops  # needs matplotlib, which a report can do without
-
         settings, summary = self._run(config, name)
         speed = summary["samples_per_sec"]
         flops = speed * training_flops(settings) / summary["world_size"]

@@ -13,7 +13,7 @@ from tools.planner.request import Request
 from tools.planner.search import Point
 from tools.planner.trace import HOST
 from tools.tables import format_table
-from utils.schema import Config
+from training.flops import precision
 
 GIB = 2**30
 COLORS = {
@@ -58,11 +58,6 @@ def rate(plan: Plan) -> str:
     """Samples/s with three digits or more."""
     speed = plan.samples_per_sec
     return f"{speed:.{1 if speed >= 10 else 3}f}"
-
-
-def precision(config: Config) -> str:
-    """The precision of matrix products: bf16, fp16, fp8, tf32 or fp32."""
-    return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
 
 
 def memory_text(plan: Plan) -> str:

@@ -1,0 +1,42 @@
+"""Floating-point operations of training, and how many of them a device can do."""
+
+import re
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from training.model import build_model
+from utils.config import read_mappings
+from utils.device import library
+from utils.schema import Config
+
+OTHER_PEAKS = {"pcie", "nvl"}  # forms of a GPU that are slower than the one in config/hardware.yaml
+
+
+def training_flops(config: Config) -> float:
+    """Floating-point operations of one training step on one sample: three forward passes, of matrix products alone.
+
+    The backward pass has two products for each one. Activation checkpointing computes more, which does not count:
+    utilisation is of the work the model needs (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). Of a rollout
+    it is one step of the forecast. Raises whatever a model raises that does not run on the meta device.
+    """
+    model = build_model(config)
+    x = torch.empty(1, config.model_in_channels, *config.img_size, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    return 3 * counter.get_total_flops()
+
+
+def precision(config: Config) -> str:
+    """The precision of matrix products: bf16, fp16, fp8, tf32 or fp32."""
+    return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
+
+
+def peak_flops_per_sec(device: torch.device, config: Config) -> float | None:
+    """Dense peak of a device in the precision of this config; None for one that config/hardware.yaml does not have."""
+    gpu = library(device, "get_device_name")
+    words = set(re.split(r"\W+", gpu.get_device_name(device).lower())) if gpu else set()
+    for name, entry in read_mappings("config/hardware.yaml", "GPUs").items():
+        if words >= set(name.split("-")) and not words & OTHER_PEAKS:
+            return entry.get(precision(config))
+    return None

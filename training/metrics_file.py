@@ -1,0 +1,66 @@
+"""The readings of a run as JSON lines, a file for each rank: metrics-rank<N>.jsonl in the run's folder."""
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from training.trackers import Tracker, Values, known
+from utils import comm
+from utils.files import check_file, whole_file
+
+FILE_NAME = "metrics-rank{}.jsonl"
+
+
+class MetricsFile(Tracker):
+    """A line for every reading of this rank; lines of iterations after `iteration`, where the run goes on, are dropped.
+
+    A line is with the system at once, whatever ends this process. Numbers that JSON does not have are null.
+    """
+
+    name = "metrics of this rank"
+
+    def __init__(self, folder: Path, iteration: int):
+        for path in folder.glob(FILE_NAME.format("*")):  # of more ranks, maybe, than there are now
+            number = path.stem.removeprefix("metrics-rank")
+            if number.isdecimal() and int(number) % comm.world_size() == comm.rank():
+                _keep(path, iteration)
+        self.file = open(folder / FILE_NAME.format(comm.rank()), "ab", buffering=0)
+
+    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+        """Write a line."""
+        record = {"iteration": iteration, "time": time.time(), **dict.fromkeys(values), **known(values)}
+        line, before = json.dumps(record).encode() + b"\n", self.file.tell()
+        if self.file.write(line) < len(line):  # the disk is full: no part of a line stays
+            self.file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def _keep(path, iteration):
+    """Rewrite a file where it has lines to drop."""
+    lines = [json.dumps(record) + "\n" for record in read_metrics(path) if record["iteration"] <= iteration]
+    if (text := "".join(lines)).encode() != path.read_bytes():
+        with whole_file(path) as part:
+            part.write_text(text)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The readings of a rank; what is no reading, as half a line, is left out. Raises UsageError without a file."""
+    check_file(path)
+    found = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+                found.append(record)
+    return found

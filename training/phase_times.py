@@ -1,0 +1,81 @@
+"""The time of each phase of a training step, measured between the two ends of its spans (training/profiling.py)."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from utils.device import library
+
+# data: waiting for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the backward
+# pass leaves of it. optimizer: clipping and update.
+PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer")
+MOST_STEPS = 10  # of an interval that are measured on an accelerator
+
+
+class PhaseTimes:
+    """Seconds of the spans of PHASES, while `listening`; the host's clock measures them, on an accelerator its events.
+
+    An event is recorded as work is queued, and read when the host has waited for the device anyway. `data` is always
+    the host's time. events: False where the device's work is not queued by the code in the spans (CUDA graphs); then
+    `data` is all.
+    """
+
+    current: "PhaseTimes | None" = None  # the one that listens in this process
+
+    def __init__(self, device: torch.device, events: bool = True):
+        self.on_host = device.type == "cpu"
+        self.library = library(device, "Event") if events else None
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.queued: list[tuple[str, Any, Any]] = []  # (phase, event at its start, event at its end)
+        self.unused: list[Any] = []  # events
+        self.steps = 0  # whose phases are queued
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the spans of this process are measured."""
+        PhaseTimes.current = self
+        try:
+            yield
+        finally:
+            PhaseTimes.current = None
+
+    def start(self, name: str) -> Any:
+        """A mark of this moment, for `stop`; None where it is not measured."""
+        if name not in PHASES:
+            return None
+        if self.on_host or name == "data":
+            return time.perf_counter()
+        if self.library is None or self.steps >= MOST_STEPS:
+            return None
+        return self._event()
+
+    def stop(self, name: str, mark: Any) -> None:
+        """Count the time since a mark."""
+        if isinstance(mark, float):
+            self.seconds[name] += time.perf_counter() - mark
+        elif mark is not None:
+            self.queued.append((name, mark, self._event()))
+            self.steps += name == "optimizer"
+
+    def _event(self):
+        event = self.unused.pop() if self.unused else self.library.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, iterations: int) -> list[float]:
+        """Seconds of a step in each of PHASES, mean over the iterations since the last reading.
+
+        On an accelerator call it when the device has finished them. NaN: not measured.
+        """
+        found = {name: seconds / iterations for name, seconds in self.seconds.items()}
+        for name, start, end in self.queued:
+            found[name] = found.get(name, 0) + start.elapsed_time(end) / 1e3 / max(1, self.steps)
+            self.unused += start, end
+        self.seconds.clear()
+        self.queued.clear()
+        self.steps = 0
+        return [found.get(name, float("nan")) for name in PHASES]

@@ -1,0 +1,81 @@
+"""What a run tells of itself at every reading: loss, gradient, speed, memory, time by phase, the slowest rank."""
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from training.clock import Clock
+from training.flops import peak_flops_per_sec, training_flops
+from training.optimizer import learning_rate
+from training.phase_times import PHASES, PhaseTimes
+from training.step import TrainingStep
+from utils import comm
+from utils.device import peak_memory_bytes, synchronize
+from utils.errors import first_line
+from utils.schema import Config
+
+log = logging.getLogger(__name__)
+Reading = dict[str, float | None]
+
+
+class Telemetry:
+    """Collects the steps of this rank, and reads them at once, together with those of all ranks.
+
+    clock: of the run. times: of the phases; they are measured inside `times.listening()`.
+    """
+
+    def __init__(self, config: Config, step: TrainingStep):
+        self.config, self.step, self.device = config, step, step.device
+        self.clock, self.times = Clock(), PhaseTimes(step.device, not config.enable_cuda_graphs)
+        self.losses: list[Tensor] = []  # on the device, not read yet
+        self.square: Tensor | None = None  # this rank's share of that of the last gradient's norm, likewise
+        self.flops = self.peak = None
+        if comm.is_main():
+            try:
+                self.flops, self.peak = training_flops(config), peak_flops_per_sec(step.device, config)
+            except Exception as error:  # of a model that cannot run without data
+                log.info("FLOP of model %s are not known: %s", config.model, first_line(error))
+
+    def add(self, loss: Tensor) -> None:
+        """Note a step. loss: a scalar on the device."""
+        self.losses.append(loss)
+        self.square = self.step.square
+
+    def read(self, iteration: int, stop: bool) -> tuple[list[float], Reading, bool]:
+        """Bring what the last iterations left to the host: the one place where it waits for the device.
+
+        stop: whether this rank was asked to stop. Returns the losses, means over the batch of all ranks; the reading;
+        and whether any rank was asked to stop. One reduction carries all of it: each rank has a row in a table.
+        """
+        synchronize(self.device)
+        count, ranks = len(self.losses), comm.world_size()
+        table = torch.zeros(ranks, len(PHASES) + 1)
+        table[comm.rank()] = torch.tensor([*self.times.read(count), peak_memory_bytes(self.device)])
+        last = [self.losses[0].new_tensor(math.nan) if self.square is None else self.square]
+        own = torch.stack([*self.losses, *last])
+        packed = comm.all_reduce(torch.cat([own, own.new_tensor([stop]), table.flatten().to(own)])).cpu()
+        losses, square, stopping = (packed[:count] / ranks).tolist(), packed[count].item(), packed[count + 1].item() > 0
+        self.losses.clear()
+        speed, seconds = self.clock.stop(count, count * self.config.global_batch_size), self.clock.interval
+        table = packed[count + 2 :].view(ranks, -1)
+        own_times = dict(zip(PHASES, table[comm.rank()].tolist(), strict=False))
+        self.clock.data_wait += own_times["data"] * count
+        before_others = table[:, :2].nansum(1)  # of data and forward: where gradients are reduced the ranks meet
+        reading: Reading = {
+            "loss/train": losses[-1],
+            "gradient/norm": math.sqrt(square),
+            "learning_rate": learning_rate(self.config, iteration - 1),
+            "speed/samples_per_sec": speed,
+            "speed/iterations_per_sec": speed / self.config.global_batch_size,
+            "speed/flops_per_sec": speed * self.flops if self.flops else None,
+            "speed/mfu": speed * self.flops / self.peak / ranks if self.flops and self.peak else None,
+            "memory/peak_bytes": table[comm.rank(), -1].item(),
+            "memory/most_bytes": table[:, -1].max().item(),
+            "time/step": seconds / count,
+            **{f"time/{name}": value for name, value in own_times.items()},
+            "time/slowest_rank": int(before_others.argmax()),
+            "time/slowest_over_mean": (before_others.max() / before_others.mean()).item(),
+        }
+        return losses, reading, stopping

@@ -1,0 +1,113 @@
+"""Where a run is told: TensorBoard, a file of JSON lines for each rank, and on demand MLflow or Weights & Biases.
+
+What fails is left out with one warning, since training must not end for it: a full disk, a server that is gone.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
+
+from utils.errors import UsageError, first_line
+from utils.schema import Config
+
+log = logging.getLogger(__name__)
+Values = Mapping[str, float | None]
+
+
+class Tracker:
+    """One place where a run is told. name: for a warning. errors: what it raises where it cannot go on."""
+
+    name = ""
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+        """Note numbers of an iteration (None, NaN: not known), and pictures of a validation."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the record."""
+
+
+class Trackers(Tracker):
+    """Several as one."""
+
+    def __init__(self) -> None:
+        self.open: list[Tracker] = []
+
+    def add(self, kind: type[Tracker], *args: Any) -> None:
+        """Open one more."""
+        with self._watched(kind):
+            self.open.append(kind(*args))
+
+    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+        """Hand it on."""
+        for tracker in self.open[:]:
+            with self._watched(tracker):
+                tracker.tell(values, iteration, figures)
+
+    def close(self) -> None:
+        """Close all that are left."""
+        for tracker in self.open[:]:
+            with self._watched(tracker):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _watched(self, tracker: Any) -> Iterator[None]:
+        try:
+            yield
+        except tracker.errors as error:
+            self.open = [other for other in self.open if other is not tracker]
+            why = getattr(error, "strerror", None) or first_line(error)
+            log.warning("%s cannot be written from here on: %s", tracker.name, why)
+
+
+class TensorBoard(Tracker):
+    """Events in the run's folder; those from purge_step on are forgotten."""
+
+    name = "TensorBoard's events"
+
+    def __init__(self, folder: Path, purge_step: int):
+        self.writer = SummaryWriter(folder, purge_step=purge_step)
+        self.usual_hook, threading.excepthook = threading.excepthook, self._of_thread
+
+    def _of_thread(self, args):
+        """It writes in a thread, whose traceback nobody needs: the next call meets the same error."""
+        if args.thread is None or type(args.thread).__name__ != "_AsyncWriterThread":
+            self.usual_hook(args)
+
+    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+        """Note it; what is known of a validation is on disk at once."""
+        for name, value in known(values).items():
+            self.writer.add_scalar(name, value, iteration)
+        for name, figure in (figures or {}).items():
+            self.writer.add_figure(name, figure, iteration, close=False)
+        if figures is not None:
+            self.writer.flush()
+
+    def close(self) -> None:
+        """Close the events, and leave the errors of threads to whom they were left before."""
+        threading.excepthook = self.usual_hook
+        with contextlib.suppress(OSError):
+            self.writer.close()
+
+
+def known(values: Values) -> dict[str, float]:
+    """Those values that are finite numbers."""
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def check_tracker(config: Config) -> None:
+    """Raise UsageError where --tracker needs a package that is not installed."""
+    if config.tracker != "none" and importlib.util.find_spec(config.tracker) is None:
+        raise UsageError(
+            f"--tracker {config.tracker}: this package is not installed: pip install -r requirements-trackers.txt, or "
+            "leave --tracker out (TensorBoard's events and metrics-rank0.jsonl are written anyway)"
+        )
