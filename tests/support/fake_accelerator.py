@@ -23,6 +23,7 @@ from tools.instruments.assembly import split_as_configured
 from tools.planner.fake import fake_rank, pipeline_shapes
 from training.model import build_model
 from training.optimizer import build_optimizer
+from training.phase_times import PhaseTimes
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
 from training.tasks import task_of
@@ -84,9 +85,12 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), task)
         if mutate:
             mutate(step)
+        step.measures_norm, times = True, PhaseTimes(device)  # as in a run, before a reading
+        stack.enter_context(times.listening())
         x, y = (part.to(device) for part in _batch(config, task))
         for iteration in range(steps):
-            assert step(iteration, x, y).device == device
+            assert step(iteration, x, y).device == step.square.device == device
+        assert times.steps == steps
         if config.task == "forecast" and not parallel.pipeline:
             parallel.model.eval()
             with step.autocast():
