@@ -4,6 +4,8 @@
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --tensor_parallel 4     one layout, in detail
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 8..4096     how far it scales
     python plan.py --verify     small layouts, run on this machine as well
+    python plan.py ... --submit='-t 02:00:00'     the best (or --choose 3) as a job of Slurm
+    python plan.py compare logs/mp/03     a run against its plan
 
 Every other option is a key of the config, as in the training scripts. docs/plan.md says how each number is computed,
 and what is left out: above all reading the data.
@@ -12,19 +14,28 @@ and what is left out: above all reading the data.
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tools.planner import plan_text as report
 from tools.planner.hardware import load_gpu
 from tools.planner.request import Request, gpu_counts
 from tools.planner.search import best_layouts, scaling
+from tools.planner.submit import choose, submit_plan
 from tools.planner.verify import verify
-from utils.errors import ArgumentParser, run_main, whole
+from training.planned import compare
+from utils.errors import ArgumentParser, UsageError, run_main, whole
 from utils.files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv`, by default that of the process; returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["compare"]:
+        reader = ArgumentParser(prog="plan.py compare", description="Compare a run with its plan.")
+        reader.add_argument("run", type=Path, metavar="RUN", help="folder of a run that plan.py --submit has started")
+        print(compare(reader.parse_args(words[1:]).run))
+        return 0
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     parser.add_argument("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
@@ -35,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--png", metavar="FILE", help="write a picture")
     parser.add_argument("--verify", action="store_true", help="run small layouts for real and compare them with plans")
-    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    parser.add_argument("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
+    parser.add_argument("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
+    options, words = parser.parse_known_args(words)
     if options.verify:
         return 1 if verify() else 0
     gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
@@ -52,6 +65,10 @@ def main(argv: list[str] | None = None) -> int:
     else:
         plans = best_layouts(request, counts[0], options.top or 10)
         text, picture = report.search_text, report.layouts_picture
+    if options.choose or options.submit is not None:
+        if len(counts) > 1:
+            raise UsageError("--choose and --submit take a layout of one number of --gpus")
+        plans, text = [choose(plans, options.choose or 1)], report.plan_text
     as_json = [plan.to_json() for plan in plans]
     if options.json == "-":
         print(json.dumps(as_json, indent=1))
@@ -61,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         write_json(options.json, as_json)
     if options.png:
         picture(plans, options.png)
+    if options.submit is not None:
+        print(submit_plan(plans[0], request, options.submit))
     return 0
 
 

@@ -127,18 +127,26 @@ trap 'warned=1; on_signal "the time limit is near"' USR1
 trap 'on_signal "to be preempted, requeued or cancelled"' TERM
 
 echo "launch: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}: $script on $nodes node(s) x $per_node task(s) ($SLURM_JOB_NODELIST), site $SITE"
-# A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
-# shellcheck disable=SC2016 # expanded by the task
-srun --export=ALL --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" "${by_srun[@]}" \
-    bash -c 'source ./export_DDP_vars.sh && exec "$@"' task \
-    "${container[@]}" "$PYTHON" "${program[@]}" "${paths[@]}" "$@" &
-srun_pid=$!
-while :; do # a trap ends `wait` early
-    interrupted=''
-    wait "$srun_pid"
-    status=$?
-    [[ $interrupted ]] || break
-done
+start() { # the words of Python, once in each task; sets status
+    # A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
+    # shellcheck disable=SC2016 # expanded by the task
+    srun --export=ALL --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" "${by_srun[@]}" \
+        bash -c 'source ./export_DDP_vars.sh && exec "$@"' task "${container[@]}" "$PYTHON" "$@" &
+    srun_pid=$!
+    while :; do # a trap ends `wait` early
+        interrupted=''
+        wait "$srun_pid"
+        status=$?
+        [[ $interrupted ]] || break
+    done
+}
+if [[ ${PREFLIGHT:-0} != 0 && ! ${SLURM_RESTART_COUNT:-} ]]; then
+    checked=() # of the run's own folders
+    for word in "$@"; do [[ $word == --expdir=* || $word == --train_data_path=* ]] && checked+=("$word"); done
+    start -m tools.preflight "${paths[@]}" "${checked[@]}"
+    [[ $status == 0 ]] || { echo "launch: the preflight ended with status $status: nothing was started" >&2; exit "$status"; }
+fi
+start "${program[@]}" "${paths[@]}" "$@"
 
 if [[ $warned && $status == 75 && ${REQUEUE:-1} != 0 ]]; then
     job=$SLURM_JOB_ID # of an array this task alone: the number of its last task is that of the array

@@ -20,8 +20,9 @@ from tools.benchmarks import scaling
 from tools.benchmarks.scaling.figures import collect
 from tools.benchmarks.scaling.report import write_report
 from tools.benchmarks.scaling.runs import place, start, state
-from tools.benchmarks.scaling.slurm import job_lines, submit
+from tools.benchmarks.scaling.slurm import job_lines
 from tools.benchmarks.scaling.study import Target, build_runs, read_study
+from tools.slurm import submit
 from utils.config import write_config, yaml
 from utils.errors import STOPPED_STATUS, UsageError, run_main
 

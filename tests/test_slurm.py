@@ -290,6 +290,38 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
         assert cluster.field(job, "Restarts") == "1" and "Resuming at iteration" in cluster.output(job)
 
 
+@pytest.mark.slow("a plan that Slurm queues, checks, runs, and that the run is compared with")
+def test_a_plan_is_submitted_run_and_compared(cluster, tiny_options, tmp_path):
+    words = [
+        "plan.py",
+        *tiny_options(num_iters=30),
+        "--gpus=2",
+        "--data_parallel=fsdp",
+        "--submit=--gpus-per-node=0 -t 9",
+    ]
+    said = cluster.run(sys.executable, *words)
+    job = said.partition("\njob ")[2].partition(":")[0]
+    assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
+    output, run = cluster.output(job), tmp_path / "logs/quick/00"
+    assert output.index("ok    collectives") < output.index("Starting training")  # the preflight came first
+    plan = json.loads((run / "plan.json").read_text())
+    assert (
+        plan["layout"]["data_parallel"] == "fsdp" and json.loads((run / "summary.json").read_text())["world_size"] == 2
+    )
+    compared = cluster.run(sys.executable, "plan.py", "compare", str(run))
+    assert compared.strip() in "\n".join(line.rstrip() for line in output.splitlines())
+    row = next(line for line in compared.splitlines() if line.startswith("collectives of a step"))
+    assert row.split()[-1] == "1.00" and int(row.split()[-2]) > 0
+
+
+@pytest.mark.slow("Slurm starts nothing where the preflight fails")
+def test_a_job_whose_preflight_fails_trains_nothing(cluster, tiny_options, tmp_path):
+    words = tiny_options(train_data_path=tmp_path / "nowhere")
+    job = cluster.submit("submit_dp.sh", *words, options=["--ntasks-per-node=1"], PREFLIGHT="1")
+    assert cluster.end(job) == ("FAILED", 1)
+    assert "nothing was started" in cluster.output(job) and "Starting training" not in cluster.output(job)
+
+
 @pytest.mark.slow("a forecast whose ranks Slurm has started on two nodes")
 def test_two_nodes_share_the_images_of_a_forecast(cluster, tiny_options, tmp_path):
     train.main(["--yaml_config=config/ViT.yaml", *tiny_options(num_iters=2, warmup=0)])

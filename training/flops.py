@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from training.model import build_model
 from utils.config import read_mappings
-from utils.device import library
+from utils.device import device_name
 from utils.schema import Config
 
 OTHER_PEAKS = {"pcie", "nvl"}  # forms of a GPU that are slower than the one in config/hardware.yaml
@@ -32,11 +32,13 @@ def precision(config: Config) -> str:
     return config.amp_mode if config.amp_mode != "none" else "tf32" if config.enable_tf32 else "fp32"
 
 
+def is_gpu(name: str, device_name: str) -> bool:
+    """Whether a device that reports this name is the GPU called `name` in config/hardware.yaml."""
+    words = set(re.split(r"\W+", device_name.lower()))
+    return words >= set(name.split("-")) and not words & OTHER_PEAKS
+
+
 def peak_flops_per_sec(device: torch.device, config: Config) -> float | None:
     """Dense peak of a device in the precision of this config; None for one that config/hardware.yaml does not have."""
-    gpu = library(device, "get_device_name")
-    words = set(re.split(r"\W+", gpu.get_device_name(device).lower())) if gpu else set()
-    for name, entry in read_mappings("config/hardware.yaml", "GPUs").items():
-        if words >= set(name.split("-")) and not words & OTHER_PEAKS:
-            return entry.get(precision(config))
-    return None
+    gpus = read_mappings("config/hardware.yaml", "GPUs").items()
+    return next((gpu.get(precision(config)) for name, gpu in gpus if is_gpu(name, device_name(device))), None)

@@ -26,16 +26,23 @@ class MetricsFile(Tracker):
 
     name = "metrics of this rank"
 
-    def __init__(self, folder: Path, iteration: int):
+    def __init__(self, folder: Path, iteration: int, device: str):
         for path in folder.glob(FILE_NAME.format("*")):  # of more ranks, maybe, than there are now
             number = path.stem.removeprefix("metrics-rank")
             if number.isdecimal() and int(number) % comm.world_size() == comm.rank():
                 _keep(path, iteration)
+        self.device = device
         self.file = open(folder / FILE_NAME.format(comm.rank()), "ab", buffering=0)
 
     def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
         """Write a line."""
-        record = {"iteration": iteration, "time": time.time(), **dict.fromkeys(values), **known(values)}
+        record = {
+            "iteration": iteration,
+            "time": time.time(),
+            "device": self.device,
+            **dict.fromkeys(values),
+            **known(values),
+        }
         line, before = json.dumps(record).encode() + b"\n", self.file.tell()
         if self.file.write(line) < len(line):  # the disk is full: no part of a line stays
             self.file.truncate(before)

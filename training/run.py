@@ -22,6 +22,7 @@ from training.checkpoint import CheckpointFolder, State, collect_state, restore_
 from training.metrics_file import MetricsFile
 from training.model import build_model
 from training.outer_trackers import KINDS
+from training.planned import compare
 from training.profiling import build_profiler, span
 from training.results import print_result, write_validation
 from training.run_folder import RunFolder
@@ -33,7 +34,7 @@ from training.trained_weights import check_start, find_start, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
-from utils.device import peak_memory_bytes, synchronize
+from utils.device import device_name, peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
 from utils.schema import Config
 from utils.stop_signals import StopRequest
@@ -113,6 +114,11 @@ class Run:
         if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
             self.summary = self._summarize(self.result)
             self.folder.write_summary(self.summary)
+            if self.config.plan and comm.is_main():
+                try:
+                    log.info("%s", compare(self.folder.path))
+                except UsageError as error:  # the run is finished, whatever became of its plan
+                    log.warning("%s", error)
         self.folder.close()
         if kind is None and self.summary:
             print_result(self.summary, self.validator.describe(self.summary), self.config)
@@ -210,7 +216,7 @@ class Run:
             self.run_trackers.add(TensorBoard, self.folder.path, self.iteration + 1)
             if self.config.tracker != "none":
                 self.run_trackers.add(KINDS[self.config.tracker], self.folder.path, self.config)
-        self.trackers.add(MetricsFile, self.folder.path, self.iteration)
+        self.trackers.add(MetricsFile, self.folder.path, self.iteration, device_name(self.device))
         opened.callback(self.run_trackers.close)
         opened.callback(self.trackers.close)
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
 from training.checkpoint_marker import config_of
+from training.planned import keep_plan
 from training.run_owner import RunOwner
 from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
@@ -57,6 +58,8 @@ class RunFolder:
         self._owner = RunOwner(self.path)
         if earlier := self._earlier():
             self._compare_settings(earlier)
+        if self.config.plan:
+            keep_plan(self.config.plan, self.path)
         if not self.config_file.exists():
             with whole_file(self.config_file) as part:
                 write_config(self.config, part)

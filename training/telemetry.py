@@ -6,12 +6,13 @@ import math
 import torch
 from torch import Tensor
 
-from training.clock import Clock
+from training.clock import WARMUP_ITERATIONS, Clock
 from training.flops import peak_flops_per_sec, training_flops
 from training.optimizer import learning_rate
 from training.phase_times import PHASES, PhaseTimes
 from training.step import TrainingStep
 from utils import comm
+from utils.collective_record import recorded_collectives
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import first_line
 from utils.schema import Config
@@ -31,6 +32,7 @@ class Telemetry:
         self.clock, self.times = Clock(), PhaseTimes(step.device, not config.enable_cuda_graphs)
         self.losses: list[Tensor] = []  # on the device, not read yet
         self.square: Tensor | None = None  # this rank's share of that of the last gradient's norm, likewise
+        self.called: int | None = None  # collectives until the end of the first step after a reading
         self.flops = self.peak = None
         if comm.is_main():
             try:
@@ -42,6 +44,8 @@ class Telemetry:
         """Note a step. loss: a scalar on the device."""
         self.losses.append(loss)
         self.square = self.step.square
+        if len(self.losses) == 1 and self.config.plan and self.clock.iterations <= WARMUP_ITERATIONS:
+            self.called = count_calls()
 
     def read(self, iteration: int, stop: bool) -> tuple[list[float], Reading, bool]:
         """Bring what the last iterations left to the host: the one place where it waits for the device.
@@ -51,6 +55,8 @@ class Telemetry:
         """
         synchronize(self.device)
         count, ranks = len(self.losses), comm.world_size()
+        called = None if self.called is None or count == 1 else (count_calls() - self.called) / (count - 1)
+        self.called = None
         table = torch.zeros(ranks, len(PHASES) + 1)
         table[comm.rank()] = torch.tensor([*self.times.read(count), peak_memory_bytes(self.device)])
         last = [self.losses[0].new_tensor(math.nan) if self.square is None else self.square]
@@ -73,9 +79,15 @@ class Telemetry:
             "speed/mfu": speed * self.flops / self.peak / ranks if self.flops and self.peak else None,
             "memory/peak_bytes": table[comm.rank(), -1].item(),
             "memory/most_bytes": table[:, -1].max().item(),
+            "messages": called,
             "time/step": seconds / count,
             **{f"time/{name}": value for name, value in own_times.items()},
             "time/slowest_rank": int(before_others.argmax()),
             "time/slowest_over_mean": (before_others.max() / before_others.mean()).item(),
         }
         return losses, reading, stopping
+
+
+def count_calls() -> int:
+    """Collectives that this rank has called in all its groups, as torch numbers them; 0 where it keeps no record."""
+    return sum({call["group"]: call["number"] for call in recorded_collectives()}.values())

@@ -118,6 +118,12 @@ def physical_name(device: torch.device) -> str:
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
+def device_name(device: torch.device) -> str:
+    """What a GPU calls itself; for other devices their type."""
+    gpu = library(device, "get_device_name")
+    return gpu.get_device_name(device) if gpu else device.type
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all work that was started."""
     if device.type != "cpu":

@@ -1,0 +1,80 @@
+"""Submit a plan to Slurm, and keep it with its run, which is compared with it (training/planned.py)."""
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tools.instruments.phases import PHASES
+from tools.planner.layouts import command, script_of
+from tools.planner.plan import Plan
+from tools.planner.request import Request
+from tools.planner.step_time import step_time
+from tools.planner.trace import Trace, trace_step
+from tools.slurm import submit
+from utils.config import SCRIPTS
+from utils.errors import UsageError
+from utils.files import write_json
+
+
+def choose(plans: Sequence[Plan], number: int) -> Plan:
+    """The plan of this number, from 1, in a list. Raises UsageError where there are fewer."""
+    if number > len(plans):
+        raise UsageError(f"--choose {number}: the search lists {len(plans)} layouts; --top {number} lists more")
+    return plans[number - 1]
+
+
+def submit_plan(plan: Plan, request: Request, options: str) -> str:
+    """Store a plan as JSON and queue its run, after a preflight in the same job; returns what was done, in words.
+
+    options: further words for sbatch. Raises UsageError where the plan does not fit the GPU or its nodes, and where
+    Slurm refuses.
+    """
+    ranks, config = plan.layout.world_size, plan.config
+    if plan.fits == "no":
+        raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
+    if ranks % plan.nodes:
+        raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
+    try:
+        asked = shlex.split(options)
+    except ValueError as error:
+        raise UsageError(f"--submit={options}: {error}") from None
+    words = shlex.split(command(config, plan.layout, request.words, plan.gpu.gpus_per_node))
+    script, submit_file = script_of(config), SCRIPTS[script_of(config)].submit
+    own = words[next(i for i, word in enumerate(words) if word in (script, submit_file)) + 1 :]
+    file = Path(config.expdir) / "plans" / f"{config.config}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    tasks = ranks // plan.nodes
+    sbatch = ["sbatch", "--parsable", f"--nodes={plan.nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}"]
+    line = shlex.join([*sbatch, *asked, submit_file, *own, f"--plan={file}"])
+    write_json(file, stored(plan, request))
+    try:
+        job = submit(["export PREFLIGHT=1", line])
+    except UsageError:
+        file.unlink()
+        raise
+    return f"job {job}: PREFLIGHT=1 {line}\nthe plan is in {file}; in the folder of the run it will be plan.json"
+
+
+def stored(plan: Plan, request: Request) -> dict[str, Any]:
+    """A plan as a run needs it: also with its config, its seconds by phase, and its collectives."""
+    traces = trace_step(plan.config, plan.layout)
+
+    def seconds(phase: str) -> float:
+        own = [_only(trace, phase) for trace in traces]
+        return step_time(own, plan.config, plan.layout, plan.gpu, request.calibration).seconds
+
+    return plan.to_json() | {
+        "settings": plan.config.model_dump(),
+        "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
+        **{f"{phase}_s": seconds(phase) for phase in PHASES},
+    }
+
+
+def _only(trace: Trace, phase: str) -> Trace:
+    """The part of a trace that belongs to a phase."""
+    operations = {operation: n for operation, n in trace.operations.items() if operation.phase == phase}
+    messages = {message: n for message, n in trace.messages.items() if message.phase == phase}
+    return replace(trace, operations=Counter(operations), messages=Counter(messages))
