@@ -54,14 +54,14 @@ def test_the_chosen_layout_is_submitted_and_stored(slurm, tiny_options, tmp_path
         (["--gpus=2", "--top=3", "--choose=9"], "--choose 9: the search lists . layouts; --top 9 lists more"),
         (["--gpus=2..4", "--submit"], "--choose and --submit take a layout of one number of --gpus"),
         (["--gpus=5", "--global_batch_size=5", "--data_parallel=ddp", "--submit"], "5 ranks do not fill 2 nodes of 4"),
-        (["--gpus=1", "--submit=-t 'x"], "--submit=-t 'x: No closing quotation"),
+        (["--gpus=1", "--submit=-t 'x"], "sbatch: .*; nothing was submitted"),
         (["--gpus=1", "--embed_dim=32768", "--depth=24", "--submit"], "this layout does not fit into memory"),
     ],
 )
 def test_what_cannot_be_submitted_is_one_line_and_leaves_nothing(slurm, tiny_options, tmp_path, words, line):
     with pytest.raises(UsageError, match=line):
         program.main([*tiny_options(), *words])
-    assert not (tmp_path / "logs/plans").exists() and not (tmp_path / "words").exists()
+    assert not [*tmp_path.glob("logs/plans/*")] and not (tmp_path / "words").exists()
 
 
 def test_without_slurm_nothing_is_stored(tiny_options, tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_a_run_with_a_plan_ends_with_the_comparison_and_its_collectives(tiny_opt
     (status, output), _ = programs.run_ranks([script, *words, f"--plan={path}"], ranks=2)
     assert status == 0, output
     run = tmp_path / "logs/quick/00"
-    assert (run / "plan.json").read_text() == path.read_text()
+    assert json.loads((run / "plan.json").read_text()) == json.loads(path.read_text())
     assert compare(run) in (run / "out.log").read_text()
     if "fsdp" in options:  # sends of a pipeline are no collectives
         assert [line.split()[-1] for line in compare(run).splitlines() if line.startswith("collectives")] == ["1.00"]

@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_number_is_null(run, monkeypatch, tmp_path):
 
 def test_a_full_disk_ends_the_file_with_one_warning_and_a_whole_line(tmp_path, caplog):
     trackers = Trackers()
-    trackers.add(MetricsFile, tmp_path, 0)
+    trackers.add(MetricsFile, tmp_path, 0, "cpu")
     trackers.tell({"a": 1.0, "b": math.inf}, 1)
     (file,) = trackers.open
     real, room = file.file, 5
@@ -281,5 +281,5 @@ def test_the_count_of_flop_is_that_of_the_planner(tiny_config):
     ],
 )  # fmt: skip
 def test_a_peak_is_that_of_the_device_or_not_known(monkeypatch, tiny_config, name, amp_mode, peak):
-    monkeypatch.setattr(flops, "library", lambda *_: SimpleNamespace(get_device_name=lambda _: name))
+    monkeypatch.setattr(flops, "device_name", lambda _: name)
     assert flops.peak_flops_per_sec(CPU, tiny_config(amp_mode=amp_mode)) == peak

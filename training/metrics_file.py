@@ -30,7 +30,9 @@ class MetricsFile(Tracker):
         for path in folder.glob(FILE_NAME.format("*")):  # of more ranks, maybe, than there are now
             number = path.stem.removeprefix("metrics-rank")
             if number.isdecimal() and int(number) % comm.world_size() == comm.rank():
-                _keep(path, iteration)
+                lines = [json.dumps(record) + "\n" for record in read_metrics(path) if record["iteration"] <= iteration]
+                with whole_file(path) as part:
+                    part.write_text("".join(lines))
         self.device = device
         self.file = open(folder / FILE_NAME.format(comm.rank()), "ab", buffering=0)
 
@@ -51,14 +53,6 @@ class MetricsFile(Tracker):
     def close(self) -> None:
         """Close the file."""
         self.file.close()
-
-
-def _keep(path, iteration):
-    """Rewrite a file where it has lines to drop."""
-    lines = [json.dumps(record) + "\n" for record in read_metrics(path) if record["iteration"] <= iteration]
-    if (text := "".join(lines)).encode() != path.read_bytes():
-        with whole_file(path) as part:
-            part.write_text(text)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

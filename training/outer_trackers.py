@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from training.trackers import Tracker, Values, known
-from utils.files import read_json, write_json
+from utils.files import read_text
 from utils.schema import Config
 
 PROJECT = "deep-learning-at-scale"  # unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT names another
@@ -85,11 +85,8 @@ KINDS = {"mlflow": MLflow, "wandb": WandB}
 
 
 def known_id(folder: Path, tracker: str, new: Callable[[], str]) -> str:
-    """The number under which a tracker knows the run in this folder: that of an earlier start, or a new one."""
-    path = folder / "tracker.json"
-    found = read_json(path) if path.exists() else None
-    numbers = found if isinstance(found, dict) else {}
-    if not isinstance(numbers.get(tracker), str):
-        numbers[tracker] = new()
-        write_json(path, numbers)
-    return numbers[tracker]
+    """The name under which a tracker knows the run in this folder: that of an earlier start, or a new one."""
+    path = folder / f"{tracker}-run"
+    if not path.exists():
+        path.write_text(new())
+    return read_text(path).strip()

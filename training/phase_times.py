@@ -31,7 +31,6 @@ class PhaseTimes:
         self.library = library(device, "Event") if events else None
         self.seconds: dict[str, float] = defaultdict(float)
         self.queued: list[tuple[str, Any, Any]] = []  # (phase, event at its start, event at its end)
-        self.unused: list[Any] = []  # events
         self.steps = 0  # whose phases are queued
 
     @contextmanager
@@ -62,7 +61,7 @@ class PhaseTimes:
             self.steps += name == "optimizer"
 
     def _event(self):
-        event = self.unused.pop() if self.unused else self.library.Event(enable_timing=True)
+        event = self.library.Event(enable_timing=True)
         event.record()
         return event
 
@@ -74,7 +73,6 @@ class PhaseTimes:
         found = {name: seconds / iterations for name, seconds in self.seconds.items()}
         for name, start, end in self.queued:
             found[name] = found.get(name, 0) + start.elapsed_time(end) / 1e3 / max(1, self.steps)
-            self.unused += start, end
         self.seconds.clear()
         self.queued.clear()
         self.steps = 0

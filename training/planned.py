@@ -1,7 +1,6 @@
 """A run compared with its plan: what was planned and measured of a step, and the likely reason for what differs."""
 
 import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from training.flops import is_gpu
 from training.metrics_file import FILE_NAME, read_metrics
 from utils.config import check_config, differing_keys, read_named_config
 from utils.errors import UsageError
-from utils.files import read_json, whole_file
+from utils.files import read_json
 
 PLAN = "plan.json"  # in the folder of a run
 OFF = 0.15  # share by which a figure may differ without a reason
@@ -29,13 +28,6 @@ def read_plan(path: Path) -> Plan:
     if not sizes or not all(isinstance(plan.get(name), dict) for name in ("settings", "layout")):
         raise UsageError(f"{path}: is not a plan as plan.py --submit stores it")
     return plan
-
-
-def keep_plan(path: str, folder: Path) -> None:
-    """Copy a plan into the folder of its run. Raises UsageError for a file that is none."""
-    read_plan(Path(path))
-    with whole_file(folder / PLAN) as part:
-        shutil.copyfile(path, part)
 
 
 def compare(folder: Path) -> str:

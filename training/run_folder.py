@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
 from training.checkpoint_marker import config_of
-from training.planned import keep_plan
+from training.planned import PLAN, read_plan
 from training.run_owner import RunOwner
 from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
@@ -58,8 +58,8 @@ class RunFolder:
         self._owner = RunOwner(self.path)
         if earlier := self._earlier():
             self._compare_settings(earlier)
-        if self.config.plan:
-            keep_plan(self.config.plan, self.path)
+        if self.config.plan and not (self.path / PLAN).exists():
+            write_json(self.path / PLAN, read_plan(Path(self.config.plan)))
         if not self.config_file.exists():
             with whole_file(self.config_file) as part:
                 write_config(self.config, part)

@@ -68,6 +68,8 @@ class Telemetry:
         table = packed[count + 2 :].view(ranks, -1)
         own_times = dict(zip(PHASES, table[comm.rank()].tolist(), strict=False))
         self.clock.data_wait += own_times["data"] * count
+        forecast_steps = [steps for first, steps in self.config.rollout_stages if first < iteration][-1]
+        flops = speed * self.flops * forecast_steps if self.flops else None
         before_others = table[:, :2].nansum(1)  # of data and forward: where gradients are reduced the ranks meet
         reading: Reading = {
             "loss/train": losses[-1],
@@ -75,8 +77,8 @@ class Telemetry:
             "learning_rate": learning_rate(self.config, iteration - 1),
             "speed/samples_per_sec": speed,
             "speed/iterations_per_sec": speed / self.config.global_batch_size,
-            "speed/flops_per_sec": speed * self.flops if self.flops else None,
-            "speed/mfu": speed * self.flops / self.peak / ranks if self.flops and self.peak else None,
+            "speed/flops_per_sec": flops,
+            "speed/mfu": flops / self.peak / ranks if flops and self.peak else None,
             "memory/peak_bytes": table[comm.rank(), -1].item(),
             "memory/most_bytes": table[:, -1].max().item(),
             "messages": called,

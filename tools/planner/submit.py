@@ -30,25 +30,21 @@ def choose(plans: Sequence[Plan], number: int) -> Plan:
 def submit_plan(plan: Plan, request: Request, options: str) -> str:
     """Store a plan as JSON and queue its run, after a preflight in the same job; returns what was done, in words.
 
-    options: further words for sbatch. Raises UsageError where the plan does not fit the GPU or its nodes, and where
-    Slurm refuses.
+    options: further words for sbatch, as a shell reads them. Raises UsageError where the plan does not fit the GPU or
+    its nodes, and where Slurm refuses.
     """
     ranks, config = plan.layout.world_size, plan.config
     if plan.fits == "no":
         raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
     if ranks % plan.nodes:
         raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
-    try:
-        asked = shlex.split(options)
-    except ValueError as error:
-        raise UsageError(f"--submit={options}: {error}") from None
     words = shlex.split(command(config, plan.layout, request.words, plan.gpu.gpus_per_node))
     script, submit_file = script_of(config), SCRIPTS[script_of(config)].submit
     own = words[next(i for i, word in enumerate(words) if word in (script, submit_file)) + 1 :]
     file = Path(config.expdir) / "plans" / f"{config.config}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     tasks = ranks // plan.nodes
     sbatch = ["sbatch", "--parsable", f"--nodes={plan.nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}"]
-    line = shlex.join([*sbatch, *asked, submit_file, *own, f"--plan={file}"])
+    line = f"{shlex.join(sbatch)} {options} {shlex.join([submit_file, *own, f'--plan={file}'])}"
     write_json(file, stored(plan, request))
     try:
         job = submit(["export PREFLIGHT=1", line])
