@@ -89,7 +89,7 @@ def test_a_command_is_one_that_the_programs_take(line):
     elif program == "benchmark.py":
         check_benchmark(words)
     elif program == "plan.py":
-        parsed = {name: mock.Mock(side_effect=Parsed) for name in ("load_gpu", "verify")}
+        parsed = {name: mock.Mock(side_effect=Parsed) for name in ("load_gpu", "verify", "compare")}
         with mock.patch.multiple(plan, **parsed), pytest.raises(Parsed):
             plan.main(words)
     else:
