@@ -139,6 +139,12 @@ def test_what_is_off_has_its_reason_and_no_other(folder, measured, reason):
     assert found.startswith(f"- {reason}")
 
 
+def test_a_plan_for_a_cpu_is_held_against_a_run_on_one(folder):
+    run = folder({"gpu": "laptop", "device_type": "cpu"}, **{"device": "cpu", "memory/most_bytes": 2**31})
+    (found,) = [line for line in compare(run).splitlines() if line.startswith("- ")]
+    assert found.startswith("- memory: the resident set has Python and its libraries in it")
+
+
 def test_the_stages_of_a_pipeline_are_compared_as_one(folder):
     text = compare(folder(**{"time/pipeline": 0.029, "time/forward": None, "time/backward": None}))
     assert "forward and backward, ms" in text and "\nforward," not in text and "- " not in text

@@ -101,7 +101,8 @@ def _check(plan, folder, last):
 def _reasons(plan: Plan, last: dict[str, Any], ratios: dict[str, float], mean: Mean) -> Iterator[str]:
     """Why figures are off, as far as the readings tell."""
     off = {name for name, ratio in ratios.items() if not 1 - OFF <= ratio <= 1 + OFF}
-    if not is_gpu(str(plan.get("gpu")), last["device"]):
+    on_cpu = last["device"] == "cpu"
+    if not (on_cpu if plan.get("device_type") == "cpu" else is_gpu(str(plan.get("gpu")), last["device"])):
         yield f"the plan is for {plan.get('gpu')}, and {last['device']} is another device: times and memory are its own"
         off -= {"step", "memory at most", "forward", "backward", "update", "forward and backward"}
     data, late = mean("data") / mean("step"), mean("slowest_over_mean")
@@ -116,6 +117,7 @@ def _reasons(plan: Plan, last: dict[str, Any], ratios: dict[str, float], mean: M
         else:
             yield "computation: all phases are off alike: the device reaches another share of its peak than planned"
     if "memory at most" in off:
-        yield "memory: fragments and compiled code are not planned; docs/plan.md says what is"
+        cpu, gpu = "the resident set has Python and its libraries in it", "fragments and compiled code are not planned"
+        yield f"memory: {cpu if on_cpu else gpu}; docs/plan.md says what is"
     if "collectives of a step" in off:
         yield "collectives: the run sends others than planned: another version of torch, or validation in between"

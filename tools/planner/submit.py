@@ -56,7 +56,8 @@ def submit_plan(plan: Plan, request: Request, options: str) -> str:
 
 def stored(plan: Plan, request: Request) -> dict[str, Any]:
     """A plan as a run needs it: also with its config, its seconds by phase, and its collectives."""
-    traces = trace_step(plan.config, plan.layout)
+    device_type = getattr(plan.gpu, "device", "cuda")
+    traces = trace_step(plan.config, plan.layout, device_type)
 
     def seconds(phase: str) -> float:
         own = [_only(trace, phase) for trace in traces]
@@ -64,6 +65,7 @@ def stored(plan: Plan, request: Request) -> dict[str, Any]:
 
     return plan.to_json() | {
         "settings": plan.config.model_dump(),
+        "device_type": device_type,
         "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
         **{f"{phase}_s": seconds(phase) for phase in PHASES},
     }
