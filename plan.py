@@ -14,17 +14,20 @@ and what is left out: above all reading the data.
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tools.planner import at_scale, calibrate
 from tools.planner import plan_text as report
 from tools.planner.hardware import load_gpu
 from tools.planner.request import Request, gpu_counts
 from tools.planner.search import best_layouts, scaling
 from tools.planner.submit import choose, submit_plan
-from tools.planner.verify import verify
+from tools.planner.validate import verify
 from training.planned import compare
-from utils.errors import ArgumentParser, UsageError, run_main, whole
+from utils.comm import run_ranks
+from utils.errors import ArgumentParser, UsageError, whole
 from utils.files import write_json
 
 
@@ -40,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     parser.add_argument("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
     parser.add_argument("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
-    parser.add_argument("--calibrate", metavar="FILE", help="summary.json of a run on such GPUs: scale the times to it")
+    parser.add_argument(
+        "--calibrate", metavar="FILE", nargs="?", const="",
+        help="summary.json of a run on such GPUs: scale the times to it; alone: measure this machine, for --gpu",
+    )  # fmt: skip
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them"
     )
@@ -48,17 +54,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="run small layouts for real and compare them with plans")
     parser.add_argument("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
     parser.add_argument("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
+    at_scale.add_options(parser)
     options, words = parser.parse_known_args(words)
     if options.verify:
         return 1 if verify() else 0
+    if options.calibrate == "":
+        return calibrate.main(words)
     gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
     request = Request(words, gpu, options.calibrate)
     plans: Any  # Plans, or the Points of a curve
     text: Callable[..., str]
     picture: Callable[..., None]
     if len(counts) > 1:
-        plans = scaling(request, counts)
-        text, picture = report.scaling_text, report.scaling_picture
+        assumed = at_scale.assumptions(options)
+        plans = scaling(request, counts, assumed)
+        text, picture = partial(report.scaling_text, assumed=assumed), report.scaling_picture
     elif (request.names_a_layout and options.top is None) or counts == [1]:
         plans = [request.plan(counts[0])]
         text, picture = report.plan_text, report.layouts_picture
@@ -84,4 +94,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_ranks(main)

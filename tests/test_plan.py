@@ -8,7 +8,7 @@ import time
 import pytest
 
 import plan
-from tools.planner import verify
+from tools.planner import validate as verify
 from tools.planner.fake import Replica
 from utils.config import load_config, write_config
 from utils.errors import UsageError

@@ -7,26 +7,21 @@ taken within a round, so that the ups and downs of the machine cancel.
 import math
 import os
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from tools.instruments.assembly import build_step, random_batch
-from tools.instruments.memory import memory_of_a_step
-from tools.instruments.overlap import hidden_share_of
 from tools.instruments.phases import PHASES
+from tools.instruments.rank_case import RankCase
 from tools.instruments.team import Case, Rank, Teams
-from tools.instruments.tracker import Messages, by_phase, messages_of_a_step
+from tools.instruments.tracker import Messages, by_phase
 from tools.pictures import HELD_COLORS, finish, mark, stack
 from tools.planner.formulas import formula_traces
 from tools.tables import MIB, in_mib
-from utils import comm
 from utils.config import Script, load_config
-from utils.device import library, select_device, synchronize
+from utils.device import select_device
 from utils.errors import UsageError
 from utils.launch import read_launch
 
@@ -34,8 +29,6 @@ C = TypeVar("C", bound=Case)
 T = TypeVar("T")
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
-WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
-PROFILED_STEPS = 3
 RANKS_PER_CORE = 32  # more would only fill the machine
 
 
@@ -189,51 +182,3 @@ def memory_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str) -> No
     stack(axes, {name: [in_mib(row["memory"][name]) for row in rows] for name in HELD}, list(HELD_COLORS.values()))
     mark(axes, [sum(size or 0 for size in row["predicted_memory"].values()) / MIB for row in rows], "formula")
     finish(axes, title=title, xlabel="MiB")
-
-
-# A training step on a rank.
-
-
-class RankCase:
-    """A case on one rank: its training step, and a batch of random numbers."""
-
-    def __init__(self, rank: Rank, case: Case):
-        self.device, self.case = rank.device, case
-        self.gpu = library(self.device, "max_memory_allocated")
-        self.before = self.gpu.memory_allocated() if self.gpu else 0
-        rank.use_mesh(case.layout)
-        self.x, self.y = random_batch(case.config, self.device)
-        self.step = build_step(case.config, self.device, f"layout '{case.name}'")
-
-    def train(self, steps: int) -> None:
-        """Make so many optimizer steps, and wait for the last."""
-        for _ in range(steps):
-            self.step(0, self.x, self.y)
-        synchronize(self.device)
-
-    def times(self, steps: int) -> dict[str, float]:
-        """Seconds of a step, and of its CPU time: the mean over some steps that all ranks start together."""
-        self.train(1)  # the turns of other cases have emptied the caches
-        if comm.world_size() > 1:
-            dist.barrier()
-        synchronize(self.device)
-        started, cpu = time.perf_counter(), time.process_time()
-        self.train(steps)
-        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-        return {"seconds": seconds / steps, "cpu_seconds": cpu_seconds / steps}
-
-    def figures(self) -> dict[str, Any]:
-        """Memory and messages of a step, and on a GPU the share of communication that computation hides."""
-        self.train(WARMUP_STEPS - 1)
-        if self.gpu:
-            self.gpu.reset_peak_memory_stats()
-        self.train(1)
-        allocated = self.gpu.max_memory_allocated() - self.before if self.gpu else None
-        memory: dict[str, float | None] = memory_of_a_step(self.step, self.x, self.y) | {"allocated at most": allocated}
-        if self.case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
-            memory["activations"] = None
-        return {
-            "memory": memory,
-            "messages": messages_of_a_step(self.step, self.x, self.y),
-            "hidden": hidden_share_of(lambda: self.train(PROFILED_STEPS)) if self.gpu else None,
-        }

@@ -25,13 +25,17 @@ ATTENTION = "attention"
 
 
 class Operation(NamedTuple):
-    """phase: forward, backward or update. kind: matmul, attention, pointwise, copy. moved: bytes read and written."""
+    """phase: forward, backward or update. kind: matmul, attention, pointwise, copy. moved: bytes read and written.
+
+    name: the operator, as torch calls it; '' where a formula counts several alike.
+    """
 
     phase: str
     kind: str
     flops: float
     moved: float
     dtype: torch.dtype
+    name: str = ""
 
 
 class Message(NamedTuple):
@@ -124,7 +128,8 @@ class Tracker(Watch):
         if flops:
             kind = ATTENTION if ATTENTION in str(packet) else "matmul"
         dtype = given[0].dtype if given else made[0].dtype
-        self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype)] += 1
+        name = packet.__name__
+        self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, name)] += 1
 
     def _number(self, storage):
         key = storage._cdata

@@ -117,7 +117,7 @@ def plan_layout(
 
     Raises ValueError where the model cannot be split so.
     """
-    traces = traces or trace_step(config, layout)
+    traces = traces or trace_step(config, layout, gpu.device)
     memory = {name: max(trace.memory[name] for trace in traces) for name in CATEGORIES}
     batch = max(trace.memory["batch"] for trace in traces)
     memory["activations"] += 2 * batch

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from tools.pictures import finish, mark, panels, save, stack
+from tools.planner.at_scale import Assumptions
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, Plan
 from tools.planner.request import Request
@@ -54,7 +55,7 @@ def layout_words(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def rate(plan: Plan) -> str:
+def rate(plan: Plan | Point) -> str:
     """Samples/s with three digits or more."""
     speed = plan.samples_per_sec
     return f"{speed:.{1 if speed >= 10 else 3}f}"
@@ -96,7 +97,12 @@ def time_text(plan: Plan) -> str:
     """The time of a step by part as a table, its error and what bounds it."""
     time, config = plan.time, plan.config
     rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
-    rest = "one measured run" if time.calibrated else "data sheets: --calibrate a run to narrow it"
+    rest = "data sheets: --calibrate a run to narrow it"
+    if plan.gpu.measured:
+        rest = f"measurements of {plan.gpu.measured.processor}, {plan.gpu.measured.cores} cores"
+        other = plan.gpu.measured.elsewhere()
+        rest += f"; this is another machine: {other}" if other else ""
+    rest = "one measured run" if time.calibrated else rest
     return (
         f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
         f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
@@ -152,12 +158,11 @@ def differs(plan: Plan) -> str:
     return f"{peak / GIB:.2f} of {plan.peak / GIB:.2f}"
 
 
-def scaling_text(points: Sequence[Point], request: Request) -> str:
-    """The curve as a table. points: from tools.planner.search.scaling."""
+def scaling_text(points: Sequence[Point], request: Request, assumed: Assumptions) -> str:
+    """The curve as a table, and what it assumes. points: from tools.planner.search.scaling."""
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
-         rate(point.plan), point.efficiency, point.plan.needed / GIB,
-         point.plan.time.bound)
+         rate(point), point.efficiency, point.plan.needed / GIB, point.bound)
         for point in points
     ]  # fmt: skip
     columns = {
@@ -166,7 +171,8 @@ def scaling_text(points: Sequence[Point], request: Request) -> str:
     }  # fmt: skip
     return (
         f"{request.gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
-        f"samples/s of a GPU to those of the first line.\n\n{format_table(columns, rows)}"
+        f"samples/s of a GPU to those of the first line.\n\n{format_table(columns, rows)}\n\n"
+        f"{assumed.text(request.any_layout())}"
     )
 
 
@@ -192,9 +198,9 @@ def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for kind in ("strong", "weak"):
-        own = [point.plan for point in points if point.scaling == kind]
-        counts = [plan.layout.world_size for plan in own]
-        axes.plot(counts, [plan.samples_per_sec for plan in own], marker="o", label=kind)
+        own = [point for point in points if point.scaling == kind]
+        counts = [point.plan.layout.world_size for point in own]
+        axes.plot(counts, [point.samples_per_sec for point in own], marker="o", label=kind)
     finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
     axes.set_xticks(counts, map(str, counts))
     axes.set_xticks([], minor=True)

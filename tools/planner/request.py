@@ -81,7 +81,7 @@ class Request:
         settings = read_named_config(path.with_name("config.yaml"), summary["config"])
         config = check_config(settings, summary["config"], str(path.with_name("config.yaml")), world_size=ranks)
         layout = config.layout(ranks, self.gpu.gpus_per_node)
-        return calibrate(trace_step(config, layout), config, layout, self.gpu, summary)
+        return calibrate(trace_step(config, layout, self.gpu.device), config, layout, self.gpu, summary)
 
     def plan(self, gpus: int) -> Plan:
         """The Plan of the layout that the options name. Raises UsageError where it is impossible."""

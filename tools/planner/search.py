@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tools.planner.at_scale import Assumptions
 from tools.planner.formulas import formula_traces
 from tools.planner.layouts import candidates
 from tools.planner.plan import Plan, plan_layout
@@ -50,18 +51,29 @@ def _order(plan: Plan) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first."""
+    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first.
+
+    seconds, bound: of a step with the slowest of all ranks and with reading, see tools.planner.at_scale.
+    """
 
     plan: Plan
     scaling: str
+    seconds: float
+    bound: str
     efficiency: float
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples of all GPUs together."""
+        return self.plan.config.global_batch_size / self.seconds
 
     def to_json(self) -> dict[str, Any]:
         """The point as JSON can hold it."""
-        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
+        own = {"step_time_s": self.seconds, "bound": self.bound, "samples_per_sec": self.samples_per_sec}
+        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json() | own
 
 
-def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
+def scaling(request: Request, counts: Sequence[int], assumed: Assumptions) -> list[Point]:
     """Points of the best layouts by formula. Strong: the same batch on all. Weak: it grows with the GPUs."""
     points = []
     for kind in ("strong", "weak"):
@@ -71,7 +83,8 @@ def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
             if not plans:  # the batch is too small for so many
                 continue
             plan = min(plans, key=_order)
-            speed = plan.samples_per_sec / gpus
+            seconds, bound = assumed.seconds(plan)
+            speed = plan.config.global_batch_size / seconds / gpus
             first = first or speed
-            points.append(Point(plan, kind, speed / first))
+            points.append(Point(plan, kind, seconds, bound, speed / first))
     return points

@@ -23,7 +23,7 @@ from utils.layout import Layout
 from utils.schema import Config
 
 # Half-widths of the band, see StepTime.
-UNCALIBRATED, CALIBRATED = 0.35, 0.20
+UNCALIBRATED, CALIBRATED, MEASURED = 0.35, 0.20, 0.25
 LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3  # of a calibration
 
 # torch.compile fuses chains of elementwise operations: about every second tensor stays in registers.
@@ -53,7 +53,8 @@ class StepTime:
     error: relative half-width of the band around `seconds`. It comes from runs of one model family on 1 to 16 A100s,
     published in 2024 and 2025 (the forecasting ViT of the NERSC deep learning at scale tutorials): every run that
     tests/test_plan_time.py lists lies inside the band. Other GPUs were not compared with measurements. A run on 64 GPUs
-    lies outside, at 1.7 times the prediction: stragglers and the reading of data are not modelled.
+    lies outside, at 1.7 times the prediction: stragglers and the reading of data are not modelled. Of a measured
+    machine: `python -m tools.planner.validate`.
     """
 
     seconds: float
@@ -89,7 +90,7 @@ def step_time(
     kind, _, group = bound.partition(" ")
     return StepTime(
         seconds=sum(parts.values()),
-        error=UNCALIBRATED if calibration is None else CALIBRATED,
+        error=CALIBRATED if calibration else MEASURED if gpu.measured else UNCALIBRATED,
         calibrated=calibration is not None,
         parts=parts,
         bound=f"communication ({group})" if kind == "communication" else bound,
@@ -131,6 +132,7 @@ class _Step:
 
     def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu, calibration: float):
         self.trace, self.config, self.layout, self.gpu, self.calibration = trace, config, layout, gpu, calibration
+        self.speeds = gpu.measured.speeds(min(layout.world_size, gpu.gpus_per_node)) if gpu.measured else None
 
     @cached_property
     def compute(self):
@@ -145,6 +147,12 @@ class _Step:
         gpu, moved = self.gpu, operation.moved
         if self.config.enable_jit and operation.kind == "pointwise" and operation.phase != "update":
             moved *= COMPILED_TRAFFIC
+        if self.speeds:
+            dtype = str(operation.dtype).removeprefix("torch.")
+            if dtype == "float32" and operation.kind == "matmul" and self.config.enable_tf32:
+                dtype = "tf32"
+            head = self.config.embed_dim // self.config.num_heads
+            return self.speeds.seconds(operation._replace(moved=moved), dtype, head)
         traffic = moved / (gpu.bandwidth * gpu.memory_efficiency)
         if not operation.flops:
             return traffic
@@ -212,6 +220,11 @@ class _Step:
             calls = max(calls, collective["bytes"] / sent)
         return collective["seconds"] / calls
 
+    @property
+    def overlap(self) -> float:
+        """Share of a collective that computation hides where it can."""
+        return self.gpu.measured.overlap if self.gpu.measured else 1.0
+
     @cached_property
     def exposed(self):
         """{"gradients" | "rest": {name of a part: seconds that computation does not hide}}."""
@@ -229,6 +242,7 @@ class _Step:
             else:
                 parts = 1 if self.config.data_parallel in SHARDED else self.config.gradient_accumulation
                 left = min(total, max(0, total - self._computing(phase) / parts) + sum(map(self._bucket, found)))
+            left = total - (total - left) * self.overlap
             name = "rest" if overlap == ATTENTION else "gradients"
             for collective in found:
                 exposed[name][_part(collective)] += left * collective["seconds"] / total if total else 0
@@ -239,25 +253,57 @@ class _Step:
         parts = Counter({"matmul": 0.0, ATTENTION: 0.0, "memory": 0.0, "launch": 0.0, "bubble": 0.0})
         for (_, kind), seconds in self.compute.items():
             parts[kind] += seconds
+        if self.gpu.synchronous:
+            parts["launch"] = self._host()
         busy = sum(parts.values())
         for seconds in self.exposed.values():
             parts.update(seconds)
-        parts["launch"] = max(0.0, self._host() - sum(parts.values()))
+        if not self.gpu.synchronous:
+            parts["launch"] = max(0.0, self._host() - sum(parts.values()))
         pipeline = busy - self._computing("update") + sum(self.exposed["rest"].values())
         parts["bubble"] = pipeline * self._bubble()
         return dict(parts)
 
     def _host(self):
-        """Seconds in which the host launches all operations: a lower bound of the step."""
+        """Seconds in which the host launches all operations: a lower bound of the step; on a CPU beside computing."""
+        if self.gpu.synchronous:
+            return self._beside()
         count = sum(self.trace.operations.values()) + sum(c["count"] for c in self.collectives)
         config = self.config
         factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
         return count * factor * self.gpu.launch * self.calibration
 
+    def _beside(self):
+        host, wrappers = self.speeds.host, self.gpu.measured.wrappers
+        seconds = sum(calls * host[operation.phase] for operation, calls in self.trace.operations.items())
+        counted = wrapped(self.trace, self.collectives, self.config)
+        seconds += sum(count * wrappers.get(name, 0.0) for name, count in counted.items())
+        return seconds * self.calibration
+
     def _bubble(self):
         """Idle time of a stage relative to its working time."""
         stages, parts = self.layout.pp, self.config.gradient_accumulation
         return (stages - 1) / parts / (2 if self.config.pp_schedule == "interleaved" else 1)
+
+
+def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
+    """What the code around a model does in a step, by name: the messages of ddp, fsdp, tp, cp and pp.
+
+    domain: ShardTensor has a rule for each operation of the forward pass. collectives: of StepTime.
+    """
+    counted: Counter[str] = Counter()
+    if config.domain_parallel not in (1, "1", "1x1"):
+        counted["domain"] = round(sum(n for operation, n in trace.operations.items() if operation.phase == "forward"))
+    for collective in collectives:
+        name = _kind_of(collective["group"])
+        if name == "dp" or (name in SAME_WEIGHTS and collective["kind"] == "all_reduce"):
+            name = "fsdp" if config.data_parallel in SHARDED else "ddp"
+        if name != "domain":
+            counted[name] += collective["count"]
+    shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
+    if config.data_parallel in SHARDED and shared and not counted["fsdp"]:  # parameters travel as tokens do
+        counted["fsdp"] = (2 if config.data_parallel == "zero2" else 3) * (config.depth // config.pipeline_parallel + 1)
+    return counted
 
 
 def _kind_of(group: str) -> str:

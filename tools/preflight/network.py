@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from tools.instruments import collective_speed
 from tools.preflight.check_results import CheckResult
 from tools.preflight.rendezvous import Rendezvous
 from utils.device import backend_for, library, select_device, synchronize
 from utils.errors import first_line
 from utils.launch import interface_towards, name_gloo_interface
 
-REPEATS = 5
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed
+WHERE = {"inside": "inside a node", "across": "across nodes"}
 SLOW = {
     ("NCCL_IB_DISABLE", "1"): "InfiniBand is switched off",
     ("NCCL_P2P_DISABLE", "1"): "GPUs of a node do not talk to one another directly",
@@ -105,7 +106,7 @@ def collectives(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]
         dist.all_reduce(reduced)
         total = pattern * sum(r % 3 + 1 for r in range(size))
         gathered = torch.empty(size * 1000, dtype=dtype, device=device)
-        all_gather(gathered, (pattern + rank % 128).to(dtype))
+        collective_speed.all_gather(gathered, (pattern + rank % 128).to(dtype))
         sent = (rank % 16 * 16 + torch.arange(size, device=device) % 16).to(dtype).repeat_interleave(7)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
@@ -125,28 +126,25 @@ def collectives(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]
 
 
 def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """GB/s that a rank sends: among all ranks, inside each node, and across nodes."""
+    """Bytes/s that a rank sends, and latency: among all ranks, inside each node, and across nodes."""
     device = group_device(ranks, "bandwidth")
     if device is None:
         return
     nodes = list(ranks_by_node(ranks).values())
     parts = {"all ranks": [list(range(ranks.size))]}
     if len(nodes) > 1:
-        parts |= {"inside a node": nodes, "across nodes": [list(peers) for peers in zip(*nodes, strict=False)]}
+        parts |= {WHERE[place]: groups for place, groups in collective_speed.places(nodes).items()}
+    sizes = SIZES.get(device.type, SIZES["cuda"])
     for label, groups in parts.items():
-        mine: tuple[dist.ProcessGroup, int] | None = None
-        for members in groups:  # every rank takes part in making every group
-            made = dist.new_group(members) if len(members) > 1 else None
-            mine = (made, len(members)) if made and ranks.rank in members else mine
-        speeds = {}
-        for kind in ("all-reduce", "all-gather", "all-to-all"):
-            speed = measure(kind, *mine, device) if mine else None
-            if told := [s for s in ranks.exchange(f"bandwidth: {label}, {kind}", speed) if s]:
-                speeds[kind] = min(told)
-        if speeds:
-            found = f"{label}, {message_size(device) >> 20} MiB: "
-            found += ", ".join(f"{kind} {speed:.2f}" for kind, speed in speeds.items()) + " GB/s sent by a rank"
-            yield CheckResult("ok", "bandwidth", found, values=speeds)
+        mine, values, found = collective_speed.join(groups), {}, []
+        for kind in ("all_reduce", "all_gather", "all_to_all"):
+            points = [collective_speed.measure(kind, mine, size, device) for size in sizes] if mine else []
+            told = ranks.exchange(f"bandwidth: {label}, {kind}", points and collective_speed.fit(points))
+            latency, speed = max(own[0] for own in told if own), min(own[1] for own in told if own)
+            values[name := kind.replace("_", "-")] = {"latency": latency, "bandwidth": speed}
+            found.append(f"{name} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us")
+        text = f"{label}, sent by a rank, up to {sizes[-1] >> 20} MiB: {'; '.join(found)}"
+        yield CheckResult("ok", "bandwidth", text, values=values)
 
 
 def checkpoint_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -165,37 +163,12 @@ def checkpoint_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckRe
     yield CheckResult("ok", "checkpoint group", f"gloo through {interface}, ready after {seconds:.1f} s")
 
 
-def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> float:
-    """GB/s that a rank of the group sends with a ring algorithm: median of the repeats after the first."""
-    count = message_size(device) // 4 // size
-    part, whole = torch.zeros(count, device=device), torch.zeros(count * size, device=device)
-    other = torch.empty_like(whole)
-    call, sent = {
-        "all-reduce": (lambda: dist.all_reduce(whole, group=group), 2 * (size - 1)),
-        "all-gather": (lambda: all_gather(other, part, group=group), size - 1),
-        "all-to-all": (lambda: dist.all_to_all_single(other, whole, group=group), size - 1),
-    }[kind]
-    seconds = []
-    for _ in range(REPEATS + 1):
-        synchronize(device)
-        began = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return sent * count * 4 / 1e9 / sorted(seconds[1:])[REPEATS // 2]
-
-
 def ranks_by_node(ranks: Rendezvous) -> dict[str | None, list[int]]:
     """{node: its ranks}."""
     places: dict[str | None, list[int]] = {}
     for rank, node in enumerate(ranks.nodes):
         places.setdefault(node, []).append(rank)
     return places
-
-
-def message_size(device: torch.device) -> int:
-    """Bytes of the messages that are timed."""
-    return (8 if device.type == "cpu" else 64) << 20
 
 
 def group_device(ranks: Rendezvous, check: str) -> torch.device | None:

@@ -1,0 +1,265 @@
+"""The planner on a machine that was measured: what is measured, how it is written and read, and times from it."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plan
+from tools.instruments import collective_speed, operation_speed
+from tools.instruments.tracker import Message, Operation
+from tools.planner import at_scale, calibrate, hardware, measured, validate
+from tools.planner.hardware import gpu_of, load_gpu
+from tools.planner.plan import plan_layout
+from tools.planner.step_time import step_time
+from tools.planner.trace import Trace, trace_step
+from utils.config import SCRIPTS, load_config
+from utils.errors import UsageError
+
+CPU = torch.device("cpu")
+TWO = ["--nproc_per_node", "2"]
+
+
+def made(ranks=2, **changes):
+    """A made entry: products at 1 and 2 GFLOP/s by size, data at 1 GB/s, 10 us of the host for each operation."""
+    moves = [[0, 1e4, 1e-5], [0, 1e8, 1e-1]]
+    operations = {
+        "mm": {"float32": [[1e6, 1e4, 1e-3], [1e9, 1e7, 0.5]]},
+        "add": {"float32": moves}, "clone": {"float32": moves},
+        "attention": {"float32, heads of 32": [[1e6, 1e4, 1e-3], [1e9, 1e6, 1.0]]},
+        "attention_backward": {"float32, heads of 32": [[1e6, 1e4, 2e-3], [1e9, 1e6, 2.0]]},
+    }  # fmt: skip
+    host = {"forward": 1e-5, "backward": 1e-5, "update": 1e-5}
+    kinds = {kind: {"latency": 1e-3, "bandwidth": 1e9, "ranks": ranks} for kind in collective_speed.KINDS}
+    machine = measured.machine_of(CPU) | {
+        "torch_version": torch.__version__, "threads": 1, "ranks": ranks, "overlap": 0.0, "wrappers": {},
+        "compute": {str(n): {"operations": operations, "host": host} for n in {1, ranks}},
+        "collectives": {"inside": kinds} if ranks > 1 else {},
+    }  # fmt: skip
+    return {"measured": machine | changes, "memory_gib": 8.0, "overhead_gib": 0.3, "workspace_mib": 0.0}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of measured entries."""
+    monkeypatch.setattr(hardware, "MEASURED", tmp_path)
+    monkeypatch.setattr(calibrate, "MEASURED", tmp_path)
+    return tmp_path
+
+
+def settings_of(*words, ranks=1, script="train.py"):
+    config = load_config([*words, "--device=cpu", "--depth=2"], None, ranks, *SCRIPTS[script][:2])
+    return config, config.layout(ranks)
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e12), st.integers(0, 6), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_latency_and_bandwidth_are_found_again_whatever_one_size_was_disturbed_by(latency, bandwidth, which, seed):
+    sizes = np.geomspace(latency * bandwidth / 1000, latency * bandwidth * 1000, 7)
+    seconds = (latency + sizes / bandwidth) * np.random.default_rng(seed).uniform(0.98, 1.02, 7)
+    seconds[which] *= 3
+    found = collective_speed.fit(list(zip(sizes, seconds, strict=True)))
+    assert found == pytest.approx((latency, bandwidth), rel=0.25)
+
+
+def test_places_are_the_ranks_of_a_node_and_their_peers():
+    assert collective_speed.places([[0, 1], [2, 3], [4]]) == {
+        "inside": [[0, 1], [2, 3]], "across": [[0, 2, 4]],
+    }  # fmt: skip
+    assert collective_speed.places([[0]]) == {}
+
+
+def test_every_operator_that_takes_long_in_a_step_is_measured_by_its_name(monkeypatch):
+    for name, value in (
+        ("ROWS", (64,)),
+        ("WIDTHS", (32,)),
+        ("HEADS", (32,)),
+        ("TOKENS", (64,)),
+        ("MOVED", (2**14,)),
+        ("PATCHES", ((4, 4, 16),)),
+    ):
+        monkeypatch.setattr(operation_speed, name, value)
+    monkeypatch.setattr(operation_speed, "FOOTPRINT", {"cpu": 2**22})
+    found = operation_speed.measure(CPU, (torch.float32, torch.bfloat16), 1e-4)
+    assert all(s > 0 for types in found.values() for sizes in types.values() for s in sizes.values())
+    for words in ([], ["--amp_mode=bf16"]):
+        (trace,) = trace_step(*settings_of("--config=quick", *words), "cpu")
+        sizes = Counter()
+        for operation, calls in trace.operations.items():
+            sizes[operation.name] += calls * (operation.flops + operation.moved)
+        unknown = {name: size for name, size in sizes.items() if name not in found}
+        assert sum(unknown.values()) < 0.05 * sum(sizes.values()), unknown
+
+
+def test_of_two_measurements_the_smaller_seconds_are_kept():
+    assert calibrate.least({"a": {"x": 2.0, "y": 1.0}}, {"a": {"x": 1.0, "y": 3.0, "z": 5.0}, "b": 1.0}) == {
+        "a": {"x": 1.0, "y": 1.0, "z": 5.0}, "b": 1.0,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ times
+
+
+def seconds(flops, moved, kind="matmul", name="mm", dtype="float32", head=0):
+    operation = Operation("forward", kind, flops, moved, torch.float32, name)
+    return gpu_of("made", made()).measured.speeds(1).seconds(operation, dtype, head)
+
+
+def test_an_operation_takes_what_was_measured_and_between_two_sizes_a_time_between():
+    assert seconds(1e6, 1e4) == pytest.approx(1e-3) and seconds(1e9, 1e7) == pytest.approx(0.5)
+    assert 1e8 / 2e9 < seconds(1e8, 1e6) < 1e8 / 1e9
+    assert seconds(1e12, 1e10) == pytest.approx(500, rel=0.01)  # beyond the largest: at its rate
+    assert seconds(0, 1e6, "copy", "other") == pytest.approx(1e-3)  # an operator that was not measured
+    assert seconds(1e6, 1e4, "matmul", "mm", "bfloat16") == pytest.approx(1e-3)  # nor this type
+
+
+def test_attention_is_read_by_tokens_and_size_of_heads_not_by_their_number():
+    one = seconds(1e6, 1e4, "attention", "attention", head=48)
+    assert one == pytest.approx(1e-3)
+    assert seconds(8e6, 8e4, "attention", "attention", head=48) == pytest.approx(8 * one)
+
+
+def test_on_a_cpu_the_host_and_messages_come_on_top_of_computing():
+    config, layout = settings_of("--config=quick", ranks=2)
+    operation = Operation("backward", "matmul", 1e6, 1e4, torch.float32, "mm")
+    message = Message("backward", "all_reduce", "dp", 10**6)
+    trace = Trace({}, {}, 0, Counter({operation: 3}), Counter({message: 2}), {"dp": (0, 1)})
+    found = step_time([trace], config, layout, gpu_of("made", made(wrappers={"ddp": 0.5})))
+    expected = {"matmul": 3e-3, "launch": 3e-5 + 1.0, "communication dp": 2 * (1e-3 + 1e-3)}
+    assert {name: s for name, s in found.parts.items() if s} == pytest.approx(expected)
+    hidden = step_time([trace], config, layout, gpu_of("made", made(overlap=1.0)))
+    assert hidden.parts["communication dp"] < found.parts["communication dp"]
+
+
+def test_collectives_that_were_not_measured_are_named_with_the_remedy():
+    config, layout = settings_of("--config=quick", ranks=2)
+    with pytest.raises(UsageError, match="alone: all_reduce .* was not measured, .* with 1 rank: .* torchrun"):
+        plan_layout(config, layout, gpu_of("alone", made(ranks=1)))
+
+
+# ---------------------------------------------------------------------------------------------------------- entries
+
+
+def test_a_plan_rests_on_an_entry_by_its_name_and_says_of_what_machine(folder, capsys):
+    (folder / "mine.json").write_text(json.dumps(made()))
+    words = ["--config", "quick", "--depth", "2", "--gpus", "2", "--data_parallel", "ddp", "--gpu", "mine"]
+    plan.main(words)
+    said = capsys.readouterr().out
+    assert f"measurements of {measured.machine_of(CPU)['processor']}" in said and "another machine" not in said
+    (folder / "mine.json").write_text(json.dumps(made(cores=4096)))
+    plan.main(words)
+    said = capsys.readouterr().out
+    assert re.search(r"another machine: cores \d+ here, 4096 there", said)
+
+
+def test_another_machine_is_not_validated(folder):
+    (folder / "theirs.json").write_text(json.dumps(made(processor="Z80")))
+    with pytest.raises(UsageError, match="theirs cannot be validated on this machine: processor .* here, Z80 there"):
+        validate.main(["--gpu", "theirs"])
+    with pytest.raises(UsageError, match="a100-40gb cannot be validated .* data sheet"):
+        validate.main(["--gpu", "a100-40gb"])
+
+
+def damaged():
+    text = json.dumps(made())
+    yield "cut off", text[: len(text) // 2]
+    yield "no mapping", "[1, 2]"
+    yield "empty", "{}"
+    for path, value in [
+        (("cores",), -1), (("compute",), {}), (("compute", "1", "host"), {"forward": float("nan")}), (("overlap",), 2),
+        (("compute", "1", "operations", "mm", "float32"), []), (("collectives", "inside", "send", "bandwidth"), 0),
+        (("compute", "1", "operations"), {}), (("compute", "1", "operations", "mm", "float32"), [[-1, 0, 1]]),
+        (("surplus",), 1),
+    ]:  # fmt: skip
+        entry = json.loads(text)
+        inside = entry["measured"]
+        for name in path[:-1]:
+            inside = inside[name]
+        inside[path[-1]] = value
+        yield ".".join(path), json.dumps(entry)
+
+
+@pytest.mark.parametrize(("what", "text"), list(damaged()), ids=lambda value: value[:30])
+def test_a_damaged_entry_is_refused_in_one_line_that_names_the_file(what, text, folder):
+    (folder / "broken.json").write_text(text)
+    with pytest.raises(UsageError) as refused:
+        load_gpu("broken", measured=folder)
+    message = str(refused.value)
+    assert "broken.json: " in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--calibrate", "--name", "../x"], "--name ../x: letters"),
+        (["--calibrate", "--name", "h100"], "--name h100: .* no name of hardware.yaml"),
+        (["--calibrate", "--device", "abacus"], "abacus"),
+        (["--calibrate", "--nam", "x"], "unrecognized arguments: --nam x"),
+        (["--gpus", "8..16", "--jitter", "2"], "argument --jitter: 2 is not within 0 to 1"),
+        (["--gpus", "8..16", "--node_read", "0"], "argument --node_read: 0 is not within"),
+        (["--gpus", "8..16", "--total_read", "nan"], "argument --total_read: nan is not within"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(words, message, folder):
+    with pytest.raises(UsageError, match=message):
+        plan.main(words)
+    assert not list(folder.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------------- at scale
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64, 4096])
+def test_the_slowest_of_many_is_expected_where_drawn_ones_are(ranks):
+    drawn = np.random.default_rng(1).standard_normal((2000, ranks)).max(axis=1).mean()
+    assert at_scale.expected_slowest(ranks) == pytest.approx(drawn, rel=0.02, abs=0.05)
+
+
+def test_a_step_at_scale_waits_for_the_slowest_rank_and_for_its_samples():
+    config, layout = settings_of("--config=quick", "--local_batch_size=4", ranks=2)
+    own = plan_layout(config, layout, gpu_of("made", made()))
+    plain = own.time.seconds
+    alone = at_scale.Assumptions(0.0, 1e15, 1e15).seconds(own)
+    assert alone == (plain, own.time.bound)
+    late, _ = at_scale.Assumptions(0.1, 1e15, 1e15).seconds(own)
+    assert late == pytest.approx(plain * (1 + 0.1 * at_scale.expected_slowest(2)))
+    size = 8 * (config.n_in_channels + config.n_out_channels) * 32 * 64 * 4  # 8 samples of both ranks, in float32
+    assert at_scale.Assumptions(0.0, 1e15, size / plain / 3).seconds(own) == pytest.approx((3 * plain, "reading"))
+    assert at_scale.Assumptions(0.0, size / plain / 2, 1e15).seconds(own) == pytest.approx((2 * plain, "reading"))
+
+
+def test_a_curve_says_what_it_assumes(capsys):
+    words = ["--yaml_config", "config/mp.yaml", "--config", "mp", "--gpus", "8..16", "--tensor_parallel", "1"]
+    plan.main([*words, "--jitter", "0.5", "--total_read", "0.1", "--context_parallel", "1"])
+    said = capsys.readouterr().out
+    assert "vary by 50.0% (--jitter)" in said and "0.1 GB/s of all (--total_read)" in said and "reading" in said
+
+
+# ------------------------------------------------------------------------------------------------------------ for real
+
+
+@pytest.mark.slow("two ranks measure this machine, and real layouts are planned with what they write")
+def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(capsys):
+    file = hardware.MEASURED / "test-of-two.json"
+    try:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *TWO, "plan.py", "--calibrate"]
+        done = subprocess.run([*command, "--name", file.stem], capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "all_reduce, inside" in done.stdout and "2 at work, bfloat16" in done.stdout
+        for only in ("context_parallel=2 cp_method=ring", "1x2 data_parallel=fsdp", "embed_dim=64 (1 rank)"):
+            assert validate.main(["--gpu", file.stem, "--only", only, "--rounds", "1"]) == 0
+            said = capsys.readouterr().out
+            assert "1 layouts, 0 differ in counts" in said
+            assert float(re.search(r"memory is off by ([\d.]+)%", said)[1]) <= 3
+    finally:
+        file.unlink(missing_ok=True)

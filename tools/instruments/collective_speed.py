@@ -1,0 +1,109 @@
+"""How long collectives take between the ranks of a node, and between nodes: by size, and as latency and bandwidth."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy.optimize import least_squares
+
+from tools.instruments.counting import bytes_sent
+from utils.device import synchronize
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+BATCHES = 5
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Point = tuple[float, float]  # bytes that a rank sends in a call, seconds of the call
+
+
+def places(nodes: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
+    """{inside | across: groups of ranks}: those of each node, and those at the same place of all nodes.
+
+    nodes: the ranks of each node. Groups of one rank are left out.
+    """
+    found = {"inside": list(map(list, nodes)), "across": [list(peers) for peers in zip(*nodes, strict=False)]}
+    return {place: kept for place, groups in found.items() if (kept := [g for g in groups if len(g) > 1])}
+
+
+def join(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The group of this rank; None if it is in none. Every rank takes part in making every group."""
+    own = None
+    for members in groups:
+        made = dist.new_group(list(members))
+        own = made if dist.get_rank() in members else own
+    return own
+
+
+def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device, seconds: float = 0.05) -> Point:
+    """The Point of a collective of tensors of `size` bytes: the least of a few batches, of the slowest rank."""
+    ranks, rank = group.size(), group.rank()
+    count = max(1, size // 4 // ranks)
+    part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)
+    other = torch.empty_like(whole)
+
+    def exchange() -> None:  # with the ranks beside: what a pipeline sends forward and backward
+        sends = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
+        takes = dist.P2POp(dist.irecv, other, group=group, group_peer=(rank - 1) % ranks)
+        for work in dist.batch_isend_irecv([sends, takes]):
+            work.wait()
+
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole, group=group), whole.nbytes),
+        "all_gather": (lambda: all_gather(other, part, group=group), part.nbytes),
+        "reduce_scatter": (lambda: reduce_scatter(part, whole, group=group), whole.nbytes),
+        "all_to_all": (lambda: dist.all_to_all_single(other, whole, group=group), whole.nbytes),
+        "broadcast": (lambda: dist.broadcast(whole, group=group, group_src=0), whole.nbytes),
+        "send": (exchange, whole.nbytes),
+    }
+    call, given = calls[kind]
+    sent = bytes_sent(kind, given, ranks) if kind != "all_to_all" else given * (ranks - 1) / ranks
+
+    def batch(times: int) -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - began) / times
+
+    batch(1)
+    number = torch.tensor([seconds / BATCHES / max(batch(2), 1e-6)], device=device)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group)  # as many on all ranks
+    least = torch.tensor([min(batch(max(1, int(number))) for _ in range(BATCHES))], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MAX, group)
+    return float(sent), float(least)
+
+
+def all_points(
+    groups: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], kinds: Sequence[str] = KINDS
+) -> dict[str, list[Point]]:
+    """{kind: its Points} in the group of this rank among `groups`, as fast as in the slowest group; all ranks call it.
+
+    sizes: bytes of a tensor.
+    """
+    group = join(groups)
+    found: dict[str, list[Point]] = {}
+    for kind in kinds:
+        own = [measure(kind, group, size, device) if group else (0.0, 0.0) for size in sizes]
+        table = torch.tensor(own, dtype=torch.float64).to(device, torch.float32)
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+        found[kind] = [(float(sent), float(seconds)) for sent, seconds in table.tolist()]
+    return found
+
+
+def fit(points: Sequence[Point]) -> tuple[float, float]:
+    """(latency in seconds, bandwidth in bytes/s) of Points: seconds = latency + sent / bandwidth.
+
+    Ratios count, so that small and large messages weigh alike, and one outlier weighs little (soft L1).
+    """
+    sent, seconds = np.array(points, dtype=float).T
+
+    def off(logs: np.ndarray) -> np.ndarray:
+        return np.log((np.exp(logs[0]) + sent / np.exp(logs[1])) / seconds)
+
+    start = np.log([seconds.min(), max(1.0, (sent / seconds).max())])
+    latency, bandwidth = np.exp(least_squares(off, start, loss="soft_l1", f_scale=0.1).x)
+    return float(latency), float(bandwidth)

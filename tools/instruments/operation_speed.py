@@ -1,0 +1,125 @@
+"""How long the operations of a training step take on this device, by operator, type and size."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from itertools import count, cycle, islice, product
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tools.instruments.tracker import ATTENTION, Tracker
+from utils.device import synchronize
+
+FOOTPRINT = {"cpu": 48 * 2**20}  # bytes that a step has touched when it comes to a tensor again; else 256 MiB
+ROWS, WIDTHS, RATIOS = (128, 1024, 4096), (32, 64, 128, 256, 512, 1024), (1, 3)
+HEADS, TOKENS = (16, 32, 64, 128), (64, 128, 256, 512, 1024, 2048)
+MOVED = (2**14, 2**17, 2**19, 2**21, 2**23, 2**25)  # bytes of a tensor
+PATCHES = tuple(product((4, 20), (4, 8), (64, 256)))  # channels, size, features
+BATCH = 2e-4  # seconds that a batch of calls takes at least
+# FLOP of the largest product by device and type; else 1e12. CPUs compute float16 without instructions of its own.
+LONGEST = {("cpu", torch.float32): 1.1e9, ("cpu", torch.bfloat16): 1.1e9, ("cpu", torch.float16): 1e7}
+OF_HEADS = "{}, heads of {}"  # type of attention
+PLAIN: list[Callable[..., Tensor]] = [
+    torch.add, lambda x, _: x.clone(), lambda x, _: x.sum(0), lambda x, _: x.mul_(0.999), lambda x, _: x.add_(1e-8),
+    lambda x, y: x.lerp_(y, 0.1), lambda x, y: x.addcmul_(y, y, value=1e-3), lambda x, _: x.sqrt(),
+    lambda x, y: x.addcdiv_(y, y, value=-1e-3), lambda x, _: x / 0.5,
+    lambda x, _: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32),
+]  # fmt: skip
+Measured = dict[str, dict[str, dict[tuple[float, float], float]]]  # {operator: {type: {(FLOP, bytes moved): seconds}}}
+
+
+def _operations(device, dtype):
+    """Operations and sets of tensors on which they work in turn: those of layers forward and backward, then PLAIN."""
+    most = LONGEST.get((device.type, dtype), 1e12)
+    layers = []  # FLOP, function, shapes: of the bias, and of what has a gradient
+    for rows, width, ratio in product(ROWS, WIDTHS, RATIOS):
+        for inner, columns in {(width, ratio * width), (ratio * width, width)}:
+            shapes = (columns,), (rows, inner), (columns, inner)
+            layers.append((2 * rows * inner * columns, lambda b, x, w: F.linear(x, w, b), shapes))
+    for size, tokens in product(HEADS, TOKENS):  # two heads: they are computed one after another
+        shapes = (1,), *[(1, 2, tokens, size)] * 3
+        layers.append((8 * tokens**2 * size, lambda _, *qkv: F.scaled_dot_product_attention(*qkv), shapes))
+    for channels, size, width in PATCHES:
+        shapes = (width,), (4, channels, 8 * size, 16 * size), (width, channels, size, size)
+        flops = 1024 * channels * size**2 * width
+        layers.append((flops, lambda b, x, w: F.conv2d(x, w, b, stride=w.shape[-1]), shapes))
+    flat = [(size // dtype.itemsize // 128, 128) for size in MOVED]
+    layers += [(0, lambda _, x: F.gelu(x), ((1,), shape)) for shape in flat]
+    layers += [(0, lambda b, x, w: F.layer_norm(x, (128,), w, b), ((128,), s, (128,))) for s in flat]
+    for flops, layer, shapes in layers:
+        if flops <= most:
+            sets = _sets(device, dtype, shapes)
+            yield layer, sets
+            yield _backward, [_made(layer, *tensors) for tensors in sets]
+    for shape, plain in product(flat, PLAIN):
+        yield plain, _sets(device, dtype, (shape, shape))
+
+
+def _made(layer, bias, *tensors):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = layer(bias, *leaves)
+    return out, leaves, torch.ones_like(out)
+
+
+def _backward(out, leaves, grad):
+    return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+@cache
+def _pool(device, dtype):
+    return torch.rand(FOOTPRINT.get(device.type, 2**28) // dtype.itemsize, device=device).add_(0.5).to(dtype)
+
+
+def _sets(device, dtype, shapes):
+    """Sets of tensors, cut out of one pool: at most 32, and two at least."""
+    pool, sizes = _pool(device, dtype), [torch.Size(shape).numel() for shape in shapes]
+    number = min(32, max(2, len(pool) // 2 // sum(sizes)))
+    if number * sum(sizes) > len(pool):
+        pool = torch.cat([pool] * -(-number * sum(sizes) // len(pool)))
+    parts = iter(pool.split(sizes * number + [len(pool) - number * sum(sizes)]))
+    return [tuple(next(parts).view(shape) for shape in shapes) for _ in range(number)]
+
+
+def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torch.device, seconds: float) -> float:
+    """Seconds of a call, the least of some batches. Results are kept for a while, as in a step."""
+    results: deque[object] = deque(maxlen=len(sets))
+    turns, found, end, number = cycle(sets), [], 0.0, 1
+    for i in count():
+        synchronize(device)
+        began = time.perf_counter()
+        for tensors in islice(turns, number):
+            results.append(operation(*tensors))
+        synchronize(device)
+        now = time.perf_counter()
+        if i:  # the first one makes what is made once
+            found.append((now - began) / number)
+        end = end or now + seconds
+        if len(found) >= 3 and now > end and (i > 8 or number * i > len(sets)):
+            break
+        number *= 2 if now - began < BATCH else 1
+    return min(found)
+
+
+def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: float = 0.002) -> Measured:
+    """Seconds of operations. seconds: for each of them, at least. What several operators share, each has its part of.
+
+    On a CPU the host's time of the smallest operation is taken out: it counts by operation.
+    """
+    found: Measured = {}
+    floor = seconds_of(torch.neg, [(torch.ones(1),)], device, seconds) if device.type == "cpu" else 0.0
+    for dtype in dtypes:
+        for operation, sets in _operations(device, dtype):
+            with Tracker() as tracker:
+                operation(*sets[0])
+            each = seconds_of(operation, sets, device, seconds) / sum(tracker.operations.values())
+            for op in tracker.operations:
+                name = str(dtype).removeprefix("torch.")
+                if op.kind == ATTENTION:
+                    name = OF_HEADS.format(name, sets[0][-1].shape[-1])
+                sizes = found.setdefault(op.name, {}).setdefault(name, {})
+                place = float(op.flops), float(op.moved)
+                sizes[place] = min(sizes.get(place, each), max(each / 10, each - floor))
+    return found

@@ -1,0 +1,238 @@
+"""Measure the machine that this runs on: `plan.py --calibrate`, alone or as every rank of torchrun or srun."""
+
+import os
+import re
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tools.instruments import collective_speed, operation_speed
+from tools.instruments.phases import PHASES, phases_of
+from tools.instruments.rank_case import RankCase
+from tools.instruments.team import Case, Rank
+from tools.planner.hardware import HARDWARE, MEASURED, Gpu, gpu_of, read_gpus
+from tools.planner.measured import Speeds, machine_of
+from tools.planner.step_time import step_time, wrapped
+from tools.planner.trace import measured
+from tools.tables import format_table
+from utils import comm
+from utils.config import SCRIPTS, load_config
+from utils.device import library, synchronize
+from utils.errors import ArgumentParser, UsageError
+from utils.files import write_json
+from utils.launch import read_launch
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
+ROUNDS, MOST_SECONDS, STEPS = 3, 60, 12  # no round begins after so many seconds
+# What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
+TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
+WRAPPED = {
+    "": "train.py --config=quick --noddp", "ddp": "train.py --config=quick",
+    "fsdp": "train.py --config=quick --data_parallel=fsdp",
+    "tp": "train_mp.py --config=mp_quick --tensor_parallel=2",
+    "cp": "train_mp.py --config=mp_quick --context_parallel=2",
+    "pp": "train_mp.py --config=mp_quick --pipeline_parallel=2 --gradient_accumulation=2",
+    "domain": "train_shard.py --config=shard_quick --domain_parallel=2",
+}  # fmt: skip
+Figures = dict[Any, Any]  # nested dicts with seconds at their ends
+
+
+class PhaseTimer:
+    """A listener of tools.instruments.phases: `seconds` of each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: Figures = dict.fromkeys(PHASES, 0.0)
+        self._phase, self.since = "backward", time.perf_counter()
+        self.sent_forward: set[int] = set()
+
+    @property
+    def phase(self) -> str:
+        """The phase that the step is in."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self.since
+        self._phase, self.since = name, now
+
+
+def least(one: Figures, other: Figures) -> Figures:
+    """What two measurements of the same give, the smaller seconds of each: a shared machine only adds."""
+    found = {**one, **other}
+    for name in one.keys() & other.keys():
+        found[name] = least(one[name], other[name]) if isinstance(one[name], dict) else min(one[name], other[name])
+    return found
+
+
+def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[str, Any]]:
+    """On every rank: (seconds of operations, collectives and tiny steps; {name of a tiny step: its Case and Trace}).
+
+    nodes: the ranks of each. On a CPU operations are measured by one rank of each node alone, then by all at once.
+    """
+    device, size, ranks = rank.device, len(nodes[0]), comm.world_size()
+    place = next(list(node).index(comm.rank()) for node in nodes if comm.rank() in node)
+    figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
+    names = list(WRAPPED) if ranks > 1 and ranks % 2 == 0 else [""]
+    tiny = {name: _held(rank, WRAPPED[name], ranks) for name in names}
+    for busy in sorted({1, size}) if device.type == "cpu" else [size]:
+        if ranks > 1:
+            dist.barrier()
+        if place < busy:
+            figures["operations"][busy] = operation_speed.measure(device, DTYPES)
+            figures["phases"][busy] = _seconds_of_phases(rank, tiny[""])
+    if ranks > 1:
+        for where, groups in collective_speed.places(nodes).items():
+            points = collective_speed.all_points(groups, device, MESSAGES)
+            figures["points"][where, max(map(len, groups))] = {kind: dict(own) for kind, own in points.items()}
+        figures["overlap"] = _overlapped(device)
+    traces = {}
+    for name, own in tiny.items():
+        figures["steps"][name] = _seconds_of_phases(rank, own)
+        traces[name] = own.case, measured(own.step, own.x, own.y)
+    return figures, traces
+
+
+def _held(rank, words, ranks):
+    """The RankCase of a tiny model, built once."""
+    if words not in rank.kept:
+        script, *options = words.split()
+        own = [*options, *TINY, f"--device={rank.device.type}", f"--global_batch_size={4 * ranks}"]
+        config = load_config(own, None, ranks, *SCRIPTS[script][:2])
+        rank.kept[words] = RankCase(rank, Case(words, config, config.layout(ranks)))
+        rank.kept[words].train(3)
+    return rank.kept[words]
+
+
+def _seconds_of_phases(rank: Rank, tiny: RankCase) -> Figures:
+    """{phase: seconds} of a step, the least of some of each. What is in no phase counts as backward."""
+    found: Figures = {}
+    rank.use_mesh(tiny.case.layout)
+    for _ in range(STEPS):
+        with phases_of(tiny.step, timer := PhaseTimer()):
+            tiny.train(1)
+        timer.phase = "backward"
+        found = least(found, timer.seconds)
+    return found
+
+
+def _overlapped(device):
+    """{what: seconds} of an all-reduce, of matrix products, and of both at once."""
+    x, a, found = torch.zeros(2**20, device=device), torch.rand(512, 512, device=device), {}
+    for _ in range(8):
+        for name, reduces, products in (("reduce", 1, 0), ("compute", 0, 3), ("both", 1, 3)):
+            dist.barrier()
+            synchronize(device)
+            began = time.perf_counter()
+            works = [dist.all_reduce(x, async_op=True) for _ in range(reduces)]
+            for _ in range(products):
+                torch.mm(a, a)
+            for work in works:
+                work.wait()
+            synchronize(device)
+            found[name] = min(found.get(name, 1e9), time.perf_counter() - began)
+    return found
+
+
+def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
+    """What is written: the machine as tools.planner.measured.Measured has it. ranks: of a node."""
+    compute, collectives = {}, {}
+    wrappers: dict[str, float] = {}
+    for busy, tables in figures["operations"].items():
+        operations = {
+            name: {dtype: [[*size, seconds] for size, seconds in sizes.items()] for dtype, sizes in types.items()}
+            for name, types in tables.items()
+        }
+        speeds, host = Speeds(operations=operations, host={}), {}
+        for phase in PHASES:
+            own = {op: calls for op, calls in traces[""][1].operations.items() if op.phase == phase}
+            inside = sum(calls * speeds.seconds(op, "float32", 8) for op, calls in own.items())
+            host[phase] = max(0.0, figures["phases"][busy][phase] - inside) / max(1, sum(own.values()))
+        compute[busy] = {"operations": operations, "host": host}
+    for (where, size), kinds in figures["points"].items():
+        fits = {kind: collective_speed.fit(list(points.items())) for kind, points in kinds.items()}
+        collectives[where] = {k: {"latency": a, "bandwidth": b, "ranks": size} for k, (a, b) in fits.items()}
+    seconds = figures.get("overlap", {"reduce": 1, "compute": 0, "both": 0})
+    overlap = 1 - (seconds["both"] - seconds["compute"]) / seconds["reduce"]
+    found = machine_of(device) | {
+        "torch_version": torch.__version__, "threads": torch.get_num_threads(), "ranks": ranks, "compute": compute,
+        "collectives": collectives, "overlap": min(1.0, max(0.0, overlap)), "wrappers": wrappers,
+    }  # fmt: skip
+    for name, phases in figures["steps"].items():
+        case, trace = traces[name]
+        planned = step_time([trace], case.config, case.layout, gpu_of("here", {"measured": found}))
+        if calls := wrapped(trace, planned.collectives, case.config)[name]:
+            wrappers[name] = max(0.0, sum(phases.values()) - planned.seconds) / calls
+    return {"measured": found}
+
+
+def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
+    """{key of a Gpu: its value} of the memory of a rank, at the start of a process. ranks: of a node."""
+    gpu = library(device, "mem_get_info", "memory_allocated", "memory_reserved")
+    if not gpu:
+        total, workspace = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, 0
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    else:
+        a = torch.ones(16, 16, device=device)
+        before = gpu.memory_allocated()
+        torch.mm(a, a)
+        workspace = gpu.memory_allocated() - before
+        free, total = gpu.mem_get_info()
+        used = total - free - gpu.memory_reserved()
+    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": workspace / 2**20}
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure this machine and write its entry; returns the exit status. words: options of the command."""
+    parser = ArgumentParser(prog="plan.py --calibrate", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (%(default)s)")
+    parser.add_argument("--name", metavar="NAME", help="of the entry (device and number of ranks)")
+    options = parser.parse_args(words)
+    if options.name and (options.name in read_gpus() or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,60}", options.name)):
+        raise UsageError(f"--name {options.name}: letters, digits, - _ and . , and no name of {HARDWARE.name}")
+    launch, began = read_launch(), time.monotonic()
+    device = comm.init(options.device)
+    ranks, world = min(launch.ranks_per_node, launch.world_size), launch.world_size
+    name = options.name or "-".join(
+        [*re.findall(r"[a-z0-9]+", machine_of(device)["processor"].lower())[:3], str(ranks)]
+    )
+    memory, figures = memory_sizes(device, ranks), Figures()
+    nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
+    rank, rounds = Rank(device), 0
+    while not rounds or (rounds < ROUNDS and comm.global_max(time.monotonic() - began, device) < MOST_SECONDS):
+        own, traces = measure(rank, nodes)
+        figures, rounds = least(figures, own), rounds + 1
+    if comm.is_main():
+        written = entry(figures, traces, device, ranks) | memory
+        MEASURED.mkdir(exist_ok=True)
+        write_json(MEASURED / f"{name}.json", written)
+        print(report(gpu_of(name, written)))
+        print(f"{MEASURED / name}.json, measured in {time.monotonic() - began:.0f} s: plan.py ... --gpu {name}")
+    return 0
+
+
+def report(gpu: Gpu) -> str:
+    """The main figures of a measured machine, as tables."""
+    found = gpu.measured
+    assert found
+    rows: list[tuple[Any, ...]] = []
+    for busy, speeds in found.compute.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            rates = [flops / seconds / 1e9 for flops, _, seconds in speeds.operations["mm"][dtype]]
+            copies = [moved / seconds / 1e9 for _, moved, seconds in speeds.operations["clone"][dtype]]
+            rows.append((f"{busy} at work, {dtype}", max(rates), min(rates), max(copies), copies[-1]))
+    columns = dict.fromkeys(("GFLOP/s", "with small ones", "GB/s copied", "with large ones"), ".1f")
+    text = f"{found.processor}, {found.cores} cores, {found.threads} thread(s) a rank; the host adds "
+    text += f"{gpu.launch * 1e6:.1f} us to an operation\n\n{format_table({'ranks of a node': ''} | columns, rows)}\n\n"
+    rows = [
+        (f"{kind}, {where}", own.ranks, own.latency * 1e6, own.bandwidth / 1e9)
+        for where, kinds in found.collectives.items()
+        for kind, own in kinds.items()
+    ]
+    columns = {"collective": "", "ranks": "d", "latency us": ".0f", "GB/s": ".2f"}
+    return text + (format_table(columns, rows) if rows else "One rank: no collective was measured (torchrun, srun).")
