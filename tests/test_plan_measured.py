@@ -179,7 +179,7 @@ def damaged():
         (("cores",), -1), (("compute",), {}), (("compute", "1", "host"), {"forward": float("nan")}), (("overlap",), 2),
         (("compute", "1", "operations", "mm", "float32"), []), (("collectives", "inside", "send", "bandwidth"), 0),
         (("compute", "1", "operations"), {}), (("compute", "1", "operations", "mm", "float32"), [[-1, 0, 1]]),
-        (("surplus",), 1),
+        (("surplus",), 1), (("compute", "1", "operations", "attention"), {"float32": [[1, 1, 1]]}),
     ]:  # fmt: skip
         entry = json.loads(text)
         inside = entry["measured"]

@@ -110,16 +110,19 @@ def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: floa
     """
     found: Measured = {}
     floor = seconds_of(torch.neg, [(torch.ones(1),)], device, seconds) if device.type == "cpu" else 0.0
-    for dtype in dtypes:
+    types = [(str(dtype).removeprefix("torch."), dtype) for dtype in dtypes]
+    types += [("tf32", torch.float32)] if device.type == "cuda" else []
+    before = torch.get_float32_matmul_precision()
+    for called, dtype in types:
+        torch.set_float32_matmul_precision("high" if called == "tf32" else "highest")
         for operation, sets in _operations(device, dtype):
             with Tracker() as tracker:
                 operation(*sets[0])
             each = seconds_of(operation, sets, device, seconds) / sum(tracker.operations.values())
             for op in tracker.operations:
-                name = str(dtype).removeprefix("torch.")
-                if op.kind == ATTENTION:
-                    name = OF_HEADS.format(name, sets[0][-1].shape[-1])
+                name = OF_HEADS.format(called, sets[0][-1].shape[-1]) if op.kind == ATTENTION else called
                 sizes = found.setdefault(op.name, {}).setdefault(name, {})
                 place = float(op.flops), float(op.moved)
                 sizes[place] = min(sizes.get(place, each), max(each / 10, each - floor))
+    torch.set_float32_matmul_precision(before)
     return found

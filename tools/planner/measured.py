@@ -51,6 +51,9 @@ class Speeds(_Strict):
         missing = [name for name in LIKE.values() if not tables.get(name)]
         if missing or sum(ATTENTION in name for name in tables) < 2:
             raise ValueError(f"no measurement of {', '.join(missing) or ATTENTION}")
+        heads = [dtype.split()[-1:] for name in tables if ATTENTION in name for dtype in tables[name]]
+        if not all(own and own[0].isdecimal() and int(own[0]) for own in heads):
+            raise ValueError(f"{ATTENTION}: its types are called '{OF_HEADS.format('float32', 64)}'")
         return tables
 
     @property

@@ -275,7 +275,7 @@ class _Step:
 
     def _beside(self):
         host, wrappers = self.speeds.host, self.gpu.measured.wrappers
-        seconds = sum(calls * host[operation.phase] for operation, calls in self.trace.operations.items())
+        seconds = sum(calls * host.get(operation.phase, 0.0) for operation, calls in self.trace.operations.items())
         counted = wrapped(self.trace, self.collectives, self.config)
         seconds += sum(count * wrappers.get(name, 0.0) for name, count in counted.items())
         return seconds * self.calibration
