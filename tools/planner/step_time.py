@@ -301,8 +301,9 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
         if name != "domain":
             counted[name] += collective["count"]
     shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
-    if config.data_parallel in SHARDED and shared and not counted["fsdp"]:  # parameters travel as tokens do
-        counted["fsdp"] = (2 if config.data_parallel == "zero2" else 3) * (config.depth // config.pipeline_parallel + 1)
+    if config.data_parallel in SHARDED and shared:  # parameters travel as tokens do
+        units = config.depth // config.pipeline_parallel + 1
+        counted["fsdp"] = max(counted["fsdp"], units * (2 if config.data_parallel == "zero2" else 3))
     return counted
 
 
