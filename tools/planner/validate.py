@@ -247,7 +247,7 @@ def search_table(ranked: Sequence[Case], planned: Sequence[float], seconds: dict
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit status."""
     parser = ArgumentParser(prog="tools.planner.validate", description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--rounds", type=whole(1, 100), default=3, metavar="N", help="of turns (%(default)s)")
+    parser.add_argument("--rounds", type=whole(1, 100), default=2, metavar="N", help="of turns (%(default)s)")
     parser.add_argument("--gpu", metavar="NAME", help="an entry of plan.py --calibrate (measured anew)")
     parser.add_argument("--only", default="", metavar="TEXT", help="layouts with this in their names")
     options = parser.parse_args(argv)
