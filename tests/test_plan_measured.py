@@ -166,6 +166,9 @@ def test_another_machine_is_not_validated(folder):
     (folder / "theirs.json").write_text(json.dumps(made(processor="Z80")))
     with pytest.raises(UsageError, match="theirs cannot be validated on this machine: processor .* here, Z80 there"):
         validate.main(["--gpu", "theirs"])
+    (folder / "alone.json").write_text(json.dumps(made(ranks=1)))
+    with pytest.raises(UsageError, match="alone: measured with 1 rank.* layouts run on 2 of one: .*torchrun"):
+        validate.main(["--gpu", "alone"])
     with pytest.raises(UsageError, match="a100-40gb cannot be validated .* data sheet"):
         validate.main(["--gpu", "a100-40gb"])
 

@@ -179,6 +179,11 @@ def validate(rounds: int, gpu: Gpu | None = None, only: str = "") -> None:
     """
     if gpu and (other := gpu.measured.elsewhere() if gpu.measured else "it is a data sheet"):
         raise UsageError(f"--gpu {gpu.name} cannot be validated on this machine: {other}: plan.py --calibrate")
+    if gpu and gpu.measured and (gpu.measured.ranks, gpu.measured.threads) != (RANKS, 1):
+        raise UsageError(
+            f"--gpu {gpu.name}: measured with {gpu.measured.ranks} rank(s) of {gpu.measured.threads} thread(s), and "
+            f"layouts run on {RANKS} of one: OMP_NUM_THREADS=1 torchrun --nproc_per_node {RANKS} plan.py --calibrate"
+        )
     cases = [case for case in build_cases(times=True) if only in case.name]
     if not cases:
         raise UsageError(f"--only {only}: no layout has this in its name")
