@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import plan
 from tools.instruments import collective_speed, operation_speed
+from tools.instruments.team import Teams
 from tools.instruments.tracker import Message, Operation
 from tools.planner import at_scale, calibrate, hardware, measured, validate
 from tools.planner.hardware import gpu_of, load_gpu
@@ -256,7 +257,9 @@ def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(capsys):
     file = hardware.MEASURED / "test-of-two.json"
     try:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *TWO, "plan.py", "--calibrate"]
-        done = subprocess.run([*command, "--name", file.stem], capture_output=True, text=True, timeout=400)
+        done = subprocess.run(
+            [*command, "--name", file.stem, "--device", "cpu"], capture_output=True, text=True, timeout=400
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         assert "all_reduce, inside" in done.stdout and "2 at work, bfloat16" in done.stdout
         for only in ("context_parallel=2 cp_method=ring", "1x2 data_parallel=fsdp", "embed_dim=64 (1 rank)"):
@@ -266,3 +269,14 @@ def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(capsys):
             assert float(re.search(r"memory is off by ([\d.]+)%", said)[1]) <= 3
     finally:
         file.unlink(missing_ok=True)
+
+
+def test_layouts_that_take_turns_keep_their_method_of_attention():
+    cases = [case for case in validate.build_cases() if case.name.startswith("shard_quick domain_parallel=2 domain")]
+    assert len({case.config.domain_method for case in cases}) == 2
+    with Teams(cases[0].config) as teams:
+        for case in cases:
+            teams.call(2, validate.seconds_of_steps, case, 1)  # all are there before the first is looked at
+        real = [teams.call(2, validate.real_trace, case) for case in cases]
+    rows, wrong = validate.compared(cases, real, [trace_step(case.config, case.layout, "cpu") for case in cases])
+    assert wrong == 0, rows

@@ -123,7 +123,7 @@ def hold(rank: Rank, number: int, case: Case) -> dict[str, Any]:
 
 def train_held(rank: Rank, number: int, steps: int) -> float:
     """On a rank: seconds of a step of a case that was built."""
-    rank.use_mesh(rank.kept[number].case.layout)
+    rank.kept[number].take_turn()
     return rank.kept[number].times(steps)["seconds"]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distributed.shard.rules.attention import set_attention_method
 from tools.instruments.assembly import build_step, random_batch
 from tools.instruments.memory import memory_of_a_step
 from tools.instruments.overlap import hidden_share_of
@@ -21,12 +22,17 @@ class RankCase:
     """A case on one rank: its training step, and a batch of random numbers."""
 
     def __init__(self, rank: Rank, case: Case):
-        self.device, self.case = rank.device, case
+        self.rank, self.device, self.case = rank, rank.device, case
         self.gpu = library(self.device, "max_memory_allocated")
         self.before = self.gpu.memory_allocated() if self.gpu else 0
-        rank.use_mesh(case.layout)
+        self.take_turn()
         self.x, self.y = random_batch(case.config, self.device)
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
+
+    def take_turn(self) -> None:
+        """Make its groups, and its method of attention over split images, those of this process."""
+        self.rank.use_mesh(self.case.layout)
+        set_attention_method(self.case.config.domain_method)
 
     def train(self, steps: int) -> None:
         """Make so many optimizer steps, and wait for the last."""

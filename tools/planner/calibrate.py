@@ -85,7 +85,7 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
             dist.barrier()
         if place < busy:
             figures["operations"][busy] = operation_speed.measure(device, DTYPES)
-            figures["phases"][busy] = _seconds_of_phases(rank, tiny[""])
+            figures["phases"][busy] = _seconds_of_phases(tiny[""])
     if ranks > 1:
         for where, groups in collective_speed.places(nodes).items():
             points = collective_speed.all_points(groups, device, MESSAGES)
@@ -93,7 +93,7 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
         figures["overlap"] = _overlapped(device)
     traces = {}
     for name, own in tiny.items():
-        figures["steps"][name] = _seconds_of_phases(rank, own)
+        figures["steps"][name] = _seconds_of_phases(own)
         traces[name] = own.case, measured(own.step, own.x, own.y)
     return figures, traces
 
@@ -109,10 +109,10 @@ def _held(rank, words, ranks):
     return rank.kept[words]
 
 
-def _seconds_of_phases(rank: Rank, tiny: RankCase) -> Figures:
+def _seconds_of_phases(tiny: RankCase) -> Figures:
     """{phase: seconds} of a step, the lower quartile of some. What is in no phase counts as backward."""
     found = []
-    rank.use_mesh(tiny.case.layout)
+    tiny.take_turn()
     for _ in range(STEPS):
         with phases_of(tiny.step, timer := PhaseTimer()):
             tiny.train(1)

@@ -87,7 +87,7 @@ def verify(cases: Sequence[Case] | None = None) -> int:
     """
     cases = cases or build_cases()
     with Teams(cases[0].config) as teams:
-        real = [teams.call(case.ranks, _real_trace, case) for case in cases]
+        real = [teams.call(case.ranks, real_trace, case) for case in cases]
     rows, wrong = compared(cases, real, [trace_step(case.config, case.layout, "cpu") for case in cases])
     columns = {
         "two ranks": "", "collectives": "d", "MiB sent": ".2f", "MiB saved": ".2f", "planned": ".2f", "plan": ""
@@ -138,24 +138,24 @@ def differ(real: dict[str, Any], plan: dict[str, Any]) -> Iterator[str]:
         yield f"{real['flops']} FLOP planned as {plan['flops']}"
 
 
-def _held(rank: Rank, case: Case) -> RankCase:
+def held(rank: Rank, case: Case) -> RankCase:
     """On a rank: its training step of a case, which it keeps."""
     if case.name not in rank.kept:
         rank.kept[case.name] = RankCase(rank, case)
         rank.kept[case.name].train(WARMUP_STEPS)
-    rank.use_mesh(case.layout)
+    rank.kept[case.name].take_turn()
     return rank.kept[case.name]
 
 
-def _real_trace(rank: Rank, case: Case) -> dict[str, Any]:
+def real_trace(rank: Rank, case: Case) -> dict[str, Any]:
     """On a rank: the summary of a real step."""
-    own = _held(rank, case)
+    own = held(rank, case)
     return summary(measured(own.step, own.x, own.y))
 
 
-def _seconds(rank: Rank, case: Case, steps: int) -> list[float]:
+def seconds_of_steps(rank: Rank, case: Case, steps: int) -> list[float]:
     """On a rank: seconds of each of some steps, which all ranks start together."""
-    own, found = _held(rank, case), []
+    own, found = held(rank, case), []
     for _ in range(steps):
         if case.ranks > 1:
             dist.barrier()
@@ -192,7 +192,7 @@ def validate(rounds: int, gpu: Gpu | None = None, only: str = "") -> None:
 
         def turns(cases: Sequence[Case]) -> None:
             for case in cases:
-                of_ranks = teams.call(case.ranks, _seconds, case, STEPS)
+                of_ranks = teams.call(case.ranks, seconds_of_steps, case, STEPS)
                 seconds.setdefault(case.name, []).extend(map(max, zip(*of_ranks, strict=True)))
 
         figures: calibrate.Figures = {}
@@ -201,7 +201,7 @@ def validate(rounds: int, gpu: Gpu | None = None, only: str = "") -> None:
                 own, traces = teams.call(RANKS, _machine)[0]
                 figures = calibrate.least(figures, own)
             turns(cases)
-        real = [teams.call(case.ranks, _real_trace, case) for case in cases]
+        real = [teams.call(case.ranks, real_trace, case) for case in cases]
         if gpu is None:
             cpu = torch.device("cpu")
             entry = calibrate.entry(figures, traces, cpu, RANKS) | calibrate.memory_sizes(cpu, RANKS)
