@@ -56,7 +56,7 @@ def submit_plan(plan: Plan, request: Request, options: str) -> str:
 
 def stored(plan: Plan, request: Request) -> dict[str, Any]:
     """A plan as a run needs it: also with its config, its seconds by phase, and its collectives."""
-    device_type = getattr(plan.gpu, "device", "cuda")
+    device_type = plan.gpu.device
     traces = trace_step(plan.config, plan.layout, device_type)
 
     def seconds(phase: str) -> float:
