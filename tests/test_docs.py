@@ -90,7 +90,8 @@ def test_a_command_is_one_that_the_programs_take(line):
         check_benchmark(words)
     elif program == "plan.py":
         parsed = {name: mock.Mock(side_effect=Parsed) for name in ("load_gpu", "verify", "compare")}
-        with mock.patch.multiple(plan, **parsed), pytest.raises(Parsed):
+        measures = mock.patch("tools.planner.calibrate.read_launch", parsed["verify"])
+        with mock.patch.multiple(plan, **parsed), measures, pytest.raises(Parsed):
             plan.main(words)
     else:
         assert program == "forecast.py", program

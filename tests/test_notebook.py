@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from docs import notebooks
+from tests.support import programs
 from tools import tensorboard_server
 from tools.tensorboard_server import find_log_folder
 from utils.errors import UsageError
@@ -153,15 +155,24 @@ def test_the_jupyter_server_is_known_in_a_hub_and_from_its_record(tmp_path, monk
 
 
 def test_the_example_logs_hold_one_finished_run_whose_curves_end_at_its_summary():
-    folder = Path("example_logs/quick/example")
+    folder = Path("example_logs/demo/example")
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["run"] == str(folder)
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
+    assert summary["run"] == "logs/demo/00"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 1.2e6
     events = EventAccumulator(str(folder)).Reload()
     last = events.Scalars("loss/valid")[-1]
-    assert last.step == summary["iterations"] == 3000
+    assert last.step == summary["iterations"] == 3600
     assert last.value == pytest.approx(summary["val_loss"])
     assert set(events.Tags()["images"]) == {"forecast/u10", "forecast/z500"}
+    readings = [json.loads(line) for line in (folder / "metrics-rank0.jsonl").read_text().splitlines()]
+    assert readings[-1]["iteration"] == 3600 and readings[-1]["gradient/norm"] > 0
+
+
+def test_the_example_profiles_can_be_read(tmp_path):
+    shutil.copytree("example_logs/profiles/two_ranks", tmp_path / "run")
+    done = programs.run(["-m", "tools.timeline", str(tmp_path / "run")])
+    assert done.returncode == 0, done.stderr
+    assert "late: rank" in done.stdout and (tmp_path / "run/profile/timeline.json.gz").exists()
 
 
 @pytest.mark.parametrize("name", notebooks.LESSONS)
