@@ -58,11 +58,11 @@ notebooks: .venv/installed-dev
 	$(BIN)/python -m docs.notebooks
 
 site: .venv/installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "open site/index.html, or make site-serve"
 
 site-serve: .venv/installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --dev-addr 127.0.0.1:8000
 
 exercise: .venv/installed
 	@$(BIN)/python -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))

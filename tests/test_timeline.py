@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import programs
 from tools import timeline
+from training import planned
 from utils.errors import UsageError
 
 MS = 1000
@@ -115,10 +116,15 @@ def test_no_rank_is_called_late_where_none_is(tmp_path, capsys):
 
 def test_a_plan_stands_beside_what_was_measured(tmp_path, capsys):
     write(tmp_path, 0, [*steps([0]), event("kernel", "gemm", 0, 5)], 1)
-    (tmp_path / "plan.json").write_text('{"phases": {"forward": 0.025}}')
+    numbers = dict.fromkeys(planned.NUMBERS, 0.01) | {
+        "forward_s": 0.025,
+        "settings": {},
+        "layout": {},
+    }  # as submit stores
+    (tmp_path / "plan.json").write_text(json.dumps(numbers))
     rows, _ = tables(tmp_path, capsys)
     assert rows["0 forward"][4:] == ["30.00", "25.00"] and rows["0 data"][5] == "-"
-    for damage in ('{"phases": 3}', "[]", '{"phases": {"forward": "x"}}', "{"):
+    for damage in ("{}", "[]", json.dumps(numbers | {"forward_s": "x"}), "{"):
         (tmp_path / "plan.json").write_text(damage)
         with pytest.raises(UsageError, match="plan.json"):
             timeline.main([str(tmp_path)])

@@ -18,11 +18,13 @@ import numpy as np
 
 from tools.pictures import finish, panels, save
 from tools.tables import format_table
+from training.phase_times import PHASES
+from training.planned import PLAN, read_plan
 from training.profiling import TRACE
 from utils.errors import ArgumentParser, UsageError, reading, run_main
-from utils.files import read_json, whole_file
+from utils.files import whole_file
 
-PHASES, OTHER = ("data", "forward", "backward", "optimizer"), "other"
+OTHER = "other"  # than PHASES
 STATES = {"compute": "#4477aa", "communication": "#222222", "waiting": "#cc3311", "idle": "#dddddd"}
 ONE_END = ("reduce", "gather", "scatter", "alltoall", "barrier")  # of a broadcast the root is done before the others
 NOTABLE = 0.02  # of a step
@@ -135,6 +137,8 @@ def summarize(traces: Sequence[Trace], calls: Calls, shifts: dict[int, float], p
         for phase, inside in phases.items():
             time = [float((np.diff(edges) * inside)[found == n].sum()) / steps for n in range(len(STATES))]
             own[trace.rank, phase] = time[0] + time[3]
+            if not any(time):  # no pipeline, nothing left to reduce
+                continue
             plan = [planned[phase] * 1000 if phase in planned else None] if planned else []
             rows.append([f"{trace.rank} {phase}", *time, sum(time), *plan])
     titles = {"rank, phase: ms of a step": ""} | dict.fromkeys([*STATES, "all", *["planned"][: len(planned)]], ".2f")
@@ -210,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     traces.sort(key=lambda trace: trace.rank)
     for rank in sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
         print(f"no trace of rank {rank}: whoever waits for it seems to communicate")
-    plan = folder / "plan.json"
-    planned = read_json(plan) if plan.exists() else {}
-    with reading(str(plan)):  # {"phases": {name: seconds}}
-        planned = {phase: float(seconds) for phase, seconds in planned.get("phases", {}).items()}
+    planned = {}
+    if (folder / PLAN).exists():
+        plan = read_plan(folder / PLAN)
+        planned = {"forward": plan["forward_s"], "backward": plan["backward_s"], "optimizer": plan["update_s"]}
     shifts, calls = align(traces), arrivals(traces)
     print(summarize(traces, calls, shifts, planned))
     with whole_file(folder / "profile/timeline.json.gz") as part:

@@ -31,7 +31,6 @@ class Telemetry:
         self.config, self.step, self.device = config, step, step.device
         self.clock, self.times = Clock(), PhaseTimes(step.device, not config.enable_cuda_graphs)
         self.losses: list[Tensor] = []  # on the device, not read yet
-        self.square: Tensor | None = None  # this rank's share of that of the last gradient's norm, likewise
         self.called: int | None = None  # collectives until the end of the first step after a reading
         self.flops = self.peak = None
         if comm.is_main():
@@ -43,7 +42,6 @@ class Telemetry:
     def add(self, loss: Tensor) -> None:
         """Note a step. loss: a scalar on the device."""
         self.losses.append(loss)
-        self.square = self.step.square
         if len(self.losses) == 1 and self.config.plan and self.clock.iterations <= WARMUP_ITERATIONS:
             self.called = count_calls()
 
@@ -59,10 +57,10 @@ class Telemetry:
         self.called = None
         table = torch.zeros(ranks, len(PHASES) + 1)
         table[comm.rank()] = torch.tensor([*self.times.read(count), peak_memory_bytes(self.device)])
-        last = [self.losses[0].new_tensor(math.nan) if self.square is None else self.square]
-        own = torch.stack([*self.losses, *last])
+        square = self.step.square  # of the last one
+        own = torch.stack([*self.losses, self.losses[0].new_tensor(math.nan) if square is None else square])
         packed = comm.all_reduce(torch.cat([own, own.new_tensor([stop]), table.flatten().to(own)])).cpu()
-        losses, square, stopping = (packed[:count] / ranks).tolist(), packed[count].item(), packed[count + 1].item() > 0
+        losses, norm, stopping = (packed[:count] / ranks).tolist(), packed[count].sqrt(), packed[count + 1].item() > 0
         self.losses.clear()
         speed, seconds = self.clock.stop(count, count * self.config.global_batch_size), self.clock.interval
         table = packed[count + 2 :].view(ranks, -1)
@@ -73,7 +71,7 @@ class Telemetry:
         before_others = table[:, :2].nansum(1)  # of data and forward: where gradients are reduced the ranks meet
         reading: Reading = {
             "loss/train": losses[-1],
-            "gradient/norm": math.sqrt(square),
+            "gradient/norm": norm.item(),
             "learning_rate": learning_rate(self.config, iteration - 1),
             "speed/samples_per_sec": speed,
             "speed/iterations_per_sec": speed / self.config.global_batch_size,
