@@ -11,9 +11,11 @@ import argparse
 import collections
 import contextlib
 import functools
+import gzip
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -27,18 +29,24 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import yaml
 
+from docs.examples import zarr_years
 from tests.conftest import TINY, words_of
 from tests.support import forked, programs
 from tests.support.era5_examples import build, save_netcdf, save_zarr
+from tests.test_plan_measured import made
 from tools import hang
 from tools.benchmarks.scaling.study import read_study
 from tools.forecasting.dated_frames import file_times
 from tools.forecasting.output_files import prepare_folder
-from tools.planner.hardware import load_gpu
+from tools.planner.hardware import load_gpu, of_measured
+from tools.timeline import Trace
 from training.checkpoint_marker import MARKER, CheckpointError, digest, read_marker
+from training.metrics_file import FILE_NAME
+from training.planned import NUMBERS, PLAN, compare
 from training.run_folder import read_summary
-from utils.config import Config, load_config
+from utils.config import Config, load_config, read_named_config
 from utils.errors import UsageError
 from utils.launch import read_launch
 from weather.dataset import FieldDataset, read_statistics
@@ -52,6 +60,8 @@ HOSTILE = [
     "\x1b[31m", "\x00", "é\udce9", "%s%n", "$(id)", "'\"", "auto", "cuda", "tp2", "1..2", "16..8", "1980-1979",
 ]  # fmt: skip
 ATOMS = [word.encode(errors="surrogateescape") for word in HOSTILE]
+EXAMPLE, METRICS = Path("example_logs/demo/example"), FILE_NAME.format(0)
+CHANCE_OF_A_LOST_FILE = 0.1  # of a store
 VARIABLES = [
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "SLURM_PROCID",
     "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_ID",
@@ -78,12 +88,34 @@ def damaged(data, chance):
     return bytes(data)
 
 
+def with_a_strange_value(data, chance):
+    """A copy of a JSON or YAML file in which a value is of another kind or gone."""
+    tree = yaml.safe_load(data)
+    place, key = [tree], 0
+    while isinstance(place[key], dict | list) and place[key] and chance.random() < 0.8:
+        place = place[key]
+        key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
+    if chance.random() < 0.1:
+        del place[key]
+    else:
+        place[key] = chance.choice([None, True, -1, 0, 10**400, 1e308, math.nan, math.inf, "", [], {}, [[]], *HOSTILE])
+    return json.dumps(tree).encode()
+
+
 def good_files(folder):
     """{reader's name: (a good file's bytes, read(path))}."""
     np.save(folder / "means.npy", np.ones((1, 20, 1, 1), np.float32))
     marker = {"iteration": 3, "val_loss": 0.5, "world_size": 1, "config": {}, "trainer": {}, "files": {}}
     summary = {"config": "quick", "run": "logs/quick/00", "iterations": 3, "world_size": 1, "units": {}}
-    record = {"rank": 0, "world_size": 1, "pg_config": {}, "entries": []}
+    call = {"group": "0", "number": 1, "operation": "all_reduce", "tensors": ["Float(3,)"], "done": False}
+    record = {"rank": 0, "world_size": 2, "start": "1", "reason": "", "at": ["train.py:7 main"], "calls": [call]}
+    record["groups"] = {"0": ["default_pg", [0, 1]]}
+    settings = read_named_config(EXAMPLE / "config.yaml", "demo") | {"config": "demo"}
+    plan = dict.fromkeys(NUMBERS, 0.1) | {"settings": settings, "layout": {"gpus": 1}, "gpu": "a100-40gb"}
+    calls = {"ph": "X", "ts": 1.0, "dur": 5.0, "cat": "user_annotation", "args": {}}
+    trace = {"distributedInfo": {"rank": 0, "world_size": 2}, "baseTimeNanoseconds": 7, "collectives": [
+        {"operation": "all_reduce", "group": "0", "number": 1}
+    ], "traceEvents": [calls | {"name": name} for name in ("step", "forward", "gloo:all_reduce")]}  # fmt: skip
 
     def as_marker(path):
         shutil.copyfile(path, path.with_name(MARKER))
@@ -97,6 +129,22 @@ def good_files(folder):
         shutil.copyfile(path, path.with_name("skill.json"))
         prepare_folder(path.parent)
 
+    def of_run(name):
+        """Compares a run with its plan; the damaged file is one of them."""
+
+        def as_file_of_run(path):
+            (folder / PLAN).write_text(json.dumps(plan))
+            shutil.copyfile(path, folder / name)
+            for other in {"config.yaml", METRICS} - {name}:
+                shutil.copyfile(EXAMPLE / other, folder / other)
+            compare(folder)
+
+        return as_file_of_run
+
+    def as_trace(path):
+        path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes(), 1))
+        Trace(path.with_suffix(".gz"))
+
     return {
         "config": (Path("config/ViT.yaml").read_bytes(), lambda path: load_config([f"--yaml_config={path}"])),
         "hardware": (Path("config/hardware.yaml").read_bytes(), lambda path: load_gpu("a100-40gb", path)),
@@ -106,14 +154,20 @@ def good_files(folder):
         "summary": (json.dumps(summary).encode(), lambda path: read_summary(path, run=str, units=dict)),
         "collectives": (json.dumps(record).encode(), as_record),
         "skill": (b'{"files": ["a.nc"]}', as_skill),
+        "plan": (json.dumps(plan).encode(), of_run(PLAN)),
+        "metrics": ((EXAMPLE / METRICS).read_bytes(), of_run(METRICS)),
+        "measured": (json.dumps(made()).encode(), lambda path: of_measured("measured", path)),
+        "trace": (json.dumps(trace).encode(), as_trace),
     }
 
 
-def read_damaged(chance, folder):
+def read_damaged(chance, folder, name=None):
     """One damaged file for a reader; returns the reader's name."""
-    name, (data, read) = chance.choice(sorted(good_files(folder).items()))
+    files = good_files(folder)
+    data, read = files[name := name or chance.choice(sorted(files))]
     path = folder / "damaged"
-    path.write_bytes(damaged(data, chance))
+    harm = with_a_strange_value if data[:1] in b"{#" and name != "metrics" and chance.random() < 0.5 else damaged
+    path.write_bytes(harm(data, chance))
     with contextlib.redirect_stdout(None):
         read(path)
     return name
@@ -160,27 +214,32 @@ def good_stores():
         save_netcdf(data, path / "netcdf3", "scipy")
         for version in ("v2", "v3"):
             save_zarr(data, path / f"zarr-{version}", version)
-        return {
-            kind.name: {
-                str(file.relative_to(kind)): file.read_bytes() for file in (kind, *kind.rglob("*")) if file.is_file()
-            }
-            for kind in path.iterdir()
-        }
+        return {kind.name: files_of(kind) for kind in path.iterdir()}
 
 
-def read_damaged_store(chance, folder):
-    """A NetCDF file or Zarr store of ERA5, of which a file is damaged."""
-    files = dict(good_stores()[chance.choice(sorted(good_stores()))])
+def files_of(store):
+    """{name inside the store, '' for a file: bytes}."""
+    return {str(file.relative_to(store)): file.read_bytes() for file in (store, *store.rglob("*")) if file.is_file()}
+
+
+def write_damaged(store, files, chance):
+    """Write a store of which a file is damaged or gone."""
+    files = dict(files)
     hit = chance.choice([name for name in files if "." in name or len(files) == 1])
-    if chance.random() < 0.9 or len(files) == 1:
+    if len(files) == 1 or chance.random() >= CHANCE_OF_A_LOST_FILE:
         files[hit] = damaged(files[hit], chance)
     else:
         del files[hit]
-    store = folder / "store"
     shutil.rmtree(store) if store.is_dir() else store.unlink(missing_ok=True)
     for name, data in files.items():
         (store / name).parent.mkdir(parents=True, exist_ok=True)
         (store / name).write_bytes(data)
+
+
+def read_damaged_store(chance, folder):
+    """A NetCDF file or Zarr store of ERA5, of which a file is damaged."""
+    store = folder / "store"
+    write_damaged(store, good_stores()[chance.choice(sorted(good_stores()))], chance)
     with warnings.catch_warnings(action="ignore"):
         era5 = Era5([store])
         times = np.array(["1979-01-01T00", "1979-01-01T06"], "datetime64[s]")
@@ -208,6 +267,25 @@ def read_damaged_year(chance, folder):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(damaged(chance.choice(good_years()), chance))
     read_year(path)
+
+
+@functools.cache
+def good_zarr_years():
+    """Small years as Zarr stores: {name inside the store: bytes}."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+        path = Path(folder)
+        make_sample_data(path, (8, 16), [1979], [1981], [1982], days=1, seed=1)
+        for number, (version, compressed) in enumerate(itertools.product((2, 3), (False, True))):
+            zarr_years.write_store(path / "train/1979.h5", path / f"{number}.zarr", version, compressed)
+        return [files_of(store) for store in path.glob("*.zarr")]
+
+
+def read_damaged_zarr_year(chance, folder):
+    """A year in a Zarr store, of which a file is damaged or gone."""
+    path = folder / "zarr" / "1979.zarr"
+    write_damaged(path, chance.choice(good_zarr_years()), chance)
+    with warnings.catch_warnings(action="ignore"):
+        read_year(path)
 
 
 def read_year(path):
@@ -244,6 +322,9 @@ def strange_command(chance, folder, data):
         ["benchmark.py", "scaling", *hostile(["study", "study_file", "only"])],
         ["-m", "tools.checkpoint", "show", chance.choice(HOSTILE)],
         ["-m", "tools.hang", chance.choice(HOSTILE)],
+        ["-m", "tools.timeline", chance.choice(HOSTILE)],
+        ["-m", "tools.planner.validate", "--only=nothing", *hostile(["rounds", "gpu"])],
+        ["plan.py", "compare", chance.choice(HOSTILE)],
         ["-m", "tools.forecasting.compare", chance.choice(HOSTILE), chance.choice(HOSTILE)],
         ["-m", "weather.year_files", chance.choice(HOSTILE), f"{folder}/stats"],
         ["-m", "tools.preflight", f"--expdir={folder}/logs", *hostile(["timeout", "train_data_path"])],
@@ -271,8 +352,8 @@ def run_command(words, folder):
     return f"it wrote {new}" if new else ""
 
 
-READERS = (read_damaged, read_strange_year, read_damaged_year, read_damaged_store, read_strange_environment)
-APART = (read_damaged_year, read_damaged_store)
+APART = (read_damaged_year, read_damaged_zarr_year, read_damaged_store)
+READERS = (read_damaged, read_strange_year, read_strange_environment, *APART)
 
 
 @functools.cache

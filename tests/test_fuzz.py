@@ -32,6 +32,18 @@ def test_commands_take_or_refuse_their_words(folder, data_keys, chance):
     assert fuzz.run_command(words, folder) == ""
 
 
+def test_files_without_damage_are_taken(folder, monkeypatch):
+    for harm in ("damaged", "with_a_strange_value"):
+        monkeypatch.setattr(fuzz, harm, lambda data, _chance: data)
+    monkeypatch.setattr(fuzz, "CHANCE_OF_A_LOST_FILE", 0)
+    chance = random.Random(0)
+    for name in fuzz.good_files(folder):
+        fuzz.read_damaged(chance, folder, name)
+    for _ in range(12):  # of 3 to 4 kinds
+        for read in fuzz.APART:
+            read(chance, folder)
+
+
 def test_what_a_reader_lets_through_is_noticed(folder, monkeypatch):
     monkeypatch.setattr(fuzz, "READERS", (lambda *_: [].pop(),))
     with pytest.raises(IndexError):

@@ -3,16 +3,18 @@
 python -m tools.hang logs/quick/00
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from tools.preflight.rendezvous import shortened
 from utils.collective_record import FILE_NAME
-from utils.errors import ArgumentParser, UsageError, run_main
+from utils.errors import ArgumentParser, UsageError, first_line, run_main
+from utils.schema import Ranks
 
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
 
@@ -46,17 +48,39 @@ class Call(NamedTuple):
         return self.operation == other.operation or kind == other_kind not in SAME_SHAPE
 
 
+class CallSchema(BaseModel):
+    """A collective in a record."""
+
+    group: str
+    number: NonNegativeInt
+    operation: str = Field(pattern=r"\S")
+    tensors: list[str]
+    done: bool
+
+
+class Record(BaseModel):
+    """What a rank writes: utils.collective_record."""
+
+    rank: NonNegativeInt
+    world_size: Ranks
+    start: str
+    reason: str
+    at: list[str]
+    groups: dict[str, tuple[str, tuple[NonNegativeInt, ...]]]
+    calls: list[CallSchema]
+
+
 class Rank:
     """What one rank left: its calls in order, the one it is in, and where it was."""
 
-    def __init__(self, record: dict[str, Any]):
-        self.number, self.world_size, self.start = record["rank"], record["world_size"], record["start"]
-        self.where = " < ".join(record["at"]) + (f", and ended: {record['reason']}" if record["reason"] else "")
-        groups = {name: Group(name, purpose, tuple(ranks)) for name, (purpose, ranks) in record["groups"].items()}
+    def __init__(self, record: Record):
+        self.number, self.world_size, self.start = record.rank, record.world_size, record.start
+        self.where = " < ".join(record.at) + (f", and ended: {record.reason}" if record.reason else "")
+        groups = {name: Group(name, *of) for name, of in record.groups.items()}
         self.calls = [
-            Call(groups[c["group"]], c["number"], " ".join([c["operation"], *c["tensors"]]), c["done"])
-            for c in record["calls"]
-            if c["group"] in groups
+            Call(groups[c.group], c.number, " ".join([c.operation, *c.tensors]), c.done)
+            for c in record.calls
+            if c.group in groups
         ]
         self.last = {call.group: call.number for call in self.calls}
         # A collective that ended in an error counts as done, too.
@@ -72,11 +96,10 @@ def read_ranks(folder: Path) -> dict[int, Rank]:
     ranks = []
     for path in files:
         try:
-            ranks.append(Rank(json.loads(path.read_text())))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{path} is damaged ({type(error).__name__}: {error}): remove it to read the others"
-            ) from None
+            ranks.append(Rank(Record.model_validate_json(path.read_bytes())))
+        except (OSError, ValueError) as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else first_line(error)
+            raise UsageError(f"{path} is damaged ({problem}): remove it to read the others") from None
     return {rank.number: rank for rank in ranks if rank.start == ranks[-1].start}
 
 

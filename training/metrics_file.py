@@ -16,6 +16,7 @@ from utils import comm
 from utils.files import check_file, whole_file
 
 FILE_NAME = "metrics-rank{}.jsonl"
+LARGEST = 1e300  # of a number in it
 
 
 class MetricsFile(Tracker):
@@ -62,6 +63,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+            if isinstance(record, dict) and _is_reading(**record):
                 found.append(record)
     return found
+
+
+def _is_reading(iteration=None, device="", **values):
+    numbers = [value for value in values.values() if value is not None]
+    kinds = isinstance(iteration, int) and isinstance(device, str) and all(isinstance(n, int | float) for n in numbers)
+    return kinds and all(abs(n) <= LARGEST for n in (iteration, *numbers))

@@ -7,7 +7,7 @@ from typing import Any
 
 from training.clock import WARMUP_ITERATIONS
 from training.flops import is_gpu
-from training.metrics_file import FILE_NAME, read_metrics
+from training.metrics_file import FILE_NAME, LARGEST, read_metrics
 from utils.config import check_config, differing_keys, read_named_config
 from utils.errors import UsageError
 from utils.files import read_json
@@ -24,7 +24,7 @@ def read_plan(path: Path) -> Plan:
     """A plan as plan.py --submit stores it. Raises UsageError for anything else."""
     plan = read_json(path)
     numbers = [plan.get(name) for name in NUMBERS] if isinstance(plan, dict) else [None]
-    sizes = all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers) and plan["step_time_s"] > 0
+    sizes = all(isinstance(n, int | float) and 0 <= n <= LARGEST for n in numbers) and plan["step_time_s"] > 0
     if not sizes or not all(isinstance(plan.get(name), dict) for name in ("settings", "layout")):
         raise UsageError(f"{path}: is not a plan as plan.py --submit stores it")
     return plan

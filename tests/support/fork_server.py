@@ -47,6 +47,8 @@ def keep(output, errors, report, words, environment, folder):
             os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
     os.setsid()  # a process group of its own
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # nohup, or a shell's `&`, may have set them aside for the tests
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)

@@ -55,7 +55,7 @@ def prepare_folder(path: Path | str) -> None:
             part.write_text('{"files": []}\n')
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         raise UsageError(f"{path / SKILL}: was not written by a forecast: choose another --out") from None
 
 
