@@ -136,10 +136,26 @@ def test_on_a_cpu_the_host_and_messages_come_on_top_of_computing():
     message = Message("backward", "all_reduce", "dp", 10**6)
     trace = Trace({}, {}, 0, Counter({operation: 3}), Counter({message: 2}), {"dp": (0, 1)})
     found = step_time([trace], config, layout, gpu_of("made", made(wrappers={"ddp": 0.5})))
-    expected = {"matmul": 3e-3, "launch": 3e-5 + 1.0, "communication dp": 2 * (1e-3 + 1e-3)}
+    expected = {"matmul": 3e-3, "launch": 3e-5 + 0.5, "communication dp": 2 * (1e-3 + 1e-3)}
     assert {name: s for name, s in found.parts.items() if s} == pytest.approx(expected)
     hidden = step_time([trace], config, layout, gpu_of("made", made(overlap=1.0)))
     assert hidden.parts["communication dp"] < found.parts["communication dp"]
+
+
+def test_a_stage_that_works_alone_is_as_fast_as_one_rank_alone():
+    words = "--config=mp_quick", "--pipeline_parallel=2", "--gradient_accumulation=2"
+    config, layout = settings_of(*words, ranks=2, script="train_mp.py")
+    trace = Trace(
+        {}, {}, 0, Counter({Operation("backward", "matmul", 1e6, 1e4, torch.float32, "mm"): 4}), Counter(), {}
+    )
+    alike, alone = made(), made()
+    ((size, moved, seconds), last) = alone["measured"]["compute"]["1"]["operations"]["mm"]["float32"]
+    alone["measured"]["compute"]["1"] = json.loads(json.dumps(alone["measured"]["compute"]["1"]))
+    alone["measured"]["compute"]["1"]["operations"]["mm"]["float32"] = [[size, moved, seconds / 2], last]
+    busy, free = (step_time([trace], config, layout, gpu_of("made", own)).parts for own in (alike, alone))
+    idle = 4e-3 + 4e-5  # of a micro-batch of two
+    assert busy["matmul"] == free["matmul"] == pytest.approx(4e-3)
+    assert busy["bubble"] == pytest.approx(idle / 2) and free["bubble"] == pytest.approx(idle / 2 - 2 * 2e-3 / 2)
 
 
 def test_collectives_that_were_not_measured_are_named_with_the_remedy():

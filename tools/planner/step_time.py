@@ -137,22 +137,25 @@ class _Step:
     @cached_property
     def compute(self):
         """{(phase, matmul | attention | memory): seconds}."""
+        return self._compute(self.speeds)
+
+    def _compute(self, speeds):
         seconds = Counter()
         for operation, calls in self.trace.operations.items():
             kind = KINDS.get(operation.kind, "memory")
-            seconds[operation.phase, kind] += calls * self._operation(operation) * self.calibration
+            seconds[operation.phase, kind] += calls * self._operation(operation, speeds) * self.calibration
         return seconds
 
-    def _operation(self, operation):
+    def _operation(self, operation, speeds):
         gpu, moved = self.gpu, operation.moved
         if self.config.enable_jit and operation.kind == "pointwise" and operation.phase != "update":
             moved *= COMPILED_TRAFFIC
-        if self.speeds:
+        if speeds:
             dtype = str(operation.dtype).removeprefix("torch.")
             if dtype == "float32" and operation.kind == "matmul" and self.config.enable_tf32:
                 dtype = "tf32"
             head = self.config.embed_dim // self.config.num_heads
-            return self.speeds.seconds(operation._replace(moved=moved), dtype, head)
+            return speeds.seconds(operation._replace(moved=moved), dtype, head)
         traffic = moved / (gpu.bandwidth * gpu.memory_efficiency)
         if not operation.flops:
             return traffic
@@ -261,7 +264,7 @@ class _Step:
         if not self.gpu.synchronous:
             parts["launch"] = max(0.0, self._host() - sum(parts.values()))
         pipeline = busy - self._computing("update") + sum(self.exposed["rest"].values())
-        parts["bubble"] = pipeline * self._bubble()
+        parts["bubble"] = self._bubble(pipeline)
         return dict(parts)
 
     def _host(self):
@@ -280,16 +283,27 @@ class _Step:
         seconds += sum(count * wrappers.get(name, 0.0) for name, count in counted.items())
         return seconds * self.calibration
 
-    def _bubble(self):
-        """Idle time of a stage relative to its working time."""
-        stages, parts = self.layout.pp, self.config.gradient_accumulation
-        return (stages - 1) / parts / (2 if self.config.pp_schedule == "interleaved" else 1)
+    def _bubble(self, seconds):
+        """Idle time of a stage with so many seconds of work.
+
+        The rounds of a rollout follow one another without a pause, as interleaved stages do. While the pipeline fills
+        and drains only some ranks of a node compute: where they share memory, each is then faster.
+        """
+        config, stages, ranks = self.config, self.layout.pp, min(self.layout.world_size, self.gpu.gpus_per_node)
+        passes = config.gradient_accumulation * config.rollout_steps * (2 if config.pp_schedule == "interleaved" else 1)
+        gained = 0.0
+        if self.gpu.measured and stages <= ranks:
+            for working in range(1, stages):
+                faster = self._compute(self.gpu.measured.speeds(ranks * working // stages))
+                gained += sum(self.compute[key] - faster[key] for key in faster if key[0] != "update")
+        return ((stages - 1) * seconds - 2 * gained) / passes
 
 
 def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
-    """What the code around a model does in a step, by name: the messages of ddp, fsdp, tp, cp and pp.
+    """What the code around a model does in a step, by name: the messages of fsdp, tp, cp and pp.
 
-    domain: ShardTensor has a rule for each operation of the forward pass. collectives: of StepTime.
+    ddp: once, since its work is for each weight, however many buckets there are. domain: ShardTensor has a rule for
+    each operation of the forward pass. collectives: of StepTime.
     """
     counted: Counter[str] = Counter()
     if config.domain_parallel not in (1, "1", "1x1"):
@@ -300,6 +314,8 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
             name = "fsdp" if config.data_parallel in SHARDED else "ddp"
         if name != "domain":
             counted[name] += collective["count"]
+    if counted["ddp"]:
+        counted["ddp"] = 1
     shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
     if config.data_parallel in SHARDED and shared:  # parameters travel as tokens do
         units = config.depth // config.pipeline_parallel + 1
