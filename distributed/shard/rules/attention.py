@@ -13,22 +13,11 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
+from distributed.shard.operands import copied, global_shape, replicated, shared, to_spec
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import copied, to_spec
 from distributed.shard.rules.randomness import own_stream
 from distributed.shard.spec import whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    dispatch,
-    global_shape,
-    local,
-    no_rule,
-    part_of,
-    replicated,
-    rule,
-    shared,
-    wrap,
-)
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, part_of, rule, wrap
 
 _chosen = "gather"
 

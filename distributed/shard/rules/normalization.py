@@ -12,21 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import Group, gather_from_region, reduce_from_region
-from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, numpy_names, sharers
+from distributed.shard.operands import reduced, replicated, shared
+from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, numpy_rule, sharers
 from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import (
-    MaybeTensor,
-    ShardTensor,
-    dispatch,
-    local,
-    named,
-    no_rule,
-    reduced,
-    replicated,
-    rule,
-    shared,
-    wrap,
-)
+from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Statistics = tuple[Tensor, Tensor]  # mean, 1 / deviation
 
@@ -250,8 +239,7 @@ def instance_norm(
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 
-@rule(F.normalize)
-@numpy_names
+@numpy_rule(F.normalize)
 def to_unit_norm(
     func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
     out: Tensor | None = None,
