@@ -36,7 +36,7 @@ from tools.benchmarks.scaling.study import read_study
 from tools.forecasting.dated_frames import file_times
 from tools.forecasting.output_files import prepare_folder
 from tools.planner.hardware import load_gpu
-from training.checkpoint_marker import MARKER, CheckpointError, digest, read_marker
+from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
 from training.run_folder import read_summary
 from utils.config import Config, load_config
 from utils.errors import UsageError

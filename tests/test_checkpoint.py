@@ -13,7 +13,7 @@ import torch
 from tests.support import programs
 from training import checkpoint_files, checkpoint_marker
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
-from training.checkpoint_marker import MARKER, CheckpointError, verify
+from training.checkpoint_files import MARKER, CheckpointError, verify
 from utils import comm
 from utils.errors import UsageError
 

@@ -31,8 +31,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import ShardWriter
-from training.checkpoint_marker import MARKER, CheckpointError, Marker, digest, is_score, read_marker, verify
+from training.checkpoint_files import (
+    MARKER,
+    CheckpointError,
+    Marker,
+    ShardWriter,
+    digest,
+    is_score,
+    read_marker,
+    verify,
+)
 from utils import comm
 from utils.errors import UsageError
 from utils.files import sync_folder

@@ -19,7 +19,6 @@ from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
 from distributed.shard import fallback
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
-from training.metrics_file import MetricsFile
 from training.model import build_model
 from training.outer_trackers import KINDS
 from training.planned import compare
@@ -29,7 +28,7 @@ from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
-from training.trackers import TensorBoard, Trackers, check_tracker
+from training.trackers import MetricsFile, TensorBoard, Trackers, check_tracker
 from training.trained_weights import check_start, find_start, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
@@ -37,7 +36,7 @@ from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
 from utils.schema import Config
-from utils.stop_signals import StopRequest
+from utils.signals import StopRequest
 
 log = logging.getLogger(__name__)
 

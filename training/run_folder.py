@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
-from training.checkpoint_marker import config_of
+from training.checkpoint_files import config_of
 from training.planned import PLAN, read_plan
 from training.run_owner import RunOwner
 from utils import comm

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from distributed.global_view import global_view, take_parts
 from distributed.parallel_model import ParallelModel
 from training.checkpoint import CheckpointFolder, hush_single_process_warning
-from training.checkpoint_marker import MARKER, CheckpointError, Marker, config_of, is_score, read_marker, verify
+from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, is_score, read_marker, verify
 from utils import comm
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line

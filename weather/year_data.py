@@ -17,7 +17,7 @@ import numpy as np
 
 from utils.errors import UsageError, reading
 from weather.channels import CHANNELS
-from weather.grid import Grid, latitudes, longitudes
+from weather.grid import HOUR, Grid, latitudes, longitudes
 
 DATASET = "fields"
 
@@ -153,3 +153,20 @@ class YearFile(ABC):
             if count == 0:
                 raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
             view, position = view[count:], position + count
+
+
+def file_times(file: YearFile) -> np.ndarray:
+    """Dates of the frames of a YearFile, (T,) datetime64[s]: its `time`, or 6-hourly in the year of its name."""
+    with reading(f"{file.path}: its time"):
+        stored, frames = file.arrays.get("time"), file.shape[0]
+        if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
+            attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
+            import xarray  # slow to import
+
+            decoded = xarray.decode_cf(xarray.Dataset({"time": ("time", stored[:], attributes)}))["time"].values
+            if decoded.dtype.kind != "M" or np.isnat(decoded).any():
+                raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
+            return decoded.astype("datetime64[s]")
+    if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
+        raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
+    return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
