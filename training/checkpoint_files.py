@@ -5,15 +5,16 @@ the whole tensor stands in the file's metadata as torch's HuggingFaceStorageRead
 checkpoint is of, and which files with which content belong to it.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError
@@ -162,9 +163,14 @@ def read_marker(folder: Path) -> Marker:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {first_line(error)}") from None
 
 
-def is_score(loss: float | None) -> TypeGuard[float]:
-    """Whether a marker's val_loss can be compared."""
-    return loss is not None and math.isfinite(loss)
+def read_losses(folders: Iterable[Path]) -> dict[Path, float]:
+    """The val_loss of each checkpoint whose marker can be read; infinity where it has none, or none to compare."""
+    losses = {}
+    for folder in folders:
+        with contextlib.suppress(CheckpointError):
+            loss = read_marker(folder)["val_loss"]
+            losses[folder] = math.inf if loss is None or not math.isfinite(loss) else loss
+    return losses
 
 
 def config_of(marker: Marker, where: str) -> Config:

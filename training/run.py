@@ -29,7 +29,7 @@ from training.step import TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
 from training.trackers import MetricsFile, TensorBoard, Trackers, check_tracker
-from training.trained_weights import check_start, find_start, load_weights_into
+from training.trained_weights import check_start, find, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
@@ -278,7 +278,7 @@ class Run:
 
     def _start_from(self, path: str) -> None:
         """Take the weights of a checkpoint, and nothing else of it."""
-        folder, _ = comm.on_main(lambda: find_start(path))
+        folder, _ = comm.on_main(lambda: find(path, "best"))
         load_weights_into(self.step.parallel, folder)
         if self.step.average:
             self.step.average.restart()
