@@ -96,7 +96,10 @@ class Run:
             self._log_memory()
             self._open_trackers(opened)
             opened.enter_context(self.telemetry.times.listening())
-            self.bar = opened.enter_context(self._progress_bar())
+            hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
+            total, done = self.config.num_iters, self.iteration
+            bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
+            self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
             self.open = opened.pop_all()
         if self.validation_due or self.iteration == self.config.num_iters:
@@ -348,9 +351,3 @@ class Run:
             **result,
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }
-
-    def _progress_bar(self) -> tqdm:
-        """Shown on a terminal; silent in a batch log."""
-        total = self.config.num_iters
-        hidden = None if comm.is_main() else True  # None: hidden unless this is a terminal
-        return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)

@@ -131,13 +131,9 @@ def _mask(mask, is_causal, rows, columns, device):
         return None
     for dim, spec in ((-2, rows), (-1, columns)):
         if mask.shape[dim] > 1 and len(spec.dims[2]) > 1:
-            mask = mask.index_select(dim, torch.cat([_tokens(spec, rank, device) for rank in spec.ranks(2)]))
+            tokens, axes = torch.arange(spec.shape[2], device=device), spec.with_dims((spec.dims[2],))
+            mask = mask.index_select(dim, torch.cat([part_of(tokens, axes, rank) for rank in spec.ranks(2)]))
     return mask if mask.shape[-1] > 1 else mask.expand(*mask.shape[:-1], columns.shape[2])
-
-
-def _tokens(spec, rank, device):
-    """The indices of the tokens that a rank of the mesh holds."""
-    return part_of(torch.arange(spec.shape[2], device=device), spec.with_dims((spec.dims[2],)), rank)
 
 
 def _own_rows(mask, rows):

@@ -3,7 +3,7 @@
 # mypy: disable-error-code="attr-defined"
 # (mypy takes Tensor.real for a value of the class, and a plain tensor for what it was before it became a ShardTensor)
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,12 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     else:
         if (
             spec is not None
-            and plain_numbers(kwargs)
+            and (not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items()))
             and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
         ):
             out = func(*args, **kwargs)  # the common case: all operands are split in the same way
             return wrap(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
-
-
-def plain_numbers(kwargs: Mapping[str, Any]) -> bool:
-    """Whether no keyword argument is a tensor or out=."""
-    return not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items())
 
 
 def scales(func: Callable, args: Sequence[Any]) -> bool:

@@ -27,7 +27,8 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
         return rows_of_plain(func, x, index)
     if (mask := mask_of(x, index)) is not None:
         return masked(func, x, mask)
-    x = made_whole(x, _by_tensors(func, x, index))
+    items = [item for item in _items(func, x, index) if item is not None]
+    x = made_whole(x, [dim for dim, item in enumerate(items) if isinstance(item, Tensor)])
     spec, own = _located(func, x, index)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
@@ -82,12 +83,6 @@ def _located(func, x, index):
         at = at if places[-1] - places[0] < len(places) else 0  # in front, if index tensors are not adjacent
         dims[at:at] = [whole(n) for n in torch.broadcast_shapes(*shapes)]
     return spec.with_dims(dims, tuple(sorted(partial))), tuple(own) if owned else None
-
-
-def _by_tensors(func, x, index):
-    """The dimensions of x that a tensor indexes."""
-    items = [item for item in _items(func, x, index) if item is not None]
-    return [dim for dim, item in enumerate(items) if isinstance(item, Tensor)]
 
 
 def _items(func, x, index):

@@ -98,7 +98,8 @@ def _brought(x, spec):
 def _new_sizes(tensors, dim, mesh_dim, base):
     """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
     size, group = sum(global_shape(x)[dim] for x in tensors), base.mesh.groups[mesh_dim]
-    lengths = [global_shape(x)[dim] + 1 if _is_cut(x, dim, mesh_dim) else 0 for x in tensors]
+    cut = [isinstance(x, ShardTensor) and any(a.mesh_dim == mesh_dim for a in x.spec.dims[dim]) for x in tensors]
+    lengths = [global_shape(x)[dim] + 1 if own else 0 for x, own in zip(tensors, cut, strict=True)]
     largest = lengths.index(max(lengths))
     kept = global_shape(tensors[largest])[dim]
     if (size - kept) * group.size > kept:
@@ -107,10 +108,6 @@ def _new_sizes(tensors, dim, mesh_dim, base):
     sizes[0] += sum(global_shape(x)[dim] for x in tensors[:largest])
     sizes[-1] += sum(global_shape(x)[dim] for x in tensors[largest + 1 :])
     return tuple(sizes)
-
-
-def _is_cut(x, dim, mesh_dim):
-    return isinstance(x, ShardTensor) and any(axis.mesh_dim == mesh_dim for axis in x.spec.dims[dim])
 
 
 def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, base: Spec) -> ShardTensor:

@@ -4,6 +4,7 @@ Forward gathers two numbers per statistic, backward all-reduces two. Weights are
 split, each rank takes its part of them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def normalize(
     x: local tensor. weight, bias: local tensors that broadcast against x, or None. dims: the dimensions over which the
     statistics (mean, 1 / deviation) are computed. shared_by: (Group, counts) of the ranks that share them.
     """
-    group, count = (shared_by[0], sum(shared_by[1])) if shared_by else (None, _numel(x, dims))
+    group, count = (shared_by[0], sum(shared_by[1])) if shared_by else (None, math.prod([x.shape[d] for d in dims]))
     if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
         x = x.float()  # as autocast does
     mean, scale = statistics
@@ -73,10 +74,6 @@ class _Normalize(torch.autograd.Function):
 
 def _normalized(x, mean, scale):
     return (at_least_float32(x) - mean) * scale
-
-
-def _numel(x, dims):
-    return torch.Size([x.shape[d] for d in dims]).numel()
 
 
 def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor, int]:
