@@ -19,7 +19,7 @@ from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import report
 from tools.forecasting.trained_run import run_config
 from tools.instruments.assembly import build_parallel
-from training.trained_weights import check_origin, find_in_run, load_weights_into
+from training.trained_weights import check_origin, find, load_weights_into
 from utils import comm
 from utils.config import SCRIPTS
 from utils.errors import ArgumentParser, UsageError, reported_as_usage_error, whole
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
     names = frames.dataset.description.names[: config.n_out_channels]
     channel = comm.agree(lambda: shown_channel(names, options.channel))
-    checkpoint, marker = comm.on_main(lambda: find_in_run(options.run_folder, options.checkpoint))
+    checkpoint, marker = comm.on_main(lambda: find(options.run_folder, options.checkpoint))
     check_origin(config, checkpoint, marker)
 
     parallel = build_parallel(config, device, weights=())

@@ -1,3 +1,3 @@
 """Everything parallel: collectives, tensor, context, pipeline, data and domain parallelism, applied to plain models."""
 
-import utils.interrupt  # noqa: F401  # Ctrl-C is quiet from here on
+import utils.signals  # noqa: F401  # Ctrl-C is quiet from here on

@@ -42,10 +42,10 @@ from tools.forecasting.dated_frames import file_times
 from tools.forecasting.output_files import prepare_folder
 from tools.planner.hardware import load_gpu, of_measured
 from tools.timeline import Trace
-from training.checkpoint_marker import MARKER, CheckpointError, digest, read_marker
-from training.metrics_file import FILE_NAME
+from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
 from training.planned import NUMBERS, PLAN, compare
 from training.run_folder import read_summary
+from training.trackers import FILE_NAME
 from utils.config import Config, load_config, read_named_config
 from utils.errors import UsageError
 from utils.launch import read_launch

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support import programs
-from training import checkpoint_files, checkpoint_marker
+from training import checkpoint_files
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
-from training.checkpoint_marker import MARKER, CheckpointError, verify
+from training.checkpoint_files import MARKER, CheckpointError, verify
 from utils import comm
 from utils.errors import UsageError
 
@@ -305,14 +305,14 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(folder, monkeypatch):
 def test_a_file_that_cannot_be_read_is_passed_over(folder, monkeypatch, caplog):
     save(folder, 1)
     newest = save(folder, 2)
-    whole = checkpoint_marker.describe
+    whole = checkpoint_files.describe
 
     def refuse(path):
         if path.parent == newest:
             raise PermissionError(13, "Permission denied", str(path))
         return whole(path)
 
-    monkeypatch.setattr(checkpoint_marker, "describe", refuse)
+    monkeypatch.setattr(checkpoint_files, "describe", refuse)
     assert load(folder)[0]["iteration"] == 1
     assert "iter-00000002: shard-00000.safetensors cannot be read: Permission denied; passing over it" in caplog.text
 
@@ -343,7 +343,7 @@ def test_a_marker_with_other_keys_is_passed_over(folder, caplog, change):
     path = save(folder, 2) / MARKER
     marker = json.loads(path.read_text()) | change
     del marker["sha256"]
-    path.write_text(json.dumps({"sha256": checkpoint_marker.digest(marker), **marker}))
+    path.write_text(json.dumps({"sha256": checkpoint_files.digest(marker), **marker}))
     assert load(folder)[0]["iteration"] == 1
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "passing over it" in warning and "\n" not in warning

@@ -11,8 +11,7 @@ from utils import comm
 from utils.data_loader import DataLoader
 from utils.errors import UsageError
 from weather.dataset import FieldDataset
-from weather.dates import turns
-from weather.forcings import Forcings
+from weather.forcings import Forcings, turns
 from weather.grid import Grid, latitudes, longitudes
 
 CPU = torch.device("cpu")

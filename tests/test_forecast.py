@@ -387,7 +387,7 @@ def test_folders_that_are_no_forecasting_run_are_refused(run, tmp_path):
     (tmp_path / "young").mkdir()
     config = (run / "config.yaml").read_text()
     (tmp_path / "young/config.yaml").write_text(config)
-    refused(tmp_path / "young", "young: has no checkpoint yet")
+    refused(tmp_path / "young", "young: no whole checkpoint in it")
     (tmp_path / "young/config.yaml").write_text("{{{")
     refused(tmp_path / "young", "young/config.yaml: line 1: expected")
 

@@ -16,11 +16,10 @@ from tests.support.layout_parity import build, own_part
 from tests.test_training import scalars, stop_after
 from tools.planner.trace import trace_step
 from training import flops
-from training.metrics_file import MetricsFile, read_metrics
-from training.phase_times import PHASES
 from training.step import TrainingStep
 from training.tasks import build_task
-from training.trackers import Tracker, Trackers
+from training.timing import PHASES
+from training.trackers import MetricsFile, Tracker, Trackers, read_metrics
 from utils import comm
 from utils.errors import NonFiniteLossError, UsageError
 

@@ -18,7 +18,7 @@ from training.tasks import build_task
 from utils.errors import UsageError
 from weather import year_files
 from weather.dataset import FieldDataset
-from weather.dates import file_times
+from weather.year_data import file_times
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
 STORED = {"plain 2": [], "plain 3": ["--zarr_format=3"], "compressed 3": ["--zarr_format=3", "--compressed"]}

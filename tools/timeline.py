@@ -18,9 +18,9 @@ import numpy as np
 
 from tools.pictures import finish, panels, save
 from tools.tables import format_table
-from training.phase_times import PHASES
 from training.planned import PLAN, read_plan
 from training.profiling import TRACE
+from training.timing import PHASES
 from utils.errors import ArgumentParser, UsageError, reading, run_main
 from utils.files import whole_file
 

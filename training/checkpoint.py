@@ -8,7 +8,6 @@ folder is written under a temporary name and then renamed.
 """
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import shutil
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import ShardWriter
-from training.checkpoint_marker import MARKER, CheckpointError, Marker, digest, is_score, read_marker, verify
+from training.checkpoint_files import (
+    MARKER,
+    CheckpointError,
+    Marker,
+    ShardWriter,
+    digest,
+    read_losses,
+    verify,
+)
 from utils import comm
 from utils.errors import UsageError
-from utils.files import sync_folder
+from utils.files import sync_folder, whole_file
 
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 log = logging.getLogger(__name__)
@@ -191,10 +198,8 @@ class CheckpointFolder:
             log.info("  Saved checkpoint %s, written in %.3f s", final.name, self.write_seconds)
 
     def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
-        with open(writing / MARKER, "w") as file:
-            json.dump({"sha256": digest(marker), **marker}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        with whole_file(writing / MARKER) as part:
+            part.write_text(json.dumps({"sha256": digest(marker), **marker}, indent=1))
         if final.is_symlink() or final.is_file():  # a stranger with this name
             final.unlink()
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
@@ -221,13 +226,8 @@ class CheckpointFolder:
         return marker
 
     def newest_whole(self) -> tuple[Path, Marker] | tuple[None, None]:
-        """Folder and marker of the newest whole checkpoint, (None, None) where there is none. For one rank."""
-        for folder in self.folders():
-            try:
-                return folder, verify(folder)
-            except CheckpointError as error:
-                log.warning("%s; passing over it", error)
-        return None, None
+        """As first_whole, of all of them, the newest first."""
+        return first_whole(self.folders())
 
     def folders(self) -> list[Path]:
         """Checkpoint folders, newest first, damaged ones included; strangers are left out. Raises UsageError."""
@@ -247,15 +247,21 @@ class CheckpointFolder:
 
     def _prune(self) -> None:
         folders = self.folders()
-        losses = {}
-        for folder in folders:
-            with contextlib.suppress(CheckpointError):
-                losses[folder] = read_marker(folder)["val_loss"]
-        scored = {folder: loss for folder, loss in losses.items() if is_score(loss)}
-        best = min(scored, key=lambda folder: scored[folder], default=None)
+        losses = read_losses(folders)
+        best = min(losses, key=losses.__getitem__, default=None)
         for folder in [f for f in folders if f not in losses] + list(losses)[self.keep :]:
             if folder != best:
                 shutil.rmtree(folder)
+
+
+def first_whole(folders: Iterable[Path]) -> tuple[Path, Marker] | tuple[None, None]:
+    """Folder and marker of the first whole one of these checkpoints, (None, None) where there is none. For one rank."""
+    for folder in folders:
+        try:
+            return folder, verify(folder)
+        except CheckpointError as error:
+            log.warning("%s; passing over it", error)
+    return None, None
 
 
 def hush_single_process_warning() -> None:

@@ -38,7 +38,8 @@ def build_on_meta(build: Build) -> tuple[nn.Module, str]:
     except Exception as error:  # for example for reading a number from a tensor that has no memory
         reason = f"it cannot be built without memory ({first_line(error)})"
     else:
-        hidden = [name for name, module in model.named_modules() if _hidden_tensors(module)]
+        # Tensors that no state_dict names, and to(device) does not move.
+        hidden = [name for name, m in model.named_modules() if any(isinstance(v, Tensor) for v in vars(m).values())]
         if not hidden:
             return model, _why_whole(model, writes)
         reason = f"{_called(hidden[0], model)} holds a tensor that is neither parameter nor buffer"
@@ -79,11 +80,6 @@ def _in_memory(tensor):
 def _own_tensors(module):
     tensors = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _hidden_tensors(module):
-    """Tensors that no state_dict names, and to(device) does not move."""
-    return [value for value in vars(module).values() if isinstance(value, Tensor)]
 
 
 def _called(name, model):

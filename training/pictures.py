@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MultipleLocator
 
-from training.coastlines import coastlines
 from weather.grid import Grid
 
 matplotlib.use("Agg")
@@ -192,3 +192,25 @@ def _finish_rows(figure, panels, images, title, units):
     figure.supxlabel("longitude (degrees east)", fontsize="medium")
     figure.supylabel("latitude (degrees north)", fontsize="medium")
     return figure.suptitle(title)
+
+
+@cache
+def coastlines() -> list[np.ndarray]:
+    """Lines of points, each (N, 2) in degrees east (-180 to 180) and north; none where cartopy or its data are missing.
+
+    Nothing is downloaded: a compute node may have no way out, and would wait for it.
+    """
+    try:
+        from cartopy import config
+        from cartopy.io import Downloader, shapereader
+
+        for resolution in ("110m", "50m"):
+            what = {"config": config, "resolution": resolution, "category": "physical", "name": "coastline"}
+            source = Downloader.from_config(("shapefiles", "natural_earth", resolution, "physical", "coastline"))
+            for path in (source.pre_downloaded_path(what), source.target_path(what)):  # source.path would download
+                if path and path.is_file():
+                    shapes = shapereader.Reader(path).geometries()
+                    return [np.array(line.coords) for shape in shapes for line in getattr(shape, "geoms", [shape])]
+    except Exception:  # coastlines are an ornament: whatever is wrong with them, the map is drawn
+        pass
+    return []

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from training.clock import WARMUP_ITERATIONS
 from training.flops import is_gpu
-from training.metrics_file import FILE_NAME, LARGEST, read_metrics
+from training.timing import WARMUP_ITERATIONS
+from training.trackers import FILE_NAME, LARGEST, read_metrics
 from utils.config import check_config, differing_keys, read_named_config
 from utils.errors import UsageError
 from utils.files import read_json

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from training.phase_times import PhaseTimes
+from training.timing import PhaseTimes
 from utils import comm
 from utils.collective_record import recorded_collectives
 from utils.device import synchronize

@@ -19,7 +19,6 @@ from distributed.data_parallel import SHARDED
 from distributed.global_view import global_view, take_parts
 from distributed.shard import fallback
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
-from training.metrics_file import MetricsFile
 from training.model import build_model
 from training.outer_trackers import KINDS
 from training.planned import compare
@@ -29,15 +28,15 @@ from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
-from training.trackers import TensorBoard, Trackers, check_tracker
-from training.trained_weights import check_start, find_start, load_weights_into
+from training.trackers import MetricsFile, TensorBoard, Trackers, check_tracker
+from training.trained_weights import check_start, find, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
 from utils.schema import Config
-from utils.stop_signals import StopRequest
+from utils.signals import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,10 @@ class Run:
             self._log_memory()
             self._open_trackers(opened)
             opened.enter_context(self.telemetry.times.listening())
-            self.bar = opened.enter_context(self._progress_bar())
+            hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
+            total, done = self.config.num_iters, self.iteration
+            bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
+            self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
             self.open = opened.pop_all()
         if self.validation_due or self.iteration == self.config.num_iters:
@@ -279,7 +281,7 @@ class Run:
 
     def _start_from(self, path: str) -> None:
         """Take the weights of a checkpoint, and nothing else of it."""
-        folder, _ = comm.on_main(lambda: find_start(path))
+        folder, _ = comm.on_main(lambda: find(path, "best"))
         load_weights_into(self.step.parallel, folder)
         if self.step.average:
             self.step.average.restart()
@@ -349,9 +351,3 @@ class Run:
             **result,
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }
-
-    def _progress_bar(self) -> tqdm:
-        """Shown on a terminal; silent in a batch log."""
-        total = self.config.num_iters
-        hidden = None if comm.is_main() else True  # None: hidden unless this is a terminal
-        return tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)

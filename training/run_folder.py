@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
-from training.checkpoint_marker import config_of
+from training.checkpoint_files import config_of
 from training.planned import PLAN, read_plan
 from training.run_owner import RunOwner
 from utils import comm
@@ -72,18 +72,13 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of the finished run in this folder; None where there is none."""
-        return comm.on_main(self._read_summary)
-
-    def _read_summary(self) -> dict[str, Any] | None:
-        if not self.summary_file.exists():
-            return None
-        return read_summary(self.summary_file, run=str, iterations=int, units=dict)
+        kinds = {"run": str, "iterations": int, "units": dict}
+        return comm.on_main(lambda: read_summary(self.summary_file, **kinds) if self.summary_file.exists() else None)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Written by rank 0."""
-        if not comm.is_main():
-            return
-        write_json(self.summary_file, summary)
+        if comm.is_main():
+            write_json(self.summary_file, summary)
 
     def _earlier(self) -> Config | None:
         """The settings of the run in this folder: of config.yaml, else of its newest checkpoint; None for no run."""

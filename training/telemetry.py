@@ -6,11 +6,10 @@ import math
 import torch
 from torch import Tensor
 
-from training.clock import WARMUP_ITERATIONS, Clock
 from training.flops import peak_flops_per_sec, training_flops
 from training.optimizer import learning_rate
-from training.phase_times import PHASES, PhaseTimes
 from training.step import TrainingStep
+from training.timing import PHASES, WARMUP_ITERATIONS, Clock, PhaseTimes
 from utils import comm
 from utils.collective_record import recorded_collectives
 from utils.device import peak_memory_bytes, synchronize

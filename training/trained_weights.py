@@ -10,19 +10,20 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from distributed.global_view import global_view, take_parts
 from distributed.parallel_model import ParallelModel
-from training.checkpoint import CheckpointFolder, hush_single_process_warning
-from training.checkpoint_marker import MARKER, CheckpointError, Marker, config_of, is_score, read_marker, verify
+from training.checkpoint import CheckpointFolder, first_whole, hush_single_process_warning
+from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, verify
 from utils import comm
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line
 from utils.schema import Config
 
 
-def find(path: Path | str) -> tuple[Path, Marker]:
-    """Find and verify the checkpoint at `path`; returns (folder, marker).
+def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
+    """Find and verify a checkpoint; returns (folder, marker). One rank calls this.
 
-    path: a checkpoint, a folder of checkpoints or the folder of a run; of several checkpoints the newest complete one.
-    Raises UsageError if there is none, or if it is damaged.
+    path: a checkpoint, a folder of checkpoints or the folder of a run. which: of several checkpoints the newest whole
+    one, the best (lowest validation loss; the newest if none has a loss), or the one of this name. Raises UsageError if
+    there is none, or if it is damaged.
     """
     path = Path(path)
     if not path.is_dir():
@@ -33,47 +34,23 @@ def find(path: Path | str) -> tuple[Path, Marker]:
         except CheckpointError as error:
             raise UsageError(error) from None
     inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    folder, marker = CheckpointFolder(inside, keep=1).newest_whole()
-    if folder is None or marker is None:
-        raise UsageError(f"{path}: no whole checkpoint in it")
-    return folder, marker
-
-
-def find_in_run(run: Path | str, which: str) -> tuple[Path, Marker]:
-    """Folder and marker of a complete checkpoint of a run. One rank calls this.
-
-    which: best (lowest validation loss; the newest if none has a loss), newest, or the name of a checkpoint. Raises
-    UsageError if this checkpoint is missing or damaged.
-    """
-    folders = CheckpointFolder(Path(run) / "checkpoints", keep=1).folders()
-    if not folders:
-        raise UsageError(f"{run}: has no checkpoint yet")
-    if which == "newest":
-        return find(run)
-    if which == "best":
-        losses = {folder: loss for folder in folders if is_score(loss := _val_loss(folder))}
-        for folder in sorted(losses, key=lambda folder: losses[folder]):
-            try:
-                return folder, verify(folder)
-            except CheckpointError:
-                continue
-        return find(run)
-    folder = Path(run) / "checkpoints" / which
-    if folder not in folders:
-        names = ", ".join(f.name for f in folders)
-        raise UsageError(f"{run}: no checkpoint '{which}'; give best, newest or one of {names}")
-    return find(folder)
-
-
-def find_start(path: Path | str) -> tuple[Path, Marker]:
-    """The checkpoint from which to start: `path` itself, or the best one where it is the folder of a run."""
-    return find_in_run(path, "best") if (Path(path) / "checkpoints").is_dir() else find(path)
+    folders = CheckpointFolder(inside, keep=1).folders()
+    if which in ("newest", "best"):
+        losses = read_losses(folders)
+        folder, marker = first_whole(folders if which == "newest" else sorted(losses, key=losses.__getitem__))
+        if folder is None or marker is None:
+            raise UsageError(f"{path}: no whole checkpoint in it")
+        return folder, marker
+    if inside / which not in folders:
+        names = ", ".join(folder.name for folder in folders)
+        raise UsageError(f"{path}: no checkpoint '{which}'; give best, newest or one of {names}")
+    return find(inside / which)
 
 
 def check_start(config: Config) -> None:
     """Before the folder of a run is made: raise UsageError where it cannot begin with the weights of `init_from`."""
     if config.init_from and not (Path(config.expdir) / config.config / config.run_num / "checkpoints").exists():
-        checkpoint, marker = comm.on_main(lambda: find_start(config.init_from or ""))
+        checkpoint, marker = comm.on_main(lambda: find(config.init_from or "", "best"))
         check_origin(config, checkpoint, marker)
 
 
@@ -116,10 +93,3 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
         raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
     take_parts(tensors, view, parallel.split)
     set_model_state_dict(model, weights)
-
-
-def _val_loss(folder: Path) -> float | None:
-    try:
-        return read_marker(folder)["val_loss"]
-    except CheckpointError:
-        return None

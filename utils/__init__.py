@@ -1,3 +1,3 @@
 """What everything else stands on: processes, mesh layout, launch, device, settings, errors, data loaders."""
 
-import utils.interrupt  # noqa: F401  # Ctrl-C is quiet from here on
+import utils.signals  # noqa: F401  # Ctrl-C is quiet from here on

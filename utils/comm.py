@@ -302,12 +302,8 @@ def global_mean(values: Tensor) -> Tensor:
 
 def global_max(value: float, device: torch.device) -> float:
     """The largest of all ranks' values."""
-    return all_reduce(device_tensor([value], device), dist.ReduceOp.MAX).item()
-
-
-def device_tensor(values: Sequence[float], device: torch.device) -> Tensor:
-    """A float64 tensor (float32 where the device has no such type) for a reduction."""
-    return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return all_reduce(torch.tensor([value], dtype=dtype, device=device), dist.ReduceOp.MAX).item()
 
 
 def run_ranks(main: Callable[[], int | None]) -> NoReturn:

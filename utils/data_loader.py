@@ -24,8 +24,7 @@ from utils.device import library, pinned_tensor, to_device
 from utils.sample_order import Order, rank_indices, training_indices, validation_counts, validation_indices
 from weather.channels import count_forcings
 from weather.dataset import FieldDataset, Statistics
-from weather.dates import turns
-from weather.forcings import Forcings
+from weather.forcings import Forcings, turns
 
 # A frame seen in its file is only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)

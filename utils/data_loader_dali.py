@@ -22,7 +22,7 @@ from torch import Tensor
 from utils.data_loader import Batch, BatchLoader
 from utils.errors import UsageError
 from utils.sample_order import Order
-from utils.stop_signals import STOP_SIGNALS
+from utils.signals import STOP_SIGNALS
 from weather.dataset import FieldDataset, Statistics
 from weather.year_reader import open_year
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from utils.interrupt import INTERRUPTED_STATUS
+from utils.signals import INTERRUPTED_STATUS
 
 USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is lost
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)

@@ -47,7 +47,11 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
                 f"{'is' if len(missing) == 1 else 'are'} not: start with torchrun, srun or plain python, or unset it"
             )
         rank, local_rank, size, port = (_number(env, n) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
-        launch = Launch(rank, local_rank, size, _nodes(env, size), env["MASTER_ADDR"], port)
+        if "LOCAL_WORLD_SIZE" in env:  # torchrun
+            nodes = -(-size // max(1, _number(env, "LOCAL_WORLD_SIZE")))
+        else:
+            nodes = _number(env, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in env else 1
+        launch = Launch(rank, local_rank, size, nodes, env["MASTER_ADDR"], port)
         by_srun = tasks > 1 and "TORCHELASTIC_RUN_ID" not in env
         if by_srun and (rank, size) != (_number(env, "SLURM_PROCID"), tasks):
             raise UsageError(
@@ -94,12 +98,6 @@ def interface_towards(address: str) -> str:
     except OSError:
         pass
     return ""
-
-
-def _nodes(env: Mapping[str, str], size: int) -> int:
-    if "LOCAL_WORLD_SIZE" in env:  # torchrun
-        return -(-size // max(1, _number(env, "LOCAL_WORLD_SIZE")))
-    return _number(env, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in env else 1
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

@@ -22,6 +22,10 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e38)]
 Size = Annotated[int, Field(ge=1, le=2**16)]  # of a model's part
 Ranks = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=1, le=10**7)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Stage = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
+Method = Literal["gather", "ring", "all_to_all"]
 
 Affects = Literal["model", "result", "training", "layout", "speed", "nothing"]
 Options = TypeVar("Options")
@@ -56,9 +60,7 @@ class Config(BaseModel):
 
     config: Name = key("name of the configuration in the YAML file", affects="nothing")
 
-    task: Text = key(
-        "forecast: the weather; classify: image to class; transport: image to image, also in 3-D", "forecast", "model"
-    )
+    task: Text = key("forecast: weather; classify: images; transport: images, volumes", "forecast", "model")
     model: Text = key("vit, unet, afno, neighborhood, convnet, classifier, or package.module:Class", "vit", "model")
     model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
     num_classes: PositiveInt | None = key("classes of the classifier", None, "model")
@@ -102,24 +104,16 @@ class Config(BaseModel):
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
     warmup: NonNegativeInt = key("iterations of linear warmup", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
-    ema: float | None = key(
-        "validate and forecast with a moving average of the weights: its decay, 0.999", None, "training", ge=0, lt=1
-    )
+    ema: float | None = key("validate and forecast with averaged weights: decay, 0.999", None, "training", ge=0, lt=1)
     init_from: Text | None = key("start with the weights of this run or checkpoint, as iteration 0", None, "training")
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
     loss: Literal["relative_l2", "squared_error"] = key(
         "of forecasts: of whole images, or of channels and points by their weights", "relative_l2", "training"
     )
-    channel_weights: dict[Name, Annotated[float, Field(ge=0, le=1e6)]] = key(
-        "squared_error: weights of channels, else 1: {u10: 0.1}", {}, "training"
-    )
+    channel_weights: dict[Name, Weight] = key("squared_error: weights of channels, else 1: {u10: 0.1}", {}, "training")
     pressure_weights: bool = key("squared_error: channels weigh as the pressure of their level", False, "training")
-    rollout_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = key(
-        "steps of a forecast to train over, each from the one before", 1, "training"
-    )
-    rollout_schedule: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]] = key(
-        "later numbers of rollout_steps: [600, 2] [900, 4] is 2 from iteration 600 on, then 4", [], "training"
-    )
+    rollout_steps: Steps = key("steps of a forecast to train over, each from the one before", 1, "training")
+    rollout_schedule: list[Stage] = key("later rollout_steps: [600, 2] [900, 4]: 2 from 600 on, then 4", [], "training")
 
     comm_timeout: Seconds = key("seconds after which a rank that waits for another gives up", 600, "nothing")
     watchdog_timeout: Seconds = key("seconds without a finished step after which the run ends", 1800, "nothing")
@@ -137,52 +131,34 @@ class Config(BaseModel):
     )  # fmt: skip
     checkpointing_interval: Size = key("recompute only every k-th block", 1, "layout")
 
-    data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key(
-        "what the data-parallel ranks share", "ddp", "layout"
-    )
+    data_parallel: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = key("what its ranks share", "ddp", "layout")
     noddp: bool = key("no gradient reduction: to measure what it costs; ranks train apart", False, "training")
     bucket_cap_mb: PositiveFloat = key("ddp, zero1: MiB of gradients in one reduction", 25, "layout")
     sync_batchnorm: bool = key("BatchNorm over the global batch, not over each rank's samples", False, "training")
     gradient_compression: Literal["none", "bf16"] = key("ddp: reduce gradients in bfloat16", "none", "training")
     dp_shard: Ranks | None = key("hsdp: ranks that share one copy; null: those of a node", None, "layout")
-    wrap_policy: Literal["block", "size", "none"] = key(
-        "zero2, fsdp, hsdp: what is gathered at once", "block", "layout"
-    )
+    wrap_policy: Literal["block", "size", "none"] = key("zero2, fsdp, hsdp: a unit to gather", "block", "layout")
     wrap_min_params: PositiveInt = key("parameters of a unit with wrap_policy size", 1_000_000, "layout")
     prefetch: int = key("zero2, fsdp, hsdp: units gathered ahead; 0: torch's own choice", 0, "layout", ge=0, le=999)
-    gather_dtype: Literal["none", "bf16", "fp16"] = key(
-        "zero2, fsdp, hsdp: dtype of gathered parameters", "none", "training"
-    )
+    gather_dtype: Literal["none", "bf16", "fp16"] = key("zero2, fsdp, hsdp: of gathered parameters", "none", "training")
     cpu_offload: bool = key("zero2, fsdp, hsdp: parameters, gradients and optimizer in host memory", False, "layout")
 
     tensor_parallel: Ranks = key("train_mp, train_shard: ranks that share heads and hidden features (tp)", 1, "layout")
     context_parallel: Ranks = key("train_mp: ranks that share the tokens of an image (cp)", 1, "layout")
     pipeline_parallel: Ranks = key("train_mp: ranks that share the blocks (pp)", 1, "layout")
-    domain_parallel: Ranks | Text = key(
-        "train_shard: ranks that share an image, as bands of latitude (4) or tiles (2x2)", 1, "layout"
-    )
+    domain_parallel: Ranks | Text = key("train_shard: ranks of an image, bands (4) or tiles (2x2)", 1, "layout")
     parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER, "layout")
-    tp_backend: Literal["native", "dtensor"] = key(
-        "train_mp: tp by our layers, or by parallelize_module", "native", "layout"
-    )
+    tp_backend: Literal["native", "dtensor"] = key("train_mp: our layers, or parallelize_module", "native", "layout")
     sequence_parallel: bool = key("train_mp: norms and dropout of tp ranks on a slice of the tokens", False, "layout")
-    cp_method: Literal["gather", "ring", "all_to_all"] = key(
-        "context parallel: how attention sees all tokens", "gather", "layout"
-    )
-    domain_method: Literal["gather", "ring", "all_to_all"] = key(
-        "domain parallel: how attention sees all tokens", "gather", "layout"
-    )
+    cp_method: Method = key("context parallel: how attention sees all tokens", "gather", "layout")
+    domain_method: Method = key("domain parallel: how attention sees all tokens", "gather", "layout")
     domain_fallback: Literal["error", "gather"] = key(
         "domain parallel: an operation that no rule computes is an error, or runs on whole tensors", "error", "layout"
     )
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = key(
-        "order of the micro-batches in the pipeline", "1f1b", "layout"
-    )
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved"] = key("pipeline: order of micro-batches", "1f1b", "layout")
 
     expdir: Text = key("folder of all runs", "./logs", "nothing")
-    run_num: Name = key(
-        "name of this run, its folder is <expdir>/<config>/<run_num>; auto: the next free number", "00", "nothing"
-    )
+    run_num: Name = key("name of this run: <expdir>/<config>/<run_num>; auto: the next free number", "00", "nothing")
     resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto", "nothing")
     log_every: PositiveInt = key("iterations between two readings of the loss", 10, "nothing")
     tracker: Literal["none", "mlflow", "wandb"] = key("where the run is told beside TensorBoard", "none", "nothing")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from utils import comm
 from utils.errors import STOPPED_STATUS, UsageError, reported_as_usage_error
-from utils.stop_signals import StopRequest
+from utils.signals import StopRequest
 from weather.dataset import FieldDataset
 from weather.year_reader import Hdf5Year
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from utils.errors import UsageError, first_line
 from utils.files import check_file
-from weather.dates import file_times
-from weather.year_data import Description, YearFile
+from weather.year_data import Description, YearFile, file_times
 from weather.year_reader import open_year, year_paths
 
 

@@ -16,6 +16,8 @@ from weather.channels import TIMED
 from weather.grid import Grid
 from weather.year_data import YearFile
 
+YEAR = 365.25  # days
+
 
 class Forcings:
     """The forcings of some points, on the device: forcings(turns of the dates).
@@ -46,7 +48,7 @@ class Forcings:
     def __call__(self, turns: Tensor) -> Tensor:
         """(B, F + k T, h, w): the F channels that stay, then the T that change, for one date after the other.
 
-        turns: of k dates for each sample, see dates.turns, (B, k, 2) on the device.
+        turns: of k dates for each sample, see turns, (B, k, 2) on the device.
         """
         parts = [self.fixed.expand(len(turns), -1, -1, -1)]
         angles = []
@@ -68,3 +70,9 @@ def _normalised(file: YearFile, name: str, img_size: Sequence[int]) -> np.ndarra
     if not np.isfinite(spread) or spread == 0:
         raise UsageError(f"{file.path}: forcing '{name}' is the same everywhere, or not finite")
     return (field - field.mean()) / spread
+
+
+def turns(dates: np.ndarray) -> np.ndarray:
+    """How much of the day and how much of the year is over at these dates (UTC), 0 to 1: (...) -> (..., 2) float32."""
+    day, year = ((dates - dates.astype(f"datetime64[{unit}]")) / np.timedelta64(1, "D") for unit in "DY")
+    return np.stack([day, year / YEAR], -1).astype(np.float32)

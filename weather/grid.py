@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+HOUR = np.timedelta64(1, "h")
+
 
 class Grid(NamedTuple):
     """Coordinates of the points of an image in degrees: rows (H,) north, columns (W,) east."""

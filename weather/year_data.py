@@ -6,10 +6,12 @@ they release Python's lock, so threads read in parallel. Otherwise the format's 
 mapped: the caller sees them in the page cache, without a copy.
 """
 
+import math
+import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from utils.errors import UsageError, reading
 from weather.channels import CHANNELS
-from weather.grid import Grid, latitudes, longitudes
+from weather.grid import HOUR, Grid, latitudes, longitudes
 
 DATASET = "fields"
 
@@ -48,8 +50,9 @@ class YearFile(ABC):
     path: what people call it. location: where it can be opened again. fields: an array (T, C, H, W) that slices.
     arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
     plain: whether each frame is stored as one plain piece. mappable: whether `mapped` can be used.
-    A format adds _piece(frame), a context manager of (descriptor, offset) of a plain piece; _adjacent(frame, count),
-    whether so many frames are one piece; _read_by_library, which reads as `read` does; and _strings(array of text).
+    A format adds _piece(frame), a context manager of (descriptor, offset) of a plain piece; _mapped_piece(frame), the
+    map that it is in, and where; _adjacent(frame, count), whether so many frames are one piece; _read_by_library, which
+    reads as `read` does; and _strings(array of text).
     """
 
     path: Path
@@ -61,20 +64,27 @@ class YearFile(ABC):
     mappable: bool
     size: int
     warning = ""  # what is costly about how it is stored
+    _mapped_piece: Callable[[int], tuple[mmap.mmap, int]]
 
     @abstractmethod
     def close(self) -> None:
         """Close it."""
 
-    @abstractmethod
-    def mapped(
-        self, frames: Sequence[int], channels: int, rows: slice, columns: slice
-    ) -> AbstractContextManager[list[np.ndarray]]:
+    @contextmanager
+    def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
         """Frames, first C channels, a window of points, as read-only arrays over the disk's own, (1, C, h, w) each.
 
         A context manager. Raises UsageError if a file has become shorter; if that happens inside the block, SIGBUS
         ends the process. Raises ValueError where frames are not stored so that they can be mapped.
         """
+        if not self.mappable:
+            raise ValueError(f"{self.path}: has no map, its frames must be read")
+        pieces, shape = [self._mapped_piece(frame) for frame in frames], (1, channels, *self.shape[2:])
+        windows = [np.ndarray(shape, "<f4", memory, start)[:, :, rows, columns] for memory, start in pieces]
+        if windows[0].shape == shape:  # read what is not in the page cache in one go
+            _advise(mmap.MADV_WILLNEED, pieces, 4 * math.prod(shape))
+        yield windows
+        _advise(mmap.MADV_DONTNEED, pieces, 4 * math.prod(shape))  # they would count as memory of this process
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
         """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
@@ -153,3 +163,26 @@ class YearFile(ABC):
             if count == 0:
                 raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
             view, position = view[count:], position + count
+
+
+def _advise(advice, pieces, length):
+    for memory, start in pieces:
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        memory.madvise(advice, page, start - page + length)
+
+
+def file_times(file: YearFile) -> np.ndarray:
+    """Dates of the frames of a YearFile, (T,) datetime64[s]: its `time`, or 6-hourly in the year of its name."""
+    with reading(f"{file.path}: its time"):
+        stored, frames = file.arrays.get("time"), file.shape[0]
+        if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
+            attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
+            import xarray  # slow to import
+
+            decoded = xarray.decode_cf(xarray.Dataset({"time": ("time", stored[:], attributes)}))["time"].values
+            if decoded.dtype.kind != "M" or np.isnat(decoded).any():
+                raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
+            return decoded.astype("datetime64[s]")
+    if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
+        raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
+    return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR

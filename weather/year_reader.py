@@ -8,7 +8,6 @@ import itertools
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,24 +91,10 @@ class Hdf5Year(YearFile):
     def _strings(array: Any) -> list[str]:
         return [str(text) for text in array.asstr()[:]]
 
-    @contextlib.contextmanager
-    def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
-        """As YearFile says."""
-        if self.map is None or self.frame_offsets is None:
-            raise ValueError(f"{self.path}: has no map, its frames must be read")
+    def _mapped_piece(self, frame):
         if os.fstat(self.descriptor).st_size < self.size:
-            raise UsageError(f"{self.path}: ends before frame {frames[-1]}: the file was truncated")
-        starts, shape = [int(self.frame_offsets[frame]) for frame in frames], (1, channels, *self.shape[2:])
-        windows = [np.ndarray(shape, "<f4", self.map, start)[:, :, rows, columns] for start in starts]
-        if windows[0].shape == shape:
-            self._advise(mmap.MADV_WILLNEED, starts, channels)  # read what is not in the page cache in one go
-        yield windows
-        self._advise(mmap.MADV_DONTNEED, starts, channels)  # mapped pages would count as memory of this process
-
-    def _advise(self, advice, starts, channels):
-        for start in starts:
-            page = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self.map.madvise(advice, page, start - page + 4 * channels * math.prod(self.shape[2:]))
+            raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
+        return self.map, int(self.frame_offsets[frame])
 
     def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
         assert self.frame_offsets is not None

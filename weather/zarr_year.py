@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +63,10 @@ class ZarrYear(YearFile):
     def close(self) -> None:
         """Nothing is held open."""
 
-    @contextlib.contextmanager
-    def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
-        """As YearFile says."""
-        if not self.mappable:
-            raise ValueError(f"{self.path}: has no map, its frames must be read")
-        yield [self._map(frame)[:, :channels, rows, columns] for frame in frames]
-
-    def _map(self, frame):
+    def _mapped_piece(self, frame):
         with self._piece(frame) as (descriptor, _), reading(f"{self.path}: frame {frame}"):
-            length = 4 * math.prod(self.shape[1:])
-            whole = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ)  # unmapped with the last array over it
-        whole.madvise(mmap.MADV_WILLNEED)
-        return np.ndarray((1, *self.shape[1:]), "<f4", whole)
+            whole = 4 * math.prod(self.shape[1:])
+            return mmap.mmap(descriptor, whole, access=mmap.ACCESS_READ), 0  # unmapped with the last array over it
 
     @contextlib.contextmanager
     def _piece(self, frame: int) -> Iterator[tuple[int, int]]:

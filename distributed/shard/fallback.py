@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distributed.shard import tensor as shard_tensor
 from distributed.shard.guards import SEES_PARTS
-from distributed.shard.rules.elementwise import to_spec
+from distributed.shard.operands import replicated, shared, to_spec, written
 from distributed.shard.spec import Mesh, Spec, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, name_of, replicated, shared, wrap, written
+from distributed.shard.tensor import ShardTensor, dispatch, local, name_of, wrap
 
 FALLBACKS = "error", "gather"
 # What these change or return is memory, which no copy can stand for.

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import Function, _SingleLevelFunction
 
+from distributed.shard.operands import gradient_spec
 from distributed.shard.rules.attributes import as_gradient
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import LocalTensors, ShardTensor, dispatch, flat, gradient_spec, local, wrap
+from distributed.shard.tensor import LocalTensors, ShardTensor, dispatch, flat, local, wrap
 
 asks_torch_function = torch._C._is_torch_function_enabled  # not inside a rule
 SEES_PARTS: set[Callable] = set()  # for which no copy can stand either

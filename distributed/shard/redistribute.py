@@ -137,7 +137,12 @@ def _exchange(local, spec, m, dim, sizes):
     axes, sizes = _new_split(unsplit, dim, m, sizes)
     me, starts, old_starts = group.rank, _starts(sizes), _starts(before.sizes)
     if old == dim:  # other sizes: a block is the overlap of an old and a new piece
-        overlap = lambda i, j: _overlap(old_starts[i], before.sizes[i], starts[j], sizes[j])  # noqa: E731
+
+        def overlap(i: int, j: int) -> tuple[int, int]:
+            """(first row in the old piece, number of rows) of what an old and a new piece have in common."""
+            first, last = max(old_starts[i], starts[j]), min(old_starts[i] + before.sizes[i], starts[j] + sizes[j])
+            return (first - old_starts[i], last - first) if last > first else (0, 0)
+
         blocks = [local.narrow(dim, *overlap(me, j)) for j in range(group.size)]
         shapes = [_with(local.shape, dim, overlap(i, me)[1]) for i in range(group.size)]
     else:
@@ -147,12 +152,6 @@ def _exchange(local, spec, m, dim, sizes):
     flat = all_to_all(torch.cat([b.flatten() for b in blocks]), sent, received, group)
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
     return torch.cat(parts, old), unsplit.with_axes(dim, axes)
-
-
-def _overlap(start, size, new_start, new_size):
-    """(first row in the piece, number of rows) of the overlap of a piece with a new piece."""
-    first, last = max(start, new_start), min(start + size, new_start + new_size)
-    return (first - start, last - first) if last > first else (0, 0)
 
 
 def _starts(sizes):

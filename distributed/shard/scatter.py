@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distributed.collectives import all_to_all
+from distributed.shard.operands import shared
 from distributed.shard.spec import Mesh, Pieces, as_mesh, part_of, spec_of
-from distributed.shard.tensor import ShardTensor, shared, wrap
+from distributed.shard.tensor import ShardTensor, wrap
 
 
 def scatter_tensor(

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distributed.collectives import reduce_from_region
 from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dtensor
 from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of  # noqa: F401
 
@@ -109,11 +108,11 @@ class ShardTensor(torch.Tensor):
         Shard to Shard is one all-to-all, Shard to Replicate an all-gather, Partial to Replicate an all-reduce, Partial
         to Shard a reduce-scatter.
         """
-        return redistributed(self, placements, sizes)
+        return wrap(*redistribute(local(self), self.spec, placements, sizes))
 
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank, as a plain tensor. The gradient of it must be the same on every rank."""
-        return local(replicated(self))
+        return local(self.redistribute([Replicate()] * len(self.spec.mesh.groups)))
 
     def __repr__(self):
         return f"ShardTensor({self.spec}, local={local(self.detach())})"
@@ -154,11 +153,6 @@ def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
     return ShardTensor.__torch_function__(func, (), args, kwargs)
 
 
-def global_shape(x: Tensor) -> torch.Size:
-    """The shape of a ShardTensor or of a plain tensor, for use in rules."""
-    return x.spec.shape if isinstance(x, ShardTensor) else x.shape
-
-
 def named(*names: str) -> list[Callable]:
     """All torch functions with these names, in torch, torch.Tensor, torch.nn.functional and torch.linalg."""
     homes = (torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch._C._nn, torch.linalg, torch.special)
@@ -178,59 +172,6 @@ def local(x: MaybeTensor) -> MaybeTensor:
         with LocalTensors():
             return x.view_as(x)
     return x
-
-
-def gradient_spec(spec: Spec) -> Spec:
-    """How the gradient of a tensor is split: as the tensor, and that of a partial tensor is whole on every rank."""
-    return spec.derived(("gradient",), lambda: spec.with_dims(spec.dims, ())) if spec.partial else spec
-
-
-def written(x: ShardTensor) -> ShardTensor:
-    """The tensor that an in-place operation has changed. Raises no_rule where another should have changed with it."""
-    if x.copied_from:
-        raise no_rule(torch.Tensor.copy_, (x,), {}, f"in place on what {x.copied_from} copied from whole tensors")
-    return x
-
-
-def redistributed(x: ShardTensor, placements: Sequence[Placement], sizes: Pieces | None = None) -> ShardTensor:
-    """The ShardTensor with other `placements`; sizes: {mesh dimension: sizes of its ranks}, see redistribute."""
-    return wrap(*redistribute(local(x), x.spec, placements, sizes))
-
-
-def replicated(x: ShardTensor) -> ShardTensor:
-    """The ShardTensor as a whole copy on every rank."""
-    return redistributed(x, [Replicate()] * len(x.spec.mesh.groups))
-
-
-def reduced(x: ShardTensor) -> ShardTensor:
-    """Sum up a partial ShardTensor, so that nonlinear operations may follow; return others unchanged."""
-    if not x.spec.partial:
-        return x
-    if len(x.spec.partial) == len(x.spec.mesh.groups):  # over both mesh dimensions in one all-reduce
-        return wrap(reduce_from_region(local(x), x.spec.mesh.joint), x.spec.with_dims(x.spec.dims, ()))
-    return redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
-
-
-def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
-    """Prepare a plain tensor, such as a weight, for an operation whose result has this spec.
-
-    If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
-    gradient is then divided by the number of copies, so that the sum over the ranks stays right.
-    """
-    if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor) and spec.copies > 1 and x.requires_grad:
-        return _Share.apply(x, spec.copies)
-    return x
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.copies, None
 
 
 class NoRule(NotImplementedError):
@@ -266,13 +207,6 @@ def _refused(error, func, args, kwargs):
     if on_refusal is None:
         raise error
     return on_refusal(func, args, kwargs, error)
-
-
-def one_axis(func: Callable, x: ShardTensor, dim: int) -> Axis:
-    """The only axis of a split dimension. Raises no_rule for a dimension of several axes."""
-    if len(x.spec.dims[dim]) > 1:
-        raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
-    return x.spec.dims[dim][0]
 
 
 def flat(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 
 from tools.instruments.assembly import build_step, random_batch
-from training.metrics_file import MetricsFile
-from training.phase_times import PHASES, PhaseTimes
 from training.telemetry import Telemetry
-from training.trackers import TensorBoard, Trackers
+from training.timing import PHASES, PhaseTimes
+from training.trackers import MetricsFile, TensorBoard, Trackers
 from utils.config import load_config
 
 STEPS, TIMES = 10, 200

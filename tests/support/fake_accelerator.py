@@ -23,10 +23,10 @@ from tools.instruments.assembly import split_as_configured
 from tools.planner.fake import fake_rank, pipeline_shapes
 from training.model import build_model
 from training.optimizer import build_optimizer
-from training.phase_times import PhaseTimes
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
 from training.tasks import task_of
+from training.timing import PhaseTimes
 from utils import comm
 from utils.config import SCRIPTS, load_config
 from weather.channels import count_forcings

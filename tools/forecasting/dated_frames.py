@@ -14,7 +14,9 @@ from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
 from weather.dataset import FieldDataset
-from weather.dates import HOUR, file_times, turns
+from weather.forcings import turns
+from weather.grid import HOUR
+from weather.year_data import file_times
 
 
 class DatedFrames:

@@ -20,8 +20,7 @@ from tools.forecasting.weatherbench2 import weatherbench2_dataset, weatherbench2
 from utils.errors import UsageError
 from utils.files import read_json, whole_file, write_json
 from weather.channels import CHANNELS
-from weather.dates import HOUR
-from weather.grid import Grid
+from weather.grid import HOUR, Grid
 
 STANDARD_NAMES = {
     "u": "eastward_wind", "v": "northward_wind", "t": "air_temperature", "z": "geopotential",

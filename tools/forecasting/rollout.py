@@ -21,8 +21,7 @@ from utils.config import nearest
 from utils.errors import UsageError
 from utils.sample_order import rank_indices, validation_counts, validation_indices
 from utils.schema import Config
-from weather.dates import HOUR
-from weather.grid import Grid
+from weather.grid import HOUR, Grid
 
 Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
 

@@ -13,7 +13,7 @@ from tools.forecasting.spectra import spread
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
 from utils.files import whole_file
-from weather.dates import HOUR
+from weather.grid import HOUR
 
 
 def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, zarr: bool) -> None:

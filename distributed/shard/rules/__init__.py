@@ -1,23 +1,7 @@
-"""The rules of ShardTensor: one for each torch function. Importing a module registers its rules."""
+"""The rules of ShardTensor: one for each torch function. Importing this package registers the rules of all modules."""
 
-from distributed.shard.rules import (  # noqa: F401
-    along,
-    attention,
-    attributes,
-    composed,
-    elementwise,
-    extrema,
-    indexing,
-    joining,
-    linear,
-    lookup,
-    losses,
-    neighborhood,
-    normalization,
-    randomness,
-    recurrent,
-    reductions,
-    softmax,
-    spatial,
-    views,
-)
+import importlib
+import pkgutil
+
+for module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{module.name}")

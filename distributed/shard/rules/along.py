@@ -13,22 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distributed.halo import Fetch, bounds
+from distributed.shard.operands import one_axis, redistributed, reduced
 from distributed.shard.redistribute import sizes_over
 from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept_dims
 from distributed.shard.rules.windows import Window, no_outputs
 from distributed.shard.spec import Spec, whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    dispatch,
-    local,
-    named,
-    no_rule,
-    one_axis,
-    redistributed,
-    reduced,
-    rule,
-    wrap,
-)
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 # {name: (position of dim among the arguments, its default; None: all dimensions)}
 ALONG: dict[str, tuple[int, Dims]] = {

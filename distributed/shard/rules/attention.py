@@ -13,22 +13,11 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
+from distributed.shard.operands import copied, global_shape, replicated, shared, to_spec
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import copied, to_spec
 from distributed.shard.rules.randomness import own_stream
 from distributed.shard.spec import whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    dispatch,
-    global_shape,
-    local,
-    no_rule,
-    part_of,
-    replicated,
-    rule,
-    shared,
-    wrap,
-)
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, part_of, rule, wrap
 
 _chosen = "gather"
 
@@ -142,13 +131,9 @@ def _mask(mask, is_causal, rows, columns, device):
         return None
     for dim, spec in ((-2, rows), (-1, columns)):
         if mask.shape[dim] > 1 and len(spec.dims[2]) > 1:
-            mask = mask.index_select(dim, torch.cat([_tokens(spec, rank, device) for rank in spec.ranks(2)]))
+            tokens, axes = torch.arange(spec.shape[2], device=device), spec.with_dims((spec.dims[2],))
+            mask = mask.index_select(dim, torch.cat([part_of(tokens, axes, rank) for rank in spec.ranks(2)]))
     return mask if mask.shape[-1] > 1 else mask.expand(*mask.shape[:-1], columns.shape[2])
-
-
-def _tokens(spec, rank, device):
-    """The indices of the tokens that a rank of the mesh holds."""
-    return part_of(torch.arange(spec.shape[2], device=device), spec.with_dims((spec.dims[2],)), rank)
 
 
 def _own_rows(mask, rows):

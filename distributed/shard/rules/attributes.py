@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from distributed.shard.rules.elementwise import split_alike, to_spec
+from distributed.shard.operands import gradient_spec, redistributed, replicated, split_alike, to_spec
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import (
-    ShardTensor,
-    gradient_spec,
-    local,
-    named,
-    redistributed,
-    replicated,
-    rule,
-    wrap,
-)
+from distributed.shard.tensor import ShardTensor, local, named, rule, wrap
 
 
 @rule(

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.shard.operands import reduced
 from distributed.shard.rules.reductions import kept
 from distributed.shard.rules.windows import Window, spatial
-from distributed.shard.tensor import Rule, ShardTensor, local, named, no_rule, reduced, rule, wrap
+from distributed.shard.tensor import Rule, ShardTensor, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
 BODIES: list[Any] = [

@@ -3,29 +3,15 @@
 # mypy: disable-error-code="attr-defined"
 # (mypy takes Tensor.real for a value of the class, and a plain tensor for what it was before it became a ShardTensor)
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import copy_to_region
-from distributed.shard.redistribute import recut, sizes_over
-from distributed.shard.spec import Axes, Spec, whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    local,
-    named,
-    no_rule,
-    part_of,
-    redistributed,
-    reduced,
-    replicated,
-    rule,
-    shared,
-    wrap,
-    written,
-)
+from distributed.shard.operands import common_spec, fitted, reduced, written
+from distributed.shard.spec import Spec
+from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap
 
 UNARY = named(
     "abs", "absolute", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
@@ -78,17 +64,12 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     else:
         if (
             spec is not None
-            and plain_numbers(kwargs)
+            and (not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items()))
             and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
         ):
             out = func(*args, **kwargs)  # the common case: all operands are split in the same way
             return wrap(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
-
-
-def plain_numbers(kwargs: Mapping[str, Any]) -> bool:
-    """Whether no keyword argument is a tensor or out=."""
-    return not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items())
 
 
 def scales(func: Callable, args: Sequence[Any]) -> bool:
@@ -143,81 +124,6 @@ def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:
         return True
     found = [x.spec if isinstance(x, ShardTensor) else None for x in args[:2]]
     return func in ADDING and len(args) == 2 and all(s is not None for s in found) and found[0] == found[1]
-
-
-def common_spec(tensors: Sequence[Tensor]) -> Spec:
-    """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
-    specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
-    shape = torch.broadcast_shapes(*(x.spec.shape if isinstance(x, ShardTensor) else x.shape for x in tensors))
-    used: set[int] = set()
-    found: list[Axes | None] = [None] * len(shape)
-    for spec in specs:
-        for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
-            over = {a.mesh_dim for a in axes if a.sizes is not None}
-            if found[dim] is None and over and not over & used and spec.shape[dim - len(shape)] == shape[dim]:
-                found[dim] = axes
-                used |= over
-    for spec in specs:  # dimensions that no operand splits keep the axes of an operand
-        for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
-            if found[dim] is None and spec.shape[dim - len(shape)] == shape[dim] and not any(a.sizes for a in axes):
-                found[dim] = axes
-    dims = [whole(n) if axes is None else axes for n, axes in zip(shape, found, strict=True)]
-    partial = specs[0].partial if all(s.partial == specs[0].partial for s in specs) else ()
-    return Spec(specs[0].mesh, tuple(dims), partial)
-
-
-def fitted(x: Tensor, spec: Spec) -> Tensor:
-    """The local part of an operand, which broadcasts against the local part of the result."""
-    ahead = len(spec.dims) - x.dim()
-    aligned = spec.with_dims(spec.dims[ahead:])
-    if not isinstance(x, ShardTensor):
-        return part_of(shared(x, spec), aligned) if x.dim() else shared(x, spec)
-    # Dimensions that broadcast are whole, the others are split as in the result.
-    wanted = aligned.with_dims(
-        [
-            () if n == 1 and size != 1 else a
-            for n, size, a in zip(x.spec.shape, aligned.shape, aligned.dims, strict=True)
-        ]
-    )
-    part = local(x if split_alike(x.spec, wanted) else to_spec(x, wanted))
-    for mesh_dim, (p, q) in enumerate(zip(wanted.placements, spec.placements, strict=True)):
-        if p.is_replicate() and not q.is_replicate():  # each rank uses its copy with another part
-            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
-    return part
-
-
-def copied(x: Tensor, spec: Spec) -> ShardTensor:
-    """A plain tensor as a ShardTensor on the mesh of `spec`, of which every rank holds a copy; others unchanged."""
-    if isinstance(x, ShardTensor):
-        return x
-    spec = spec.with_dims(map(whole, x.shape), ())
-    return wrap(shared(x, spec), spec)
-
-
-def split_alike(spec: Spec, other: Spec) -> bool:
-    """Whether two tensors of one shape have the same elements on every rank; axes of whole dimensions may differ."""
-    return spec.partial == other.partial and all(
-        a == b or not (spec.is_split(d) or other.is_split(d))
-        for d, (a, b) in enumerate(zip(spec.dims, other.dims, strict=True))
-    )
-
-
-def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
-    """The tensor redistributed to a spec. If its axes are others and several a dimension, a slice of the whole."""
-    axes, wanted = ([a[:2] + a[3:] for d in s.dims for a in d if a.sizes is not None] for s in (x.spec, spec))
-    if axes == wanted and x.spec.partial == spec.partial and not any(ahead for _, _, ahead in axes):
-        cut = {m: sizes_over(spec, m) for m, placement in enumerate(spec.placements) if placement.is_shard()}
-        part, new = recut(local(x), x.spec, cut)
-        if split_alike(new, spec):
-            return wrap(part, spec)
-    if all(len(axes) < 2 for axes in spec.dims):
-        sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
-        return redistributed(x, spec.placements, sizes)
-    part = local(replicated(x))
-    for mesh_dim, placement in enumerate(spec.placements):
-        if placement.is_shard():
-            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
-    return wrap(part_of(part, spec), spec)
 
 
 @rule(*CASTS)

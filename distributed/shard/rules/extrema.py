@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Group, Sizes, gather_from_region
-from distributed.shard.rules.reductions import Dims, dims_of, gathered, kept, numpy_names, reduce_by, sharers
+from distributed.shard.operands import reduced
+from distributed.shard.rules.reductions import Dims, dims_of, gathered, kept, numpy_rule, reduce_by, sharers
 from distributed.shard.spec import part_of
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, reduced, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, wrap
 
 
 class Found(NamedTuple):
@@ -19,8 +20,7 @@ class Found(NamedTuple):
     indices: Any
 
 
-@rule(*named("amax", "amin"))
-@numpy_names
+@numpy_rule(*named("amax", "amin"))
 def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool = False) -> ShardTensor:
     """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
     reduce = torch.amax if func.__name__ == "amax" else torch.amin
@@ -58,8 +58,7 @@ class _Shared(torch.autograd.Function):
         return (x == value) * (grad / count), None, None
 
 
-@rule(*named("max", "min"))
-@numpy_names
+@numpy_rule(*named("max", "min"))
 def max_or_min(
     func: Callable, input: Any, dim: int | Tensor | None = None, keepdim: bool = False, *, other: Tensor | None = None
 ) -> ShardTensor | Found:
@@ -72,8 +71,7 @@ def max_or_min(
     return along(input, dim, keepdim, largest)
 
 
-@rule(*named("argmax", "argmin"))
-@numpy_names
+@numpy_rule(*named("argmax", "argmin"))
 def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> ShardTensor:
     """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
     largest = func.__name__ == "argmax"

@@ -2,28 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distributed.shard.operands import fitted, global_shape, one_axis, reduced, written
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import adopt, fitted, is_for_all
+from distributed.shard.rules.elementwise import adopt, is_for_all
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.spec import Axis, ahead_of, shard_sizes, whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    dispatch,
-    global_shape,
-    local,
-    named,
-    no_rule,
-    one_axis,
-    reduced,
-    rule,
-    wrap,
-    written,
-)
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 @rule(Tensor.__getitem__)
@@ -37,7 +27,8 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
         return rows_of_plain(func, x, index)
     if (mask := mask_of(x, index)) is not None:
         return masked(func, x, mask)
-    x = made_whole(x, _by_tensors(func, x, index))
+    items = [item for item in _items(func, x, index) if item is not None]
+    x = made_whole(x, [dim for dim, item in enumerate(items) if isinstance(item, Tensor)])
     spec, own = _located(func, x, index)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
@@ -92,12 +83,6 @@ def _located(func, x, index):
         at = at if places[-1] - places[0] < len(places) else 0  # in front, if index tensors are not adjacent
         dims[at:at] = [whole(n) for n in torch.broadcast_shapes(*shapes)]
     return spec.with_dims(dims, tuple(sorted(partial))), tuple(own) if owned else None
-
-
-def _by_tensors(func, x, index):
-    """The dimensions of x that a tensor indexes."""
-    items = [item for item in _items(func, x, index) if item is not None]
-    return [dim for dim, item in enumerate(items) if isinstance(item, Tensor)]
 
 
 def _items(func, x, index):
@@ -250,25 +235,24 @@ def split(
     split_sizes: Any = None,
 ) -> tuple[ShardTensor, ...]:  # fmt: skip
     """Split into pieces. Along a split dimension each rank holds its own part of every piece."""
-    dim, sizes = dim % len(tensor.spec.dims), split_size_or_sections
-    sizes = split_size if sizes is None else sizes
-    sizes = split_sizes if sizes is None else sizes
-    size = tensor.spec.shape[dim]
+    x, dim = tensor, dim % len(tensor.spec.dims)
+    sizes = next(s for s in (split_size_or_sections, split_size, split_sizes) if s is not None)
+    size = x.spec.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, size - i) for i in range(0, size, sizes)] or [0]
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    return _pieces(func, tensor, dim, sizes)
+    if x.spec.is_split(dim):
+        return _between(func, x, dim, [0, *accumulate(sizes)])
+    parts = local(x).split(list(sizes), dim)
+    return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
 
 
 @rule(*named("chunk"))
 def chunk(func: Callable, input: ShardTensor, chunks: int, dim: int = 0) -> tuple[ShardTensor, ...]:
     """Split into pieces of one size; the last may be shorter. Each rank holds its own part of every piece."""
-    dim = dim % len(input.spec.dims)
     size = input.spec.shape[dim]
-    piece = max(1, -(-size // chunks))
-    sizes = [min(piece, size - i) for i in range(0, size, piece)] if size else [0] * chunks
-    return _pieces(func, input, dim, sizes)
+    return split(func, input, -(-size // chunks) if size else [0] * chunks, dim)
 
 
 @rule(*named("tensor_split"))
@@ -277,19 +261,13 @@ def tensor_split(
     sections: int | None = None, indices: Sequence[int] | None = None,
 ) -> tuple[ShardTensor, ...]:  # fmt: skip
     """Split into pieces as even as possible, or at given rows."""
-    dim = dim % len(input.spec.dims)
     size = input.spec.shape[dim]
     cuts = next(c for c in (indices_or_sections, sections, indices) if c is not None)
     if isinstance(cuts, int):
-        return _pieces(func, input, dim, [size // cuts + (i < size % cuts) for i in range(cuts)])
-    ends = [0, *cuts, size]
-    return tuple([getitem(func, input, (*[slice(None)] * dim, slice(*ends[i : i + 2]))) for i in range(len(ends) - 1)])
+        return split(func, input, shard_sizes(size, cuts), dim)
+    return _between(func, input, dim % len(input.spec.dims), [0, *cuts, size])
 
 
-def _pieces(func, x, dim, sizes):
-    if x.spec.is_split(dim):
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        before = [slice(None)] * dim
-        return tuple([getitem(func, x, (*before, slice(a, a + n))) for a, n in zip(starts, sizes, strict=True)])
-    parts = local(x).split(list(sizes), dim)
-    return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
+def _between(func, x, dim, ends):
+    """The slices of a dimension between neighbouring ones of these rows."""
+    return tuple([getitem(func, x, (*[slice(None)] * dim, slice(*pair))) for pair in pairwise(ends)])

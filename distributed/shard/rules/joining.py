@@ -7,22 +7,11 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Sizes, all_to_all
+from distributed.shard.operands import common_spec, fitted, global_shape, one_axis, reduced
 from distributed.shard.redistribute import redistribute
-from distributed.shard.rules.elementwise import common_spec, fitted
-from distributed.shard.rules.reductions import numpy_names
+from distributed.shard.rules.reductions import numpy_rule
 from distributed.shard.spec import Axis, Spec, ahead_of, merged, shard_sizes, whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    dispatch,
-    global_shape,
-    local,
-    named,
-    no_rule,
-    one_axis,
-    reduced,
-    rule,
-    wrap,
-)
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -33,8 +22,7 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [reduced(x) if isinstance(x, ShardTensor) else x for x in tensors]
 
 
-@rule(*named("stack"))
-@numpy_names
+@numpy_rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
     tensors = alike(tensors)
@@ -47,8 +35,7 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTenso
     return wrap(torch.stack(parts, dim), spec.with_dims((*spec.dims[:dim], whole(len(parts)), *spec.dims[dim:])))
 
 
-@rule(*named("cat", "concat", "concatenate"))
-@numpy_names
+@numpy_rule(*named("cat", "concat", "concatenate"))
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
     tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
@@ -111,7 +98,8 @@ def _brought(x, spec):
 def _new_sizes(tensors, dim, mesh_dim, base):
     """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
     size, group = sum(global_shape(x)[dim] for x in tensors), base.mesh.groups[mesh_dim]
-    lengths = [global_shape(x)[dim] + 1 if _is_cut(x, dim, mesh_dim) else 0 for x in tensors]
+    cut = [isinstance(x, ShardTensor) and any(a.mesh_dim == mesh_dim for a in x.spec.dims[dim]) for x in tensors]
+    lengths = [global_shape(x)[dim] + 1 if own else 0 for x, own in zip(tensors, cut, strict=True)]
     largest = lengths.index(max(lengths))
     kept = global_shape(tensors[largest])[dim]
     if (size - kept) * group.size > kept:
@@ -120,10 +108,6 @@ def _new_sizes(tensors, dim, mesh_dim, base):
     sizes[0] += sum(global_shape(x)[dim] for x in tensors[:largest])
     sizes[-1] += sum(global_shape(x)[dim] for x in tensors[largest + 1 :])
     return tuple(sizes)
-
-
-def _is_cut(x, dim, mesh_dim):
-    return isinstance(x, ShardTensor) and any(axis.mesh_dim == mesh_dim for axis in x.spec.dims[dim])
 
 
 def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, base: Spec) -> ShardTensor:

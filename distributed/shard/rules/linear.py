@@ -13,21 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import copy_to_region
+from distributed.shard.operands import global_shape, reduced, shared, split_alike, to_spec
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import split_alike, to_spec
 from distributed.shard.spec import Spec, part_of, whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    dispatch,
-    global_shape,
-    local,
-    named,
-    no_rule,
-    reduced,
-    rule,
-    shared,
-    wrap,
-)
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 def contracted(

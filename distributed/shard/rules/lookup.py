@@ -8,21 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
+from distributed.shard.operands import fitted, global_shape, reduced, shared
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import fitted
 from distributed.shard.spec import Axis, merged, whole
-from distributed.shard.tensor import (
-    ShardTensor,
-    dispatch,
-    global_shape,
-    local,
-    named,
-    no_rule,
-    reduced,
-    rule,
-    shared,
-    wrap,
-)
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 @rule(*named("gather", "take_along_dim"))

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import _reduction
 from torch.nn import functional as F
 
-from distributed.shard.rules.elementwise import broadcast, fitted
+from distributed.shard.operands import fitted, global_shape, reduced, shared
+from distributed.shard.rules.elementwise import broadcast
 from distributed.shard.rules.reductions import kept, reduced_spec
 from distributed.shard.spec import whole
-from distributed.shard.tensor import ShardTensor, dispatch, global_shape, local, no_rule, reduced, rule, shared, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 
 
 def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:
@@ -28,52 +29,30 @@ def named_reduction(reduction: str, size_average: bool | None, reduce: bool | No
     return reduction if size_average is reduce is None else _reduction.legacy_get_string(size_average, reduce)
 
 
-@rule(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-def regression_loss(
-    func: Callable, input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
-    reduction: str = "mean", weight: Tensor | None = None, **parameters: Any,
-) -> ShardTensor:  # fmt: skip
-    """Losses of tensors with equal shapes. torch drops the weight of F.l1_loss before this rule is called."""
-    reduction = named_reduction(reduction, size_average, reduce)
-    _same_shape(func, input, target, weight)
-    loss = broadcast(func, (input, target), {"reduction": "none", **parameters})
-    if weight is None:
-        return averaged(loss, reduction)
-    loss = dispatch(torch.mul, loss, weight)
-    if reduction == "mean" and func is not F.huber_loss:
-        total = dispatch(torch.sum, weight) if isinstance(weight, ShardTensor) else weight.sum()
-        return dispatch(torch.div, dispatch(torch.sum, loss), total)
-    return averaged(loss, reduction)
-
-
-@rule(F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
-def binary_loss(
+@rule(
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+def elementwise_loss(
     func: Callable, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
-    reduce: bool | None = None, reduction: str = "mean", pos_weight: Tensor | None = None,
+    reduce: bool | None = None, reduction: str = "mean", **parameters: Any,
 ) -> ShardTensor:  # fmt: skip
-    """Binary cross-entropy of tensors with equal shapes; the weights broadcast."""
-    _same_shape(func, input, target)
-    weights = {"weight": weight} if pos_weight is None else {"weight": weight, "pos_weight": pos_weight}
-    loss = broadcast(func, (input, target), {"reduction": "none", **weights})
-    return averaged(loss, named_reduction(reduction, size_average, reduce))
+    """One value for each element. kl_div broadcasts, and may divide the sum by the global number of samples, batchmean.
 
-
-@rule(F.kl_div)
-def kl_div(
-    func: Callable, input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
-    reduction: str = "mean", log_target: bool = False,
-) -> ShardTensor:  # fmt: skip
-    """Kullback-Leibler divergence. The reduction may also be batchmean: the sum by the global number of samples."""
-    loss = broadcast(func, (input, target), {"reduction": "none", "log_target": log_target})
-    if reduction == "batchmean":
-        return dispatch(torch.div, averaged(loss, "sum"), global_shape(input)[0])
-    return averaged(loss, named_reduction(reduction, size_average, reduce))
-
-
-def _same_shape(func, *tensors):
-    shapes = [global_shape(x) for x in tensors if x is not None]
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"{func.__name__}: shapes {', '.join(str(tuple(shape)) for shape in shapes)} differ")
+    torch drops the weight of F.l1_loss before this rule is called.
+    """
+    shapes = [tuple(global_shape(x)) for x in (input, target)]
+    if func is not F.kl_div and shapes[0] != shapes[1]:
+        raise ValueError(f"{func.__name__}: shapes {shapes[0]} and {shapes[1]} differ")
+    reduction = named_reduction(reduction, size_average, reduce)
+    weights = {} if weight is None else {"weight": weight}
+    loss = broadcast(func, (input, target), {"reduction": "none", **weights, **parameters})
+    if reduction == "batchmean" and func is F.kl_div:
+        return dispatch(torch.div, averaged(loss, "sum"), shapes[0][0])
+    if reduction == "mean" and func is F.mse_loss and weight is not None:
+        total = dispatch(torch.sum, weight) if isinstance(weight, ShardTensor) else weight.sum()
+        return dispatch(torch.div, averaged(loss, "sum"), total)
+    return averaged(loss, reduction)
 
 
 @rule(F.cross_entropy, F.nll_loss)

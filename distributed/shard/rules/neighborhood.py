@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from distributed.halo import Fetch, bounds
+from distributed.shard.operands import reduced
 from distributed.shard.rules.windows import no_outputs
-from distributed.shard.tensor import ShardTensor, local, no_rule, reduced, rule, wrap
+from distributed.shard.tensor import ShardTensor, local, no_rule, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
 from networks.vit import PerAxis
 

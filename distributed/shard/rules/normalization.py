@@ -4,6 +4,7 @@ Forward gathers two numbers per statistic, backward all-reduces two. Weights are
 split, each rank takes its part of them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,21 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import Group, gather_from_region, reduce_from_region
-from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, numpy_names, sharers
+from distributed.shard.operands import reduced, replicated, shared
+from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, numpy_rule, sharers
 from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import (
-    MaybeTensor,
-    ShardTensor,
-    dispatch,
-    local,
-    named,
-    no_rule,
-    reduced,
-    replicated,
-    rule,
-    shared,
-    wrap,
-)
+from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Statistics = tuple[Tensor, Tensor]  # mean, 1 / deviation
 
@@ -40,7 +30,7 @@ def normalize(
     x: local tensor. weight, bias: local tensors that broadcast against x, or None. dims: the dimensions over which the
     statistics (mean, 1 / deviation) are computed. shared_by: (Group, counts) of the ranks that share them.
     """
-    group, count = (shared_by[0], sum(shared_by[1])) if shared_by else (None, _numel(x, dims))
+    group, count = (shared_by[0], sum(shared_by[1])) if shared_by else (None, math.prod([x.shape[d] for d in dims]))
     if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
         x = x.float()  # as autocast does
     mean, scale = statistics
@@ -84,10 +74,6 @@ class _Normalize(torch.autograd.Function):
 
 def _normalized(x, mean, scale):
     return (at_least_float32(x) - mean) * scale
-
-
-def _numel(x, dims):
-    return torch.Size([x.shape[d] for d in dims]).numel()
 
 
 def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor, int]:
@@ -250,8 +236,7 @@ def instance_norm(
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 
-@rule(F.normalize)
-@numpy_names
+@numpy_rule(F.normalize)
 def to_unit_norm(
     func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
     out: Tensor | None = None,

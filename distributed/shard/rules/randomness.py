@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from distributed.layers import rank_random
+from distributed.shard.operands import reduced, written
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, named, no_rule, reduced, rule, wrap, written
+from distributed.shard.tensor import ShardTensor, named, no_rule, rule, wrap
 
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.shard.operands import copied, fitted, global_shape, reduced, shared
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import copied, fitted
 from distributed.shard.spec import whole
-from distributed.shard.tensor import ShardTensor, global_shape, local, no_rule, reduced, rule, shared, wrap
+from distributed.shard.tensor import ShardTensor, local, no_rule, rule, wrap
 
 
 @rule(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)

@@ -7,28 +7,32 @@ rank combines these numbers in the same way.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributed.collectives import Group, Sizes, all_gather, gather_from_region, tensor_on
+from distributed.shard.operands import one_axis, reduced
 from distributed.shard.spec import Axes, Spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, one_axis, reduced, rule, wrap
+from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
-Result = TypeVar("Result")
 Dims = int | Sequence[int] | None  # None: all
 Sharers = tuple[Group, Sizes] | None  # the ranks that share a statistic, and how many of its elements each has
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
-def numpy_names(implementation: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorator: the rule accepts axis and keepdims as names for dim and keepdim, as torch does."""
+def numpy_rule(*functions: Callable) -> Callable[[Rule], Rule]:
+    """Decorator: as `rule`, and axis and keepdims are names for dim and keepdim, as they are in torch."""
 
-    def renamed(func: Callable, *args: Any, **kwargs: Any) -> Result:
-        return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
+    def register(implementation: Rule) -> Rule:
+        def renamed(func: Callable, *args: Any, **kwargs: Any) -> Any:
+            return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
 
-    return renamed
+        rule(*functions)(renamed)
+        return implementation
+
+    return register
 
 
 def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
@@ -92,8 +96,7 @@ def reduce_by(
     return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
 
 
-@rule(*named("sum"))
-@numpy_names
+@numpy_rule(*named("sum"))
 def total(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -102,8 +105,7 @@ def total(
     return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
 
 
-@rule(*named("mean"))
-@numpy_names
+@numpy_rule(*named("mean"))
 def mean(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -128,8 +130,7 @@ def count_nonzero(func: Callable, input: ShardTensor, dim: Dims = None) -> Shard
     return dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)
 
 
-@rule(*named("any", "all"))
-@numpy_names
+@numpy_rule(*named("any", "all"))
 def any_or_all(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank."""
     reduce = torch.any if func.__name__ == "any" else torch.all
@@ -137,8 +138,7 @@ def any_or_all(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bo
     return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
 
 
-@rule(*named("prod"))
-@numpy_names
+@numpy_rule(*named("prod"))
 def prod(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -154,16 +154,14 @@ def prod(
     return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))
 
 
-@rule(*named("logsumexp"))
-@numpy_names
+@numpy_rule(*named("logsumexp"))
 def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank."""
     dims = dims_of(input.spec, dim)
     return reduce_by(input, dims, keepdim, lambda x: x.logsumexp(dims, True), lambda parts: parts.logsumexp(0))
 
 
-@rule(torch.linalg.vector_norm)
-@numpy_names
+@numpy_rule(torch.linalg.vector_norm)
 def vector_norm(
     func: Callable, x: ShardTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,
     dtype: torch.dtype | None = None,
@@ -180,8 +178,7 @@ def vector_norm(
     )
 
 
-@rule(*named("norm"))
-@numpy_names
+@numpy_rule(*named("norm"))
 def norm(
     func: Callable, input: ShardTensor, p: float | str | None = None, dim: Dims = None, keepdim: bool = False,
     dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
@@ -235,8 +232,7 @@ def root(var: Tensor) -> Tensor:
     return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
 
 
-@rule(*named("var", "std", "var_mean", "std_mean"))
-@numpy_names
+@numpy_rule(*named("var", "std", "var_mean", "std_mean"))
 def var(
     func: Callable, input: ShardTensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False,
     *, correction: float | None = 1,
@@ -262,8 +258,7 @@ def var(
     return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
 
 
-@rule(*named("cumsum"))
-@numpy_names
+@numpy_rule(*named("cumsum"))
 def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
     """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
     input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))

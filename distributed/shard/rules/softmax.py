@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Group, reduce_from_region
-from distributed.shard.rules.reductions import at_least_float32, dims_of, gathered, numpy_names, sharers
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, wrap
+from distributed.shard.operands import reduced
+from distributed.shard.rules.reductions import at_least_float32, dims_of, gathered, numpy_rule, sharers
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, wrap
 
 
-@rule(*named("softmax", "log_softmax"))
-@numpy_names
+@numpy_rule(*named("softmax", "log_softmax"))
 def softmax(
     func: Callable, input: ShardTensor, dim: int | None = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None
 ) -> ShardTensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import Sizes, copy_to_region
+from distributed.shard.operands import copied, reduced, shared, to_spec
 from distributed.shard.rules import resampling
 from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.convolution import convolve, convolve_transposed
-from distributed.shard.rules.elementwise import copied, to_spec
 from distributed.shard.rules.pooling import adaptive_pool, avg_pool, max_pool
 from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, no_outputs, of_kind
 from distributed.shard.spec import Spec, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, reduced, rule, shared, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Sizes
+from distributed.shard.operands import global_shape
 from distributed.shard.redistribute import recut
 from distributed.shard.spec import Axes, Axis, Spec, merged, whole
-from distributed.shard.tensor import ShardTensor, dispatch, global_shape, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
@@ -128,12 +129,6 @@ def _sizes(shape):
     return tuple(shape[0] if shape and isinstance(shape[0], tuple | list) else shape)
 
 
-@rule(*named("ravel"))
-def ravel(func: Callable, input: ShardTensor) -> ShardTensor:
-    """Flatten to one dimension, which keeps all axes."""
-    return reshaped(func, input, (input.spec.shape.numel(),))
-
-
 @rule(*named("flatten"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
@@ -191,16 +186,11 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     return input if count < 2 else transpose(func, input, -2, -1)
 
 
-@rule(Tensor.T.__get__)
-def reversed_dims(func: Callable, input: ShardTensor) -> ShardTensor:
-    """Reverse the order of all dimensions."""
-    return permute(func, input, tuple(range(len(input.spec.dims)))[::-1])
-
-
-@rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))
-def conjugate_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
-    """The transpose, of conjugate numbers."""
-    return dispatch(torch.conj, transpose(func, input, -2, -1))
+rule(*named("ravel"))(lambda func, input: flatten(func, input))
+rule(Tensor.T.__get__)(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
+rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))(
+    lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1))
+)
 
 
 @rule(*named("view_as_real", "view_as_complex"))

@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import SCALARS, Even
 
 from tools.benchmarks.scaling.runs import FINISHED, place, state
 from tools.benchmarks.scaling.study import Run, Target
-from training.clock import WARMUP_ITERATIONS
 from training.run_folder import read_summary
+from training.timing import WARMUP_ITERATIONS
 from utils.config import nearest
 from utils.errors import UsageError
 
