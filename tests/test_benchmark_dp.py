@@ -12,8 +12,9 @@ import benchmark
 from tests.support import programs
 from tests.support.launch import popen
 from tools.benchmarks import strategies
-from tools.benchmarks.cases import STATES, hold, train_held
+from tools.benchmarks.cases import STATES
 from tools.instruments.overlap import hidden_share
+from tools.instruments.rank_case import figures_of, seconds_of
 from tools.instruments.team import Team
 from utils.errors import UsageError, run_main
 
@@ -177,10 +178,10 @@ def test_a_rank_that_is_gone_ends_the_others():
     case = strategies.build_cases(WORDS, ["ddp"], 2)[1]
     with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
         with Team(2, case.config) as team:
-            team.call(hold, 0, case)
-            assert min(team.call(train_held, 0, 1)) > 0
+            team.call(figures_of, case)
+            assert min(team.call(seconds_of, case, 1)) > 0
             team.processes[1].kill()
-            team.call(train_held, 0, 1)
+            team.call(seconds_of, case, 1)
     assert not any(process.is_alive() for process in team.processes)
 
 

@@ -8,10 +8,11 @@ import torch
 
 import benchmark
 from tools.benchmarks import layouts
-from tools.benchmarks.cases import HELD, hold, train_held
+from tools.benchmarks.cases import HELD
 from tools.benchmarks.layouts import ONE, build_cases
 from tools.instruments.counting import Collective
 from tools.instruments.phases import phases_of
+from tools.instruments.rank_case import figures_of, seconds_of
 from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker
 from utils.errors import UsageError, run_main
@@ -140,11 +141,11 @@ def test_a_rank_that_is_gone_ends_the_others():
     case = build_cases([*WORDS, "--embed_dim=32"], ["tp2"])[1]
     with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
         with Teams(case.config) as teams:
-            teams.call(2, hold, 0, case)
-            assert min(teams.call(2, train_held, 0, 1)) > 0
+            teams.call(2, figures_of, case)
+            assert min(teams.call(2, seconds_of, case, 1)) > 0
             processes = teams.running[2].processes
             processes[1].kill()
-            teams.call(2, train_held, 0, 1)
+            teams.call(2, seconds_of, case, 1)
     assert not any(process.is_alive() for process in processes)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import plan
 from tools.instruments import collective_speed, operation_speed
+from tools.instruments.rank_case import seconds_of
 from tools.instruments.team import Teams
 from tools.instruments.tracker import Message, Operation
 from tools.planner import at_scale, calibrate, hardware, measured, validate
@@ -292,7 +293,7 @@ def test_layouts_that_take_turns_keep_their_method_of_attention():
     assert len({case.config.domain_method for case in cases}) == 2
     with Teams(cases[0].config) as teams:
         for case in cases:
-            teams.call(2, validate.seconds_of_steps, case, 1)  # all are there before the first is looked at
+            teams.call(2, seconds_of, case, 1)  # all are there before the first is looked at
         real = [teams.call(2, validate.real_trace, case) for case in cases]
     rows, wrong = validate.compared(cases, real, [trace_step(case.config, case.layout, "cpu") for case in cases])
     assert wrong == 0, rows

@@ -5,7 +5,7 @@ python -m tools.checkpoint export logs/quick/00 model.safetensors      # the wei
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tools.tables import format_table
 from training.checkpoint import hush_single_process_warning
 from training.checkpoint_files import write_safetensors
 from training.trained_weights import find, stored_tensors
@@ -52,7 +53,8 @@ def export(path: Path | str, out: Path | str) -> None:
             write_safetensors(part, weights, metadata)
     except OSError as error:
         raise UsageError(f"{out}: cannot be written: {error}") from None
-    print(f"{out}: {len(weights)} tensors, {_count(weights.values())} of iteration {marker['iteration']} ({folder})")
+    values = sum(tensor.numel() for tensor in weights.values())
+    print(f"{out}: {len(weights)} tensors, {values:,} values of iteration {marker['iteration']} ({folder})")
 
 
 def show(path: Path | str) -> None:
@@ -66,11 +68,11 @@ def show(path: Path | str) -> None:
     print(f"world size   {marker.get('world_size')}")
     print(f"SHA-256      verified, {len(marker['files'])} files")
     tensors = dict(sorted(stored_tensors(folder).items()))
-    rows = [(name, list(t.size), str(t.properties.dtype).removeprefix("torch."), t) for name, t in tensors.items()]
-    width = max(len(name) for name in tensors)
-    print(f"\n{'tensor':<{width}}  {'shape':<20}{'dtype':<10}{'shards':>7}{'bytes':>16}")
-    for name, shape, dtype, stored in rows:
-        print(f"{name:<{width}}  {shape!s:<20}{dtype:<10}{len(stored.chunks):>7}{_bytes(stored):>16,}")
+    rows = [
+        (name, str(list(t.size)), str(t.properties.dtype).removeprefix("torch."), len(t.chunks), _bytes(t))
+        for name, t in tensors.items()
+    ]
+    print(f"\n{format_table({'tensor': '', 'shape': '', 'dtype': '', 'shards': 'd', 'bytes': ','}, rows)}")
     print()
     for part in ("model", "ema", "optimizer", "random"):
         own = [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]
@@ -82,10 +84,6 @@ def show(path: Path | str) -> None:
 
 def _bytes(stored: TensorStorageMetadata) -> int:
     return stored.size.numel() * stored.properties.dtype.itemsize
-
-
-def _count(tensors: Iterable[Tensor]) -> str:
-    return f"{sum(tensor.numel() for tensor in tensors):,} values"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

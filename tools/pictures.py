@@ -1,12 +1,13 @@
 """Pictures of benchmarks and plans: horizontal bars, and how a figure is finished and written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pandas import DataFrame, Series
 
 from utils.files import whole_file
 
@@ -17,28 +18,22 @@ SHADES = ("#cc6677", "#882255", "#ddaa99", "#441133")
 HELD_COLORS = {"parameters": "#4477aa", "gradients": "#66ccee", "optimizer": "#ccbb44", "activations": "#bbbbbb"}
 
 
-def save(figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
     """Write a figure as PNG, whole or not at all."""
     with whole_file(Path(path)) as part:
-        figure.savefig(part, format="png", dpi=120)
+        figure.savefig(part, format="png", dpi=dpi)
 
 
-def panels(labels: Sequence[str], count: int = 1, width: float = 8, row: float = 0.4) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels side by side for horizontal bars: a row for each label, the first one on top."""
-    figure = Figure(figsize=(width, 1.8 + row * len(labels)), layout="constrained")
-    axes = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
-    axes[0].set_yticks(range(len(labels)), labels)
-    axes[0].invert_yaxis()
-    return figure, axes
+def panels(rows: int, count: int = 1, width: float = 8, row: float = 0.4) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels side by side for so many rows of horizontal bars."""
+    figure = Figure(figsize=(width, 1.8 + row * rows), layout="constrained")
+    return figure, list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
 
 
-def stack(axes: Axes, parts: Mapping[str, Sequence[float | None]], colors: Sequence[str | None]) -> None:
-    """Bars of several parts, one behind the other. parts: {name: a length for each row}; None is no length."""
-    start = [0.0] * len(next(iter(parts.values())))
-    for (name, values), color in zip(parts.items(), colors, strict=True):
-        lengths = [value or 0 for value in values]
-        axes.barh(range(len(lengths)), lengths, left=start, label=name, color=color)
-        start = [a + b for a, b in zip(start, lengths, strict=True)]
+def draw_bars(axes: Axes, parts: DataFrame, colors: Any = None, stacked: bool = True) -> None:
+    """Horizontal bars, a row for each label of the index, the first one on top; the columns one behind the other."""
+    parts.plot.barh(ax=axes, stacked=stacked, color=colors, width=0.8)
+    axes.set(ylabel="", ylim=(len(parts) - 0.5, -0.5))
 
 
 def mark(axes: Axes, values: Sequence[float], name: str) -> None:
@@ -53,13 +48,12 @@ def finish(axes: Axes, **labels: Any) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize="small", frameon=False)
 
 
-def bars(
-    labels: Sequence[str], values: Sequence[float], unit: str, color: Any = COLORS[0], row: float = 0.4, title: str = ""
-) -> Figure:
-    """A horizontal bar chart with the value at each bar, the first one on top. color: one, or one for each bar."""
-    figure, (axes,) = panels(labels, row=row)
-    axes.bar_label(axes.barh(range(len(labels)), values, color=color), fmt="%.3g", padding=3)
+def bars(values: Series, unit: str, color: Any = COLORS[0], row: float = 0.4, title: str = "") -> Figure:
+    """A horizontal bar chart with the value at each bar. color: one, or one for each bar."""
+    figure, (axes,) = panels(len(values), row=row)
+    axes.bar_label(axes.barh(values.index, values, color=color), fmt="%.3g", padding=3)
     axes.margins(x=0.12)
+    axes.invert_yaxis()
     axes.set(title=title, xlabel=unit)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

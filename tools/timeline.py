@@ -178,7 +178,9 @@ def merge(traces: Sequence[Trace], calls: Calls) -> dict[str, Any]:
 
 def draw(traces: Sequence[Trace], calls: Calls, path: Path) -> None:
     """The step in which the ranks wait longest."""
-    figure, (axes,) = panels([f"rank {trace.rank}" for trace in traces], width=11)
+    figure, (axes,) = panels(len(traces), width=11)
+    axes.set_yticks(range(len(traces)), [f"rank {trace.rank}" for trace in traces])
+    axes.invert_yaxis()
     found, waits = [states(trace, calls) for trace in traces], Counter[int]()
     for trace, (edges, state, _) in zip(traces, found, strict=True):
         for number, (start, stop) in enumerate(trace.steps):

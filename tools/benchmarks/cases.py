@@ -1,4 +1,4 @@
-"""The common part of the benchmarks of ranks: cases named on the command line, turns, a training step on a rank.
+"""The common part of the benchmarks of ranks: cases named on the command line, turns, tables and pictures.
 
 Every benchmark of ranks measures cases, each a config in a layout. In every round all cases take turns, and a ratio is
 taken within a round, so that the ups and downs of the machine cancel.
@@ -7,32 +7,29 @@ taken within a round, so that the ups and downs of the machine cancel.
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
+from pandas import DataFrame
 
 from tools.instruments.phases import PHASES
-from tools.instruments.rank_case import RankCase
-from tools.instruments.team import Case, Rank, Teams
+from tools.instruments.rank_case import build_case, figures_of, seconds_of
+from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import Messages, by_phase
-from tools.pictures import HELD_COLORS, finish, mark, stack
+from tools.pictures import HELD_COLORS, draw_bars, finish, mark
 from tools.planner.formulas import formula_traces
-from tools.tables import MIB, in_mib
-from utils.config import Script, load_config
+from tools.tables import MIB
 from utils.device import select_device
 from utils.errors import UsageError
 from utils.launch import read_launch
 
-C = TypeVar("C", bound=Case)
-T = TypeVar("T")
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
 RANKS_PER_CORE = 32  # more would only fill the machine
-
-
-# Cases by their names.
+MEMORY = {name: f"{{{name}:.2f}}" for name in STATES} | {"sum": "{states:.2f}", "formula": "{states_formula:.2f}"}
 
 
 def parse_layout(name: str, dims: Collection[str], example: str) -> dict[str, str]:
@@ -55,12 +52,9 @@ def ranks_of(sizes: Mapping[str, str]) -> int:
     return math.prod(int(number) for size in sizes.values() for number in size.split("x"))
 
 
-def build_case(text: str, words: Sequence[str], ranks: int, script: Script) -> Case:
+def named_case(text: str, script: str, words: Sequence[str], ranks: int) -> Case:
     """The Case of a text like 'tp2,data_parallel=fsdp': a name, then options of its own. words: options before them."""
-    own = [f"--{option}" for option in text.split(",")[1:]]
-    config = load_config([*words, *own], None, ranks, script.yaml_config, script.splits)
-    # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
-    return Case(text, config, config.layout(ranks, max(1, ranks // 2)))
+    return build_case(text, script, [*words, *(f"--{option}" for option in text.split(",")[1:])], ranks)
 
 
 def check_machine(command: str, cases: Sequence[Case], option: str) -> torch.device:
@@ -87,44 +81,22 @@ def conditions(device: torch.device, rounds: int, steps: int) -> str:
     return f"{rounds} rounds of {steps} steps; {device.type}{shared}"
 
 
-# Turns.
-
-
-def take_turns(cases: Sequence[C], rounds: int, measure: Callable[[C, int], T | None]) -> dict[C, list[T | None]]:
-    """{case: [measure(case, round), ...]}; after a None, a measurement that failed, the case is left out."""
-    turns: dict[C, list[T | None]] = {case: [] for case in cases}
-    for number in range(rounds):
-        for case, own in turns.items():
-            if None not in own:
-                own.append(measure(case, number))
-    return turns
-
-
-def train_in_turns(
-    cases: Sequence[Case], device: torch.device, steps: int, rounds: int
-) -> tuple[dict[Case, dict[str, Any]], dict[Case, list[list[float]]]]:
+def train_in_turns(cases: Sequence[Case], device: torch.device, steps: int, rounds: int) -> dict[Case, dict[str, Any]]:
     """Build all cases at once, each on its ranks, and train in turns.
 
-    Returns ({case: a row with its memory and messages, of the rank that has most, beside the planner's formulas},
-    {case: seconds of a step on every rank, in every round}).
+    Returns {case: a row with its memory and messages, of the rank that has most, beside the planner's formulas, and
+    with the `seconds` of a step in each round, the harmonic mean over the ranks}.
     """
-    numbers = {case: i for i, case in enumerate(cases)}
     with Teams(cases[0].config) as teams:
-        rows = {case: _row(case, teams.call(case.ranks, hold, i, case), device) for case, i in numbers.items()}
-        turns = take_turns(cases, rounds, lambda case, _: teams.call(case.ranks, train_held, numbers[case], steps))
-    return rows, {case: [turn for turn in own if turn] for case, own in turns.items()}
+        rows = {case: _row(case, teams.call(case.ranks, figures_of, case), device) for case in cases}
+        for case, row in [*rows.items()] * rounds:
+            row["seconds"].append(statistics.harmonic_mean(teams.call(case.ranks, seconds_of, case, steps)))
+    return rows
 
 
-def hold(rank: Rank, number: int, case: Case) -> dict[str, Any]:
-    """On a rank: build a case and keep it; returns its figures."""
-    rank.kept[number] = RankCase(rank, case)
-    return rank.kept[number].figures()
-
-
-def train_held(rank: Rank, number: int, steps: int) -> float:
-    """On a rank: seconds of a step of a case that was built."""
-    rank.kept[number].take_turn()
-    return rank.kept[number].times(steps)["seconds"]
+def ratios(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
+    """Seconds of a row to those of another one, in each round."""
+    return [own / yardstick for own, yardstick in zip(row["seconds"], other["seconds"], strict=True)]
 
 
 def _row(case: Case, figures: Sequence[dict[str, Any]], device: torch.device) -> dict[str, Any]:
@@ -133,9 +105,9 @@ def _row(case: Case, figures: Sequence[dict[str, Any]], device: torch.device) ->
     predicted = most([trace.held for trace in traces])
     # The formulas do not hold for compiled code, nor for a CPU's mixed precision and attention with dropout.
     if case.config.enable_jit or (device.type == "cpu" and (case.config.dropout or case.config.amp_mode != "none")):
-        predicted["activations"] = None
+        predicted["activations"] = math.nan
     return {
-        "ranks": case.ranks, "embed_dim": case.config.embed_dim,
+        "ranks": case.ranks, "embed_dim": case.config.embed_dim, "seconds": [],
         "memory": most([figure["memory"] for figure in figures]),
         "predicted_memory": {name: predicted[name] for name in HELD},
         "messages": most_messages([figure["messages"] for figure in figures]),
@@ -144,10 +116,9 @@ def _row(case: Case, figures: Sequence[dict[str, Any]], device: torch.device) ->
     }  # fmt: skip
 
 
-def most(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """The largest value of each name; None where it was not measured."""
-    columns = {name: [figure[name] for figure in figures] for name in figures[0]}
-    return {name: None if None in values else max(values) for name, values in columns.items()}  # type: ignore[type-var]
+def most(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """The largest value of each name; NaN where it was not measured."""
+    return DataFrame(figures, dtype=float).max(skipna=False).to_dict()
 
 
 def most_messages(of_ranks: Sequence[Messages]) -> Messages:
@@ -160,25 +131,18 @@ def most_messages(of_ranks: Sequence[Messages]) -> Messages:
     return found
 
 
-# Tables and pictures of rows.
-
-
-MEMORY = {name: f"{{{name}:.2f}}" for name in STATES} | {"sum": "{states:.2f}", "formula": "{states_formula:.2f}"}
-
-
 def in_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of train_in_turns with its memory as single values in MiB, for tables."""
-    held = {name: in_mib(size) for name, size in row["memory"].items()}
-    formula = {f"{name} formula": in_mib(size) for name, size in row["predicted_memory"].items()}
-    states, by_formula = (
-        sum(held[name] or 0 for name in STATES),
-        sum(formula[f"{name} formula"] or 0 for name in STATES),
-    )
-    return {**row, **held, **formula, "states": states, "states_formula": by_formula}
+    held = {name: size / MIB for name, size in row["memory"].items()}
+    formula = {f"{name} formula": size / MIB for name, size in row["predicted_memory"].items()}
+    sums = {"states": sum(held[name] for name in STATES)}
+    return {**row, **held, **formula, **sums, "states_formula": sum(formula[f"{name} formula"] for name in STATES)}
 
 
-def memory_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Memory of a rank by use, a bar for each row, and its formula as a mark."""
-    stack(axes, {name: [in_mib(row["memory"][name]) for row in rows] for name in HELD}, list(HELD_COLORS.values()))
-    mark(axes, [sum(size or 0 for size in row["predicted_memory"].values()) / MIB for row in rows], "formula")
+def memory_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
+    """Memory of a rank by use, a bar for each row, and its formula as a mark. name: the key of a row's label."""
+    labels = [row[name] for row in rows]
+    memory, formula = (DataFrame([row[key] for row in rows], labels) / MIB for key in ("memory", "predicted_memory"))
+    draw_bars(axes, memory[list(HELD)].fillna(0), list(HELD_COLORS.values()))
+    mark(axes, formula.sum(axis=1), "formula")
     finish(axes, title=title, xlabel="MiB")

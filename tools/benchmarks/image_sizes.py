@@ -17,32 +17,22 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from networks.vit import patch_grid
-from tools.benchmarks.cases import (
-    RankCase,
-    build_case,
-    check_machine,
-    conditions,
-    most,
-    parse_layout,
-    ranks_of,
-    take_turns,
-)
+from tools.benchmarks.cases import check_machine, conditions, most, named_case, parse_layout, ranks_of
 from tools.instruments.memory import memory_of_a_step, optimizer_states
+from tools.instruments.rank_case import RankCase
 from tools.instruments.team import Case, OutOfMemory, Rank, Teams
 from tools.instruments.tracker import Tracker
 from tools.pictures import COLORS, save
 from tools.planner.layouts import split_refusal
-from tools.tables import MIB, cells, format_table, machine
+from tools.tables import MIB, format_table, machine
 from utils import comm
-from utils.config import SCRIPTS
-from utils.device import library, synchronize
+from utils.device import empty_cache, library, synchronize
 from utils.errors import UsageError
 
 LAYOUTS = ("dp2", "domain2", "domain2,data_parallel=ddp")
 ONE = "one device"
 SIZES = (32, 64, 32)
 MODES = ("forward", "training")
-SCRIPT, NAME = SCRIPTS["train_shard.py"], "classify_quick"
 FIGURES = (
     "seconds", "seconds_of_rounds", "images_per_sec", "cpu_seconds", "peak", "activations", "loss", "speedup",
     "speedup_of_rounds", "memory_reduction",
@@ -75,7 +65,10 @@ def run(
     results = []
     with Teams(config) as teams:
         for point in points:
-            turns = take_turns(point, rounds, lambda case, number: measure(teams, case, steps, memory=number == 0))
+            turns: dict[ImageCase, list[Any]] = {case: [] for case in point}
+            for case, own in [*turns.items()] * rounds:
+                if None not in own:  # it has not run out of memory
+                    own.append(measure(teams, case, steps, memory=not own))
             one = summarize(point[0], turns[point[0]], None)
             results += [one] + [summarize(case, turns[case], one) for case in point[1:]]
     print_tables(results)
@@ -100,15 +93,15 @@ def build_points(
     'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
     A device, or those that share an image, take one image at a time.
     """
-    words = [f"--config={NAME}", *words]
-    ways = [build_case(ONE, words, 1, SCRIPT)]
+    words = ["--config=classify_quick", *words]
+    ways = [named_case(ONE, "train_shard.py", words, 1)]
     for text in dict.fromkeys(layouts):
         split = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
         shared = [
             f"--data_parallel={'ddp' if split['domain'] == '1' else 'fsdp'}", f"--domain_parallel={split['domain']}",
             f"--tensor_parallel={split['tp']}", f"--global_batch_size={split['dp']}",
         ]  # fmt: skip
-        ways.append(build_case(text, [*words, *shared], ranks_of(split), SCRIPT))
+        ways.append(named_case(text, "train_shard.py", [*words, *shared], ranks_of(split)))
     limit = memory_limit_gib and memory_limit_gib * 2**30
 
     def case_of(way: Case, side: int, mode: str) -> ImageCase:
@@ -140,7 +133,6 @@ def measure(teams: Teams, case: ImageCase, steps: int, memory: bool) -> list[dic
 
 
 def _measure_once(rank: Rank, case: ImageCase, steps: int, memory: bool) -> dict[str, Any]:
-    """On a rank: what `measure` gives."""
     gpu = library(rank.device, "max_memory_allocated", "set_per_process_memory_fraction")
     if gpu:
         gpu.empty_cache()  # ranks of other layouts use the same devices
@@ -148,11 +140,9 @@ def _measure_once(rank: Rank, case: ImageCase, steps: int, memory: bool) -> dict
         gpu.set_per_process_memory_fraction(min(1, case.memory_limit / total) if case.memory_limit else 1)
         gpu.reset_peak_memory_stats()
     built = RankImageCase(rank, case)
-    figures = built.figures() if memory else {}
-    figures |= built.times(steps)
+    figures = (built.figures() if memory else {}) | built.times(steps)
     del built
-    if gpu:
-        gpu.empty_cache()
+    empty_cache(rank.device)
     return figures
 
 
@@ -231,13 +221,12 @@ TABLES = {  # title: (figure of a row, factor, format)
 
 def print_tables(results: list[dict[str, Any]]) -> None:
     """A table of each figure, image sizes x layouts."""
-    frame = DataFrame([r | {"image": in_points(r["image"])} for r in results], dtype=object)
+    frame = DataFrame([r | {"image": in_points(r["image"])} for r in results])
     frame = frame.sort_values("mode", kind="stable")  # forward, training; else as measured
     for title, (name, factor, spec) in TABLES.items():
         shown = frame[frame["mode"] == "training"] if name == "activations" else frame
-        values = [{name: value and value * factor} for value in shown[name]]
-        words = [word for (word,) in cells(values, {name: f"{{{name}:{spec}}}"})]
-        words = ["out of memory" if out else word for word, out in zip(words, shown["out_of_memory"], strict=True)]
+        values = shown[name].astype(float) * factor
+        words = values.map(f"{{:{spec}}}".format).mask(values.isna(), "-").mask(shown["out_of_memory"], "out of memory")
         rows = shown.assign(words=words).groupby(["mode", "image"], sort=False)["words"].agg(list)
         columns = dict.fromkeys(["", "image", *frame["layout"].unique()], "")
         print(f"{title}\n\n{format_table(columns, [(*key, *row) for key, row in rows.items()])}\n")
@@ -255,20 +244,17 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     grid = figure.subplots(2, 2, sharex=True)
     sides = dict(zip(frame["tokens"], frame["image"].map(in_points), strict=True))
     drawn = (("time", "seconds", 1e3, "ms"), ("memory", "peak", 1 / MIB, "MiB at most, of a rank"))
-    for row, mode in zip(grid, MODES, strict=True):
-        fit = frame[(frame["mode"] == mode) & ~frame["out_of_memory"]]
-        for axes, (title, name, factor, label) in zip(row, drawn, strict=True):
-            for i, layout in enumerate(frame["layout"].unique()):
-                own = fit[fit["layout"] == layout]
-                axes.plot(own["tokens"], own[name] * factor, marker="o", label=layout, color=COLORS[i % len(COLORS)])
-            axes.set(title=f"{mode}: {title}", ylabel=label, xscale="log", yscale="log")
-            axes.set_xticks(list(sides), sides.values(), minor=False)
-            axes.set_xticks([], minor=True)
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-            axes.spines[["top", "right"]].set_visible(False)
-    for axes in grid[1]:
+    for axes, (mode, (title, name, factor, label)) in zip(grid.flat, product(MODES, drawn), strict=True):
+        curves = frame[frame["mode"] == mode].pivot(index="tokens", columns="layout", values=name).astype(float)
+        curves = curves[frame["layout"].unique()] * factor
+        curves.plot(ax=axes, marker="o", color=COLORS, logx=True, logy=True, legend=False)
+        axes.set(title=f"{mode}: {title}", ylabel=label)
         axes.set_xlabel("points of an image; where a line ends, memory has run out")
+        axes.set_xticks(list(sides), sides.values(), minor=False)
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.spines[["top", "right"]].set_visible(False)
     handles, names = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     save(figure, path)

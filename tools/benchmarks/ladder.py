@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from pandas import Series
 from torch.utils.benchmark import Timer
 
 from tools.instruments.assembly import build_step
@@ -103,9 +104,8 @@ def run(
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Samples/s of each step."""
-    speeds = {step["step"]: step["samples_per_sec"] for step in figures["steps"]}
-    title = f"{figures['config']}: samples/s, step by step"
-    save(bars(list(speeds), list(speeds.values()), "samples/s", title=title), path)
+    speeds = Series({step["step"]: step["samples_per_sec"] for step in figures["steps"]})
+    save(bars(speeds, "samples/s", title=f"{figures['config']}: samples/s, step by step"), path)
 
 
 def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) -> None:

@@ -5,36 +5,37 @@ to one rank with the whole batch, in the same round.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from itertools import product
+from statistics import median
 from typing import Any
+
+from pandas import DataFrame
 
 from networks.vit import patch_grid
 from tools.benchmarks.cases import (
     MEMORY,
-    build_case,
     check_machine,
     conditions,
     in_columns,
     memory_bars,
+    named_case,
     parse_layout,
     ranks_of,
+    ratios,
     train_in_turns,
 )
 from tools.instruments.phases import PHASES
 from tools.instruments.team import Case
-from tools.pictures import SHADES, finish, mark, panels, save, stack
+from tools.pictures import SHADES, draw_bars, finish, mark, panels, save
 from tools.tables import MIB, machine, print_table, spread
 from training.model import build_model
-from utils.config import SCRIPTS
 
 LAYOUTS = (
     "tp2", "tp2,sequence_parallel", "cp2", "cp2,cp_method=ring", "cp2,cp_method=all_to_all", "pp2",
     "tp4", "cp4", "tp2xcp2", "tp2xpp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
 )  # fmt: skip
 ONE = "one rank"
-SCRIPT = SCRIPTS["train_mp.py"]
 NAME = {"layout": "{layout}", "embed": "{embed_dim}"}
 TIME = {
     **NAME, "ranks": "{ranks}", "ms a step": "{ms:.0f}", "to one rank": "{ratio:.2f}", "in the rounds": "{rounds}",
@@ -67,13 +68,12 @@ def run(
     cases = [case for own in models for case in build_cases([*words, *own], layouts)]
     device, config = check_machine("mp", cases, "--layouts"), cases[0].config
 
-    rows, turns = train_in_turns(cases, device, steps, rounds)
-    times = {case: [max(ranks) for ranks in own] for case, own in turns.items()}  # a step is as slow as its last rank
-    alone = {case.config.embed_dim: times[case] for case in cases if case.name == ONE}
+    rows = train_in_turns(cases, device, steps, rounds)
+    alone = {case.config.embed_dim: rows[case] for case in cases if case.name == ONE}
     for case, row in rows.items():
-        ratios = [own / one for own, one in zip(times[case], alone[case.config.embed_dim], strict=True)]
-        row |= {"layout": case.name, "step_seconds": statistics.median(times[case])}
-        row |= {"ratio": statistics.median(ratios), "ratio_of_rounds": ratios}
+        of_rounds = ratios(row, alone[case.config.embed_dim])
+        row |= {"layout": case.name, "step_seconds": median(row["seconds"])}
+        row |= {"ratio": median(of_rounds), "ratio_of_rounds": of_rounds}
     results = list(rows.values())
     print_tables(results)
     tokens = math.prod(patch_grid(config.img_size, config.patch_size)[0])
@@ -88,7 +88,7 @@ def run(
 def build_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
     """The cases of a model size, checked; the first is the yardstick, one rank."""
     words = ["--config=mp_quick", *words]
-    one = build_case(ONE, words, 1, SCRIPT)
+    one = named_case(ONE, "train_mp.py", words, 1)
     cases = [one]
     for text in dict.fromkeys(layouts):
         sizes = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "dp"), "tp4 or tp2xcp2xdp2")
@@ -98,7 +98,7 @@ def build_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
         ]  # fmt: skip
         # Micro-batches for a pipeline, unless the words say otherwise.
         parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
-        cases.append(build_case(text, [*parts, *words, *split], ranks_of(sizes), SCRIPT))
+        cases.append(named_case(text, "train_mp.py", [*parts, *words, *split], ranks_of(sizes)))
     for case in cases:
         build_model(case.config)  # its sizes fit
     return cases
@@ -129,14 +129,14 @@ def _in_words(messages: dict[str, tuple[float, float]]) -> tuple[str, float]:
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Of the last model size: memory of a rank, and MiB sent in a step, each stacked, the formula as a mark."""
     results = [r for r in figures["rows"] if r["embed_dim"] == figures["rows"][-1]["embed_dim"]]
-    figure, (left, right) = panels([r["layout"] for r in results], 2, 12)
-    memory_bars(left, results, f"memory of a rank, embed_dim {results[0]['embed_dim']}")
-
-    def sent(key: str, phase: str) -> list[float]:
-        return [_in_words(r[key][phase])[1] for r in results]
-
-    stack(right, {phase: sent("messages", phase) for phase in PHASES}, SHADES[:3])
-    by_formula = [sum(sizes) for sizes in zip(*(sent("predicted_messages", phase) for phase in PHASES), strict=True)]
-    mark(right, by_formula, "formula")
+    figure, (left, right) = panels(len(results), 2, 12)
+    memory_bars(left, results, "layout", f"memory of a rank, embed_dim {results[0]['embed_dim']}")
+    labels = [r["layout"] for r in results]
+    sent, formula = (
+        DataFrame([{phase: _in_words(r[key][phase])[1] for phase in PHASES} for r in results], labels)
+        for key in ("messages", "predicted_messages")
+    )
+    draw_bars(right, sent, SHADES[:3])
+    mark(right, formula.sum(axis=1), "formula")
     finish(right, title="sent by a rank in a step", xlabel="MiB")
     save(figure, path)

@@ -4,25 +4,28 @@ Weak scaling: every rank has the same local batch, of random numbers. The yardst
 many ranks with the same local work, started together, that send one another nothing (--noddp).
 """
 
-import statistics
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
+
+from pandas import DataFrame
 
 from tools.benchmarks.cases import (
     MEMORY,
-    build_case,
     check_machine,
     conditions,
     in_columns,
     memory_bars,
+    named_case,
+    ratios,
     train_in_turns,
 )
 from tools.instruments.team import Case
 from tools.instruments.tracker import Messages
-from tools.pictures import SHADES, finish, panels, save
+from tools.pictures import SHADES, draw_bars, finish, panels, save
 from tools.tables import MIB, machine, print_table, spread
 from training.model import build_model
-from utils.config import SCRIPTS, choices, load_config
+from utils.config import choices, load_config
 from utils.layout import Layout
 
 STRATEGIES = choices("data_parallel")
@@ -52,13 +55,16 @@ def run(
     device, config = check_machine("dp", cases, "--world_sizes"), cases[0].config
     parameters = sum(p.numel() for p in build_model(config).parameters())
 
-    rows, turns = train_in_turns(cases, device, steps, rounds)
+    rows = train_in_turns(cases, device, steps, rounds)
     batch = config.global_batch_size // cases[0].ranks
-    # Samples/s of all ranks, in every round.
-    speeds = {case: [sum(batch / seconds for seconds in ranks) for ranks in own] for case, own in turns.items()}
-    alone = {case.ranks: speeds[case] for case in cases if case.name == INDEPENDENT}
+    alone = {case.ranks: rows[case] for case in cases if case.name == INDEPENDENT}
     for case, row in rows.items():
-        row |= compared(case, speeds[case], alone[case.ranks], alone.get(1, []))
+        efficiency = ratios(alone[case.ranks], row)
+        row |= {
+            "strategy": case.name, "samples_per_sec": case.ranks * batch / median(row["seconds"]),
+            "efficiency": median(efficiency), "efficiency_of_rounds": efficiency,
+            "of_one_rank": median(ratios(alone[1], row)) if 1 in alone else None,
+        }  # fmt: skip
     results = list(rows.values())
     print_tables(results)
     print(f"{parameters:,} parameters, local batch {batch}, {conditions(device, rounds, steps)}")
@@ -75,23 +81,12 @@ def build_cases(words: list[str], strategies: Sequence[str], size: int) -> list[
     shared = {"local_batch_size": batch, "global_batch_size": batch * size}
     apart = config.model_copy(update={"data_parallel": "ddp", "noddp": True, **shared})
     cases = [Case(INDEPENDENT, apart, Layout(size))]
-    for text in strategies:
+    for text in dict.fromkeys(strategies):
         options = {"data_parallel": text.partition(",")[0], **shared}
-        given = [f"--{name}={value}" for name, value in options.items()]
-        cases.append(build_case(text, [*words, *given], size, SCRIPTS["train.py"]))
+        cases.append(named_case(text, "train.py", [*words, *(f"--{k}={v}" for k, v in options.items())], size))
     for case in cases:
         build_model(case.config)  # its sizes fit
     return cases if size > 1 else cases[:1]
-
-
-def compared(case: Case, speeds: list[float], independent: list[float], one_rank: list[float]) -> dict[str, Any]:
-    """The speed in a row. speeds: samples/s in every round, of the case, of the yardstick, and of one rank."""
-    ratios = [own / yardstick for own, yardstick in zip(speeds, independent, strict=True)]
-    of_one = [own / one / case.ranks for own, one in zip(speeds, one_rank, strict=bool(one_rank))]
-    return {
-        "strategy": case.name, "samples_per_sec": statistics.median(speeds), "efficiency": statistics.median(ratios),
-        "efficiency_of_rounds": ratios, "of_one_rank": statistics.median(of_one) if of_one else None,
-    }  # fmt: skip
 
 
 def of_step(messages: Messages) -> dict[str, tuple[float, float]]:
@@ -126,15 +121,11 @@ def print_tables(results: list[dict[str, Any]]) -> None:
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Left: memory of a rank at the largest world size, stacked, the formula as a mark. Right: samples/s."""
     results, title = figures["rows"], figures["config"]
-    sizes = sorted({r["ranks"] for r in results})
-    rows = [r for r in results if r["ranks"] == sizes[-1]]
-    figure, (left, right) = panels([r["strategy"] for r in rows], 2, 12)
-    memory_bars(left, rows, f"{title}: memory of a rank, {sizes[-1]} ranks")
-    height = 0.8 / len(sizes)
-    for i, size in enumerate(sizes):
-        speeds = {r["strategy"]: r["samples_per_sec"] for r in results if r["ranks"] == size}
-        places = [k + (i - (len(sizes) - 1) / 2) * height for k in range(len(rows))]
-        lengths = [speeds.get(r["strategy"], 0) for r in rows]
-        right.barh(places, lengths, height * 0.9, label=f"{size} rank{'s' * (size > 1)}", color=SHADES[i % len(SHADES)])
+    largest = max(r["ranks"] for r in results)
+    rows = [r for r in results if r["ranks"] == largest]
+    figure, (left, right) = panels(len(rows), 2, 12)
+    memory_bars(left, rows, "strategy", f"{title}: memory of a rank, {largest} ranks")
+    speeds = DataFrame(results).pivot(index="strategy", columns="ranks", values="samples_per_sec")
+    draw_bars(right, speeds.reindex([r["strategy"] for r in rows]).add_suffix(" ranks"), SHADES, stacked=False)
     finish(right, title=f"{title}: samples/s of all ranks", xlabel="samples/s")
     save(figure, path)

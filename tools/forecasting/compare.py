@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tools.forecasting.output_files import SKILL
 from tools.forecasting.skill_report import useful_hours
+from tools.pictures import save
 from tools.tables import format_table
 from training.results import HEADLINE
 from utils.config import explain
 from utils.errors import ArgumentParser, UsageError, run_main
-from utils.files import read_json, whole_file
+from utils.files import read_json
 
 Values = dict[str, list[float | None]]  # {channel: one value for each lead time}
 
@@ -64,7 +65,7 @@ def compare_table(skills: Mapping[str, Skill], channels: Sequence[str]) -> str:
     """A Markdown table: for each run and channel the hours of use, and the power of short waves at the end."""
     rows: list[Sequence[Any]] = []
     for run, skill in skills.items():
-        hours = [useful_hours(_numbers(skill), name, skill.lead_hours) for name in channels]
+        hours = [useful_hours(skill.rmse, name, skill.lead_hours) for name in channels]
         power = [skill.spectra.ratio[name][-1] for name in channels]
         rows.append([run, *hours, *(math.nan if value is None else value for value in power)])
     last = next(iter(skills.values())).spectra.lead_hours[-1]
@@ -79,10 +80,10 @@ def compare_figure(skills: Mapping[str, Skill], channels: Sequence[str]) -> Figu
     for (above, below), name in zip(panels.T, channels, strict=True):
         for run, skill in skills.items():
             leads, spectra = skill.lead_hours, skill.spectra
-            above.plot(leads, np.array(_numbers(skill)["model"][name]), marker=".", label=run)
+            above.plot(leads, np.array(skill.rmse["model"][name], float), marker=".", label=run)
             power = {key: np.array(values[-1]) for key, values in spectra.power[name].items()}
             below.plot(spectra.wavelengths_km, power["model"] / np.where(power["truth"] > 0, power["truth"], np.nan))
-        above.plot(leads, np.array(_numbers(skill)["climatology"][name]), "k--", label="climatology")
+        above.plot(leads, np.array(skill.rmse["climatology"][name], float), "k--", label="climatology")
         above.set(title=name, ylabel=f"RMSE ({skill.units[name]})", ylim=(0, None), xlabel="lead time (hours)")
         above.xaxis.set_major_locator(MultipleLocator(24 * math.ceil(leads[-1] / 120)))
         below.axhline(1, color="k", linestyle="--")
@@ -92,14 +93,6 @@ def compare_figure(skills: Mapping[str, Skill], channels: Sequence[str]) -> Figu
         above.grid(alpha=0.3)
     panels[0][0].legend(fontsize="small")
     return figure
-
-
-def _numbers(skill: Skill) -> dict[str, dict[str, list[float]]]:
-    """RMSE, NaN where JSON has null: a forecast that is not finite."""
-    return {
-        forecast: {name: [math.nan if v is None else v for v in values] for name, values in by_channel.items()}
-        for forecast, by_channel in skill.rmse.items()
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UsageError(f"{run}: its forecast has no spectra of {missing[0]}")
     print(compare_table(skills, channels))
     if options.out:
-        with whole_file(options.out) as part:
-            compare_figure(skills, channels).savefig(part, format="png", dpi=100)
+        save(compare_figure(skills, channels), options.out, dpi=100)
         print(f"\ncurves and spectra: {options.out}")
 
 

@@ -5,7 +5,6 @@ u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa.
 CF conventions 1.11: https://cfconventions.org
 """
 
-import importlib.util
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ import xarray
 from tools.forecasting.dated_frames import show
 from tools.forecasting.weatherbench2 import weatherbench2_dataset, weatherbench2_name
 from utils.errors import UsageError
-from utils.files import read_json, whole_file, write_json
+from utils.files import read_json, whole_file
 from weather.channels import CHANNELS
 from weather.grid import HOUR, Grid
 
@@ -69,11 +68,6 @@ def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str
     }
 
 
-def write_skill(folder: Path | str, record: dict[str, Any]) -> None:
-    """Write the record of a forecast as JSON. record["files"]: names of its files."""
-    write_json(Path(folder) / SKILL, record)
-
-
 def file_name(start: np.datetime64) -> str:
     """Name of the NetCDF file of a start date: forecast-2018-01-05T06.nc."""
     return f"forecast-{show(start).replace(':', '')}.nc"
@@ -86,7 +80,7 @@ def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf
 
 
 def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
-    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr: see zarr_missing.
+    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr.
 
     A chunk is the fields of one start and lead time. Zarr format 2 and consolidated metadata: every version reads it.
     """
@@ -102,11 +96,6 @@ def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
                     field.encoding["chunks"] = (1, 1, *field.shape[2:])
             along: dict[str, Any] = {"append_dim": first} if number else {"mode": "w", "zarr_format": 2}
             forecast.load().to_zarr(store, consolidated=True, **along)
-
-
-def zarr_missing() -> str | None:
-    """What to do if the Zarr package is not installed; None if it is."""
-    return None if importlib.util.find_spec("zarr") else "no Zarr store: pip install -r requirements-era5.txt"
 
 
 def forecast_dataset(

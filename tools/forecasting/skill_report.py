@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 
 from tools.forecasting.dated_frames import show
-from tools.forecasting.output_files import STORE, file_name, write_skill, write_zarr, zarr_missing
+from tools.forecasting.output_files import SKILL, STORE, file_name, write_zarr
 from tools.forecasting.rollout import Result
 from tools.forecasting.spectra import spread
+from tools.pictures import save
+from tools.tables import installed
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
-from utils.files import whole_file
+from utils.files import write_json
 from weather.grid import HOUR
 
 
@@ -30,21 +32,17 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
         **about, "starts": [show(start) for start in result.starts], "lead_hours": result.leads, "units": units,
         **result.skill, "spectra": spectra_record(result, [*headline, result.channel]), "files": [*names, *pictures],
     }  # fmt: skip
-    write_skill(out, record)
+    write_json(out / SKILL, record)
 
-    with whole_file(out / pictures[0]) as part:
-        skill_figure(result.skill, headline, units, result.leads).savefig(part, format="png", dpi=100)
-    with whole_file(out / pictures[1]) as part:
-        power = {name: result.spectra.of(result.names.index(name)) for name in headline}
-        curves = spectra_figure(power, result.spectra.wavelengths, result.spectra.leads, units)
-        curves.savefig(part, format="png", dpi=100)
+    save(skill_figure(result.skill, headline, units, result.leads), out / pictures[0], dpi=100)
+    power = {name: result.spectra.of(result.names.index(name)) for name in headline}
+    save(spectra_figure(power, result.spectra.wavelengths, result.spectra.leads, units), out / pictures[1], dpi=100)
     unit, channel = units[result.channel], result.channel
     some = spread(len(result.leads))[::-2][::-1]  # every other one, counted from the last
     leads = [result.leads[i] for i in some]
     title = f"{channel}, forecast from {show(first)}"
-    with whole_file(out / pictures[2]) as part:
-        maps = lead_time_figure(result.truth[some], result.forecast[some], leads, result.grid, title, unit)
-        maps.savefig(part, format="png", dpi=80)
+    maps = lead_time_figure(result.truth[some], result.forecast[some], leads, result.grid, title, unit)
+    save(maps, out / pictures[2], dpi=80)
     animate(
         out / pictures[3], result.truth, result.forecast, result.leads, result.grid,
         lambda lead: f"{title} + {lead} h = {show(first + lead * HOUR)}", unit,
@@ -57,8 +55,8 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
     print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
     if broken := first_not_finite(result):
         print(f"the forecast is not finite from {broken} hours on: the rollout is unstable")
-    if zarr and (missing := zarr_missing()):
-        print(missing)
+    if zarr and not installed("zarr"):
+        print("no Zarr store: pip install -r requirements-era5.txt")
     elif zarr:
         write_zarr(out, result.starts)
         print(f"one store:  {out / STORE}")
@@ -97,7 +95,7 @@ def spectra_record(result: Result, channels: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float]]], name: str, leads: Sequence[int]) -> int:
+def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float | None]]], name: str, leads: Sequence[int]) -> int:
     """The last lead time, in hours, up to which the model beats persistence and climatology in a channel; 0 for none.
 
     rmse: {forecast: {channel: value at each lead time}}, of a Result or of skill.json.

@@ -17,22 +17,11 @@ import torch.distributed as dist
 
 from tools.instruments.watching import Watch
 
-# {beginning of an operator's name without underscores: kind of collective}
-KINDS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "isend": "send",
-    "recv": "recv",
-    "irecv": "recv",
-    "barrier": "barrier",
-}
+# Of an operator's name, without underscores and without the i of isend, one of these is the beginning.
+KINDS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
+    "recv", "barrier",
+)  # fmt: skip
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "input_list")
 
 
@@ -68,8 +57,8 @@ def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | N
     """The Collective of an operator (torch._ops.OpOverload) with these arguments; None for any other operator."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
-    name = func._opname.replace("_", "")
-    kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+    name = func._opname.replace("_", "").removeprefix("i")
+    kind = next((kind for kind in KINDS if name.startswith(kind.replace("_", ""))), None)
     if kind is None:
         return None
     arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs

@@ -1,6 +1,7 @@
 """A case on one rank: its training step and a batch, as measurements of ranks use them."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,10 +13,18 @@ from tools.instruments.overlap import hidden_share_of
 from tools.instruments.team import Case, Rank
 from tools.instruments.tracker import messages_of_a_step
 from utils import comm
+from utils.config import SCRIPTS, load_config
 from utils.device import library, synchronize
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
 PROFILED_STEPS = 3
+
+
+def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
+    """The Case of a training script with these options. Raises UsageError where it does not fit the ranks."""
+    config = load_config(words, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)
+    # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
+    return Case(name, config, config.layout(ranks, max(1, ranks // 2)))
 
 
 class RankCase:
@@ -51,18 +60,34 @@ class RankCase:
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
         return {"seconds": seconds / steps, "cpu_seconds": cpu_seconds / steps}
 
-    def figures(self) -> dict[str, Any]:
-        """Memory and messages of a step, and on a GPU the share of communication that computation hides."""
-        self.train(WARMUP_STEPS - 1)
-        if self.gpu:
-            self.gpu.reset_peak_memory_stats()
-        self.train(1)
-        allocated = self.gpu.max_memory_allocated() - self.before if self.gpu else None
-        memory: dict[str, float | None] = memory_of_a_step(self.step, self.x, self.y) | {"allocated at most": allocated}
-        if self.case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
-            memory["activations"] = None
-        return {
-            "memory": memory,
-            "messages": messages_of_a_step(self.step, self.x, self.y),
-            "hidden": hidden_share_of(lambda: self.train(PROFILED_STEPS)) if self.gpu else None,
-        }
+
+def held(rank: Rank, case: Case) -> RankCase:
+    """On a rank: its RankCase, which it builds and warms up once, and whose turn it is now."""
+    key = repr(case)  # each call sends another copy of the case
+    if key not in rank.kept:
+        rank.kept[key] = RankCase(rank, case)
+        rank.kept[key].train(WARMUP_STEPS)
+    rank.kept[key].take_turn()
+    return rank.kept[key]
+
+
+def seconds_of(rank: Rank, case: Case, steps: int) -> float:
+    """On a rank: seconds of a step of a case that it holds."""
+    return held(rank, case).times(steps)["seconds"]
+
+
+def figures_of(rank: Rank, case: Case) -> dict[str, Any]:
+    """On a rank: memory and messages of a step, and on a GPU the share of communication that computation hides."""
+    own = held(rank, case)
+    if own.gpu:
+        own.gpu.reset_peak_memory_stats()
+    own.train(1)
+    allocated = own.gpu.max_memory_allocated() - own.before if own.gpu else None
+    memory: dict[str, float | None] = memory_of_a_step(own.step, own.x, own.y) | {"allocated at most": allocated}
+    if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
+        memory["activations"] = None
+    return {
+        "memory": memory,
+        "messages": messages_of_a_step(own.step, own.x, own.y),
+        "hidden": hidden_share_of(lambda: own.train(PROFILED_STEPS)) if own.gpu else None,
+    }

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -47,17 +47,13 @@ class Message(NamedTuple):
     sent: int
 
 
-def _cpu_attention(q, k, v, *args, **kwargs):
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
-
-
-def _cpu_attention_backward(grad, q, k, v, *args, **kwargs):
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-
-
-FLOPS = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_attention_backward,
+FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
 }
 
 

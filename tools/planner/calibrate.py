@@ -1,5 +1,6 @@
 """Measure the machine that this runs on: `plan.py --calibrate`, alone or as every rank of torchrun or srun."""
 
+import math
 import os
 import re
 import resource
@@ -11,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 from tools.instruments import collective_speed, operation_speed
-from tools.instruments.phases import PHASES, phases_of
-from tools.instruments.rank_case import RankCase
-from tools.instruments.team import Case, Rank
+from tools.instruments.phases import PHASES
+from tools.instruments.rank_case import RankCase, build_case, held
+from tools.instruments.team import Rank
 from tools.planner.hardware import HARDWARE, MEASURED, Gpu, gpu_of, read_gpus
 from tools.planner.measured import Speeds, machine_of
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured
 from tools.tables import format_table
+from training.timing import PHASES as STEP_PHASES
+from training.timing import PhaseTimes
 from utils import comm
-from utils.config import SCRIPTS, load_config
 from utils.device import library, synchronize
 from utils.errors import ArgumentParser, UsageError
 from utils.files import write_json
@@ -40,26 +42,6 @@ WRAPPED = {
     "domain": "train_shard.py --config=shard_quick --domain_parallel=2",
 }  # fmt: skip
 Figures = dict[Any, Any]  # nested dicts with seconds at their ends
-
-
-class PhaseTimer:
-    """A listener of tools.instruments.phases: `seconds` of each phase of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: Figures = dict.fromkeys(PHASES, 0.0)
-        self._phase, self.since = "backward", time.perf_counter()
-        self.sent_forward: set[int] = set()
-
-    @property
-    def phase(self) -> str:
-        """The phase that the step is in."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[self._phase] += now - self.since
-        self._phase, self.since = name, now
 
 
 def least(one: Figures, other: Figures) -> Figures:
@@ -99,25 +81,23 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
 
 
 def _held(rank, words, ranks):
-    """The RankCase of a tiny model, built once."""
-    if words not in rank.kept:
-        script, *options = words.split()
-        own = [*options, *TINY, f"--device={rank.device.type}", f"--global_batch_size={4 * ranks}"]
-        config = load_config(own, None, ranks, *SCRIPTS[script][:2])
-        rank.kept[words] = RankCase(rank, Case(words, config, config.layout(ranks)))
-        rank.kept[words].train(3)
-    return rank.kept[words]
+    """The RankCase of a tiny model."""
+    script, *options = words.split()
+    own = [*options, *TINY, f"--device={rank.device.type}", f"--global_batch_size={4 * ranks}"]
+    return held(rank, build_case(words, script, own, ranks))
 
 
 def _seconds_of_phases(tiny: RankCase) -> Figures:
-    """{phase: seconds} of a step, the lower quartile of some. What is in no phase counts as backward."""
-    found = []
+    """{phase: seconds} of a step on the host, the lower quartile of some. What is in no phase counts as backward."""
+    found, times = [], PhaseTimes(torch.device("cpu"))
     tiny.take_turn()
     for _ in range(STEPS):
-        with phases_of(tiny.step, timer := PhaseTimer()):
+        began = time.perf_counter()
+        with times.listening():
             tiny.train(1)
-        timer.phase = "backward"
-        found.append(timer.seconds)
+        whole, own = time.perf_counter() - began, dict(zip(STEP_PHASES, times.read(1), strict=True))
+        forward, update = (0.0 if math.isnan(own[name]) else own[name] for name in ("forward", "optimizer"))
+        found.append({"forward": forward, "backward": whole - forward - update, "update": update})
     return {phase: sorted(own[phase] for own in found)[STEPS // 4] for phase in PHASES}
 
 
@@ -218,21 +198,19 @@ def main(words: Sequence[str]) -> int:
 
 def report(gpu: Gpu) -> str:
     """The main figures of a measured machine, as tables."""
-    found = gpu.measured
+    found, rows = gpu.measured, []
     assert found
-    rows: list[tuple[Any, ...]] = []
     for busy, speeds in found.compute.items():
         for dtype in ("float32", "bfloat16", "float16"):
-            rates = [flops / seconds / 1e9 for flops, _, seconds in speeds.operations["mm"][dtype]]
-            copies = [moved / seconds / 1e9 for _, moved, seconds in speeds.operations["clone"][dtype]]
-            rows.append((f"{busy} at work, {dtype}", max(rates), min(rates), max(copies), copies[-1]))
-    columns = dict.fromkeys(("GFLOP/s", "with small ones", "GB/s copied", "with large ones"), ".1f")
-    text = f"{found.processor}, {found.cores} cores, {found.threads} thread(s) a rank; the host adds "
-    text += f"{gpu.launch * 1e6:.1f} us to an operation\n\n{format_table({'ranks of a node': ''} | columns, rows)}\n\n"
+            products, copies = (speeds.operations[name][dtype] for name in ("mm", "clone"))
+            rates = max(flops / s for flops, _, s in products), max(moved / s for _, moved, s in copies)
+            rows.append((f"{busy} at work, {dtype}", *(rate / 1e9 for rate in rates)))
+    speed = format_table({"ranks of a node": "", "GFLOP/s": ".1f", "GB/s copied": ".1f"}, rows)
     rows = [
         (f"{kind}, {where}", own.ranks, own.latency * 1e6, own.bandwidth / 1e9)
         for where, kinds in found.collectives.items()
         for kind, own in kinds.items()
     ]
     columns = {"collective": "", "ranks": "d", "latency us": ".0f", "GB/s": ".2f"}
-    return text + (format_table(columns, rows) if rows else "One rank: no collective was measured (torchrun, srun).")
+    collectives = format_table(columns, rows) if rows else "One rank: no collective was measured (torchrun, srun)."
+    return f"{found.processor}, {found.cores} cores, {found.threads} thread(s) a rank\n\n{speed}\n\n{collectives}"

@@ -9,14 +9,12 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import contextmanager
 from typing import Any
 
-from distributed.collectives import Group
 from tools.instruments.assembly import split_as_configured
+from tools.planner.fake import fake_rank
 from tools.planner.trace import ROUNDS_HAVE_NO_FORMULA, in_rounds
 from training.model import build_model
-from utils import comm
 from utils.config import (
     ALIASES,
     SCRIPTS,
@@ -162,7 +160,7 @@ def _plain(strategy, fixed):
 
 
 class Trial:
-    """Asks split_model and split_images, without a process group, whether they would split the model of a config."""
+    """Asks split_model and split_images, on an imagined rank, whether they would split the model of a config."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -170,73 +168,35 @@ class Trial:
 
     def refusal(self, settings: dict[str, Any]) -> str | None:
         """Why a split is refused, None where it is not. settings: {key: value} in place of the config's."""
-        sizes = [settings[name] for name in SPLITS]
-        tp, cp, pp, domain = sizes
-        alike = tp, cp, domain, settings["sequence_parallel"], settings["cp_method"], settings["domain_method"]
-        return self._once(alike, 1, settings, (tp, cp, 1, domain)) or self._once(
-            (pp, settings["pp_schedule"]), self.config.depth, settings, (1, 1, pp, 1)
+        tp, cp, pp, domain = (settings[name] for name in SPLITS)
+        methods = settings["sequence_parallel"], settings["cp_method"], settings["domain_method"]
+        return self._once(1, settings, (tp, cp, 1, domain), *methods) or self._once(
+            self.config.depth, settings, (1, 1, pp, 1), settings["pp_schedule"]
         )
 
-    def _once(self, key, depth, settings, sizes):
-        if key not in self.known:
+    def _once(self, depth, settings, sizes, *methods):
+        if (sizes, *methods) not in self.known:
             update = settings | {"depth": depth, "tp_backend": "native"}
-            self.known[key] = split_refusal(self.config.model_copy(update=update), *sizes)
-        return self.known[key]
+            self.known[sizes, *methods] = split_refusal(self.config.model_copy(update=update), *sizes)
+        return self.known[sizes, *methods]
 
 
 def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) -> str | None:
     """Why the model of a config cannot be split over these ranks; None where it can. domain: 4, "2x2", ..."""
-    rows, columns = tile_counts(domain)
-    sizes = {"tp": tp, "cp": cp, "pp": pp, "domain_lat": rows, "domain_lon": columns}
-    if rows * columns > 1 and (cp > 1 or pp > 1):
+    tiles = tile_counts(domain)
+    shared = math.prod(tiles)
+    if shared > 1 and (cp > 1 or pp > 1):
         return "domain parallelism goes without context and pipeline parallelism: no script splits a model so"
-    if rows * columns > 1 and config.sequence_parallel and tp > 1:
+    if shared > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
     if pp > 1 and in_rounds(config):
         return ROUNDS_HAVE_NO_FORMULA
-    with _stand_in(sizes):
+    with fake_rank(Layout(tp * cp * pp * shared, tp, cp, pp, domain=tiles)):
         try:
             split_as_configured(build_model(config), config)
         except (ValueError, UsageError) as error:
             return str(error).removeprefix(f"{config.config}: ")
     return None
-
-
-class _Ranks:
-    """A stand-in for a DeviceMesh, with what utils.comm and the splits ask of one; this rank is the first."""
-
-    def __init__(self, *sizes):
-        self.sizes, self.ndim = sizes, len(sizes)
-
-    def size(self):
-        return math.prod(self.sizes)
-
-    def get_local_rank(self):
-        return 0
-
-    def get_group(self, dim=0):
-        return Group("", 0, self.sizes[dim])
-
-    def _flatten(self):
-        return _Ranks(self.size())
-
-
-class _Meshes(dict):
-    def __getitem__(self, names):
-        return _Ranks(*(self.get(name).size() for name in names)) if isinstance(names, tuple) else self.get(names)
-
-
-@contextmanager
-def _stand_in(sizes):
-    """Inside, utils.comm answers as in a run whose mesh has these sizes."""
-    domain = sizes["domain_lat"] * sizes["domain_lon"]
-    sizes |= {"domain": domain, "image": domain * sizes["cp"], "dp": 1, "dp_image": domain * sizes["cp"]}
-    meshes = {name: _Ranks(size) for name, size in sizes.items()}
-    before = comm.swap_meshes(meshes | {"": _Meshes(meshes)})
-    try:
-        yield
-    finally:
-        comm.swap_meshes(before)
 
 
 def script_of(config: Config) -> str:

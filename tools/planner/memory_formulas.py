@@ -1,4 +1,4 @@
-"""Memory of a rank in a training step, by formula: the first tables of tools/planner/formulas.py."""
+"""Memory of a rank in a training step, by formula: the first tables of docs/reference/formulas.md."""
 
 import heapq
 import math

@@ -1,4 +1,4 @@
-"""Communication of a rank in a training step, by formula: the table of messages in tools/planner/formulas.py."""
+"""Communication of a rank in a training step, by formula: the table of messages in docs/reference/formulas.md."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Operations of a rank in a training step, by formula: the table of operations in tools/planner/formulas.py."""
+"""Operations of a rank in a training step, by formula: the table of operations in docs/reference/formulas.md."""
 
 from collections import Counter
 

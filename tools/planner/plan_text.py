@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from pandas import DataFrame
 
-from tools.pictures import finish, mark, panels, save, stack
+from tools.pictures import draw_bars, finish, mark, panels, save
 from tools.planner.at_scale import Assumptions
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, Plan
@@ -178,17 +179,16 @@ def scaling_text(points: Sequence[Point], request: Request, assumed: Assumptions
 
 def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
     """Write the memory of each layout by category as a PNG, and the time of several layouts by part."""
-    count = 2 if len(plans) > 1 else 1
-    figure, (memory, *others) = panels([layout_words(plan) for plan in plans], count, 6.5 * count)
-    sizes = {name: [plan.memory.get(name, plan.overhead) / GIB for plan in plans] for name in COLORS}
-    stack(memory, sizes, list(COLORS.values()))
+    count, labels = min(2, len(plans)), [layout_words(plan) for plan in plans]
+    figure, (memory, *others) = panels(len(plans), count, 6.5 * count)
+    sizes = DataFrame([plan.memory | {"overhead": plan.overhead} for plan in plans], labels)
+    draw_bars(memory, sizes[list(COLORS)] / GIB, list(COLORS.values()))
     mark(memory, [plan.needed / GIB for plan in plans], "needed at once")
     memory.axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
     finish(memory, title="memory of a rank, each category at its most", xlabel="GiB")
     for axes in others:
-        names = dict.fromkeys(name for plan in plans for name, seconds in plan.time.parts.items() if seconds)
-        parts = {name: [plan.time.parts.get(name, 0) * 1e3 for plan in plans] for name in names}
-        stack(axes, parts, [None] * len(parts))
+        parts = DataFrame([plan.time.parts for plan in plans], labels).fillna(0) * 1e3
+        draw_bars(axes, parts.loc[:, parts.any()])
         finish(axes, title="time of a step", xlabel="ms")
     save(figure, path)
 
@@ -197,11 +197,10 @@ def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
     """Write samples/s by number of GPUs as a PNG, a curve for each kind of scaling."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    for kind in ("strong", "weak"):
-        own = [point for point in points if point.scaling == kind]
-        counts = [point.plan.layout.world_size for point in own]
-        axes.plot(counts, [point.samples_per_sec for point in own], marker="o", label=kind)
+    rows = [(point.scaling, point.plan.layout.world_size, point.samples_per_sec) for point in points]
+    curves = DataFrame(rows, columns=["scaling", "GPUs", "speed"]).pivot(index="GPUs", columns="scaling")["speed"]
+    curves.plot(ax=axes, marker="o")
     finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
-    axes.set_xticks(counts, map(str, counts))
+    axes.set_xticks(curves.index, map(str, curves.index))
     axes.set_xticks([], minor=True)
     save(figure, path)

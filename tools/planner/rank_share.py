@@ -30,7 +30,7 @@ class Stage(NamedTuple):
 class RankShare:
     """The share of one rank: the one at place `stage` along pp and at `band` along cp, first along all others.
 
-    Short names are those of tools/planner/formulas.py. Sizes count numbers, not bytes, unless the name
+    Short names are those of docs/reference/formulas.md. Sizes count numbers, not bytes, unless the name
     says so, and sizes of activations are those of a micro-batch.
     """
 

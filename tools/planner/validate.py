@@ -5,15 +5,13 @@ python -m tools.planner.validate      time as well: the machine is measured in t
 """
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tools.instruments.rank_case import WARMUP_STEPS, RankCase
+from tools.instruments.rank_case import build_case, held, seconds_of
 from tools.instruments.team import Case, Rank, Teams
 from tools.planner import calibrate
 from tools.planner.hardware import Gpu, gpu_of, load_gpu
@@ -23,59 +21,27 @@ from tools.planner.search import best_layouts
 from tools.planner.step_time import step_time
 from tools.planner.trace import Trace, measured, trace_step
 from tools.tables import MIB, format_table
-from utils.config import SCRIPTS, load_config
+from utils.config import read_mappings
 from utils.errors import ArgumentParser, UsageError, run_main, whole
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
 TOLERANCE = 0.02  # of the tensors saved for the backward pass
 RANKS = 2
 SMALL = "--depth=4", "--device=cpu", "--local_batch_size=4"
-CASES = {  # script and config: layouts of two ranks, each a list of options
-    ("train.py", "quick"): (
-        "data_parallel=ddp bucket_cap_mb=0.5", "data_parallel=zero1", "data_parallel=zero2", "data_parallel=fsdp",
-        "data_parallel=hsdp dp_shard=1",
-        "activation_checkpointing=full", "activation_checkpointing=selective", "amp_mode=bf16",
-        "data_parallel=fsdp amp_mode=fp16", "rollout_steps=2 forcings=hour", "rollout_steps=4 forcings=hour",
-        "rollout_steps=4 data_parallel=fsdp activation_checkpointing=full",
-    ),
-    ("train_mp.py", "mp_quick"): (
-        "tensor_parallel=2", "tensor_parallel=2 sequence_parallel=true", "context_parallel=2",
-        "tensor_parallel=2 rollout_steps=3", "context_parallel=2 rollout_steps=3",
-        "context_parallel=2 cp_method=ring", "context_parallel=2 cp_method=all_to_all",
-        "pipeline_parallel=2 gradient_accumulation=2", "pipeline_parallel=2 gradient_accumulation=4 pp_schedule=gpipe",
-        "pipeline_parallel=2 gradient_accumulation=2 pp_schedule=interleaved",
-        "pipeline_parallel=2 gradient_accumulation=2 rollout_steps=2",
-    ),
-    ("train_shard.py", "shard_quick"): (
-        "domain_parallel=2", "domain_parallel=2 rollout_steps=2", "domain_parallel=2 domain_method=ring",
-        "domain_parallel=1x2 data_parallel=fsdp",
-        "domain_parallel=2 domain_method=all_to_all",
-    ),
-    ("train_shard.py", "classify_quick"): ("domain_parallel=2 domain_method=ring",),
-}  # fmt: skip
-MORE = {  # for times also one rank, and other sizes of model and image
-    (1, "train.py", "quick"): (
-        "", "embed_dim=256", "embed_dim=64", "amp_mode=bf16", "activation_checkpointing=full", "enable_fused=true",
-        "img_size=64,128",
-    ),
-    (2, "train.py", "quick"): ("", "embed_dim=256", "img_size=64,128 data_parallel=fsdp"),
-    (2, "train_mp.py", "mp_quick"): ("tensor_parallel=2 embed_dim=256", "context_parallel=2 img_size=64,128"),
-    (2, "train_shard.py", "shard_quick"): ("domain_parallel=2 img_size=64,128",),
-}  # fmt: skip
+LAYOUTS = "config/verify.yaml"
 SEARCHED = "--yaml_config=config/mp.yaml", "--config=mp_quick", "--depth=4", "--device=cpu", "--global_batch_size=8"
-STEPS = 8  # of a turn
+STEPS = 4  # of a turn, and as many that are not timed
 
 
 def build_cases(times: bool = False) -> list[Case]:
-    """The cases of CASES, with a small model. times: those of MORE as well."""
-    chosen = {(RANKS, *key): layouts for key, layouts in CASES.items()}
+    """The cases of config/verify.yaml, with a small model. times: those for times as well."""
     cases = []
-    for (ranks, script, name), layouts in [*chosen.items(), *(MORE.items() if times else ())]:
-        for text in layouts:
-            options = [f"--{option}" for option in text.replace("=true", "").split()]
-            options = [part for option in options for part in option.replace("img_size=", "img_size,").split(",")]
-            config = load_config([f"--config={name}", *SMALL, *options], None, ranks, *SCRIPTS[script][:2])
-            cases.append(Case(f"{name} {text}{' (1 rank)' * (ranks == 1)}", config, config.layout(ranks)))
+    for group in read_mappings(LAYOUTS, "groups of layouts").values():
+        for text in group["layouts"] if times or not group.get("time") else ():
+            words = text.replace("=true", "").replace("img_size=", "img_size,").replace(" ", " --").replace(",", " ")
+            words = [f"--config={group['config']}", *SMALL, *(f"--{words}".split() if text else ())]
+            name = f"{group['config']} {text}{' (1 rank)' * (group['ranks'] == 1)}"
+            cases.append(build_case(name, group["script"], words, group["ranks"]))
     return cases
 
 
@@ -138,36 +104,10 @@ def differ(real: dict[str, Any], plan: dict[str, Any]) -> Iterator[str]:
         yield f"{real['flops']} FLOP planned as {plan['flops']}"
 
 
-def held(rank: Rank, case: Case) -> RankCase:
-    """On a rank: its training step of a case, which it keeps."""
-    if case.name not in rank.kept:
-        rank.kept[case.name] = RankCase(rank, case)
-        rank.kept[case.name].train(WARMUP_STEPS)
-    rank.kept[case.name].take_turn()
-    return rank.kept[case.name]
-
-
 def real_trace(rank: Rank, case: Case) -> dict[str, Any]:
     """On a rank: the summary of a real step."""
     own = held(rank, case)
     return summary(measured(own.step, own.x, own.y))
-
-
-def seconds_of_steps(rank: Rank, case: Case, steps: int) -> list[float]:
-    """On a rank: seconds of each of some steps, which all ranks start together."""
-    own, found = held(rank, case), []
-    for _ in range(steps):
-        if case.ranks > 1:
-            dist.barrier()
-        began = time.perf_counter()
-        own.train(1)
-        found.append(time.perf_counter() - began)
-    return found
-
-
-def _machine(rank: Rank) -> tuple[calibrate.Figures, dict[str, Any]]:
-    """On a rank: what plan.py --calibrate measures."""
-    return calibrate.measure(rank, [range(dist.get_world_size())])
 
 
 def validate(rounds: int, gpu: Gpu | None = None, only: str = "") -> None:
@@ -191,14 +131,13 @@ def validate(rounds: int, gpu: Gpu | None = None, only: str = "") -> None:
     with Teams(cases[0].config) as teams:
 
         def turns(cases: Sequence[Case]) -> None:
-            for case in cases:
-                of_ranks = teams.call(case.ranks, seconds_of_steps, case, STEPS)
-                seconds.setdefault(case.name, []).extend(map(max, zip(*of_ranks, strict=True)))
+            for case in [case for case in cases for _ in range(STEPS)]:
+                seconds.setdefault(case.name, []).append(max(teams.call(case.ranks, seconds_of, case, 1)))
 
         figures: calibrate.Figures = {}
         for _ in range(rounds):
             if gpu is None:
-                own, traces = teams.call(RANKS, _machine)[0]
+                own, traces = teams.call(RANKS, calibrate.measure, [range(RANKS)])[0]
                 figures = calibrate.least(figures, own)
             turns(cases)
         real = [teams.call(case.ranks, real_trace, case) for case in cases]

@@ -177,8 +177,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in OTHER_PATHS:
         option(f"--{name}_path", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.timeout <= 0:
-        raise UsageError("--timeout: more than 0 seconds")
     if options.json and not options.json.absolute().parent.is_dir():
         raise UsageError(f"--json {options.json}: no such folder")
     return options

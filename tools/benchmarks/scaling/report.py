@@ -3,14 +3,13 @@
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pandas import DataFrame, concat, option_context
+from pandas import DataFrame, Series, concat, option_context
 
 from tools.benchmarks.scaling.figures import Figures
 from tools.benchmarks.scaling.runs import FINISHED
@@ -40,17 +39,6 @@ CAPTIONS = {
     "cost": "Device-hours = ranks x seconds / 3600: what the target costs, whether the devices compute or wait. At an "
     "efficiency of 50 % the same steps cost twice as much.",
 }
-NOTES = """<ul>
-<li><b>samples/s</b>: the median over the epochs, without the first 10 steps of the run (memory, compilation, first
-reads); slowest and fastest epoch beside it. Each run was made once: a difference within that spread says nothing, and
-neither does one between runs made at other times on a machine that others use.</li>
-<li><b>seconds</b>: in training steps, as the trainer counts them, the first ones included; without validations,
-checkpoints and the start of processes. Steps that a killed run lost and made again count once.</li>
-<li><b>to target</b>: the first time that the RMSE is at the target; between the validations before and after, it is
-taken to fall in a straight line. ≤: at the first validation it was there already.</li>
-<li><b>memory</b>: the most that a rank held: allocated by torch on a GPU, resident on a CPU (libraries and all).</li>
-</ul>"""
-
 COLUMNS = {  # of the tables
     "run": "{run}",
     "ranks": "{ranks}",
@@ -118,10 +106,8 @@ def page(figures: Figures, study: Study) -> str:
             parts.append(_table("RMSE at the end", _errors(own[own["rmse"].notna()])))
     for name, svg in pictures(figures, done).items():
         parts.append(f"<h2>{name.capitalize()}</h2><figure>{svg}<figcaption>{CAPTIONS[name]}</figcaption></figure>")
-    parts += ["<h2>How the figures are made</h2>", NOTES, "<h2>Runs</h2>"]
-    parts.append(_table("Commands", rows[["run", "command"]]))
-    places = DataFrame([{"run": row.run} | row.place for row in done.itertuples()])
-    parts.append(_table("Run on", places.fillna("-")))
+    parts += ["<h2>Runs</h2>", _table("Commands", rows[["run", "command"]])]
+    parts.append(_table("Run on", DataFrame([{"run": row.run} | row.place for row in done.itertuples()]).fillna("-")))
     head = f'<meta charset="utf-8"><title>Scaling study: {escape(study.name)}</title><style>{STYLE}</style>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
@@ -146,37 +132,17 @@ def _errors(rows: DataFrame) -> DataFrame:
 
 def pictures(figures: Figures, done: DataFrame) -> dict[str, str]:
     """{name: SVG} of speed, efficiency, error and cost, where there are figures. done: rows of the finished runs."""
-    timed = done[done["samples_per_sec"].notna()]
+    timed, target = done[done["samples_per_sec"].notna()], figures.target
+    if timed.empty:
+        return {}
     layouts = list(timed["layout"].unique())
     colors = {layout: COLORS[i % len(COLORS)] for i, layout in enumerate(layouts)}
 
-    def run_bars(rows: DataFrame, values: Sequence[float], unit: str) -> str:
-        return _svg(bars(list(rows["run"]), values, unit, [colors[layout] for layout in rows["layout"]], row=0.26))
+    def run_bars(values: Series, unit: str) -> str:
+        own = [colors[layout] for layout in timed["layout"][values.index]]
+        return _svg(bars(values.rename(timed["run"]), unit, own, row=0.26))
 
-    drawn = {}
-    if len(timed):
-        drawn["speed"] = _speed(timed, colors)
-        drawn["efficiency"] = run_bars(timed, list(100 * timed["efficiency"]), "efficiency, %")
-    if len(timed) and figures.target:
-        drawn["error"] = _error(figures, timed, colors)
-        reached = timed[timed["seconds_to_target"].notna()]
-        wanted = f"device-hours to {figures.target.field} = {figures.target.rmse:g}"
-        if len(reached):
-            drawn["cost"] = run_bars(reached, list(reached["device_hours_to_target"]), wanted)
-    return drawn
-
-
-def _panels(rows: DataFrame) -> tuple[Figure, Iterable[tuple[Axes, tuple[str, DataFrame]]]]:
-    """A figure, and a panel for each family: (axes, (name, rows))."""
-    families = list(rows.groupby("family", sort=False))
-    figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
-    return figure, zip(figure.subplots(1, len(families), squeeze=False)[0], families, strict=True)
-
-
-def _speed(timed: DataFrame, colors: dict[str, Any]) -> str:
-    """Samples/s over ranks, one panel for each family: a line for each layout, and the ideal line."""
-    figure, panels = _panels(timed)
-    for axes, (name, family) in panels:
+    def speed(axes: Axes, family: DataFrame) -> None:
         base = family[family["run"] == family["relative_to"]]
         for layout, own in family.groupby("layout", sort=False):
             line = concat([base, own]).drop_duplicates("ranks", keep="last").sort_values("ranks")
@@ -188,31 +154,38 @@ def _speed(timed: DataFrame, colors: dict[str, Any]) -> str:
         axes.set_yscale("log", base=2)
         axes.set_xticks(ranks, map(str, ranks))
         axes.set_yticks(ideal, [f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" for speed in ideal])
-        title = f"{name} ({family['scaling'].iloc[0]} scaling)"
-        _finish(axes, title=title, xlabel="ranks", ylabel="samples/s of all ranks")
-    return _svg(figure)
+        axes.set(xlabel="ranks", ylabel="samples/s of all ranks")
 
-
-def _error(figures: Figures, timed: DataFrame, colors: dict[str, Any]) -> str:
-    """RMSE over training time, one panel a family, and the target."""
-    assert figures.target
-    target, (figure, panels) = figures.target, _panels(timed)
-    for axes, (name, family) in panels:
+    def error(axes: Axes, family: DataFrame) -> None:
+        assert target
         for row in family.itertuples():
             error = figures.errors[row.run][target.field]
             axes.plot(error.index, error, ".-", color=colors[row.layout], label=f"{row.layout}-{row.ranks}")
         axes.axhline(target.rmse, linestyle="--", color="#888888", label="target")
         unit = family["units"].iloc[0].get(target.field, "")
-        _finish(axes, title=name, xlabel="seconds in training steps", ylabel=f"RMSE of {target.field} ({unit})")
+        axes.set(xlabel="seconds in training steps", ylabel=f"RMSE of {target.field} ({unit})")
+
+    drawn = {"speed": _panels(timed, speed), "efficiency": run_bars(100 * timed["efficiency"], "efficiency, %")}
+    if target:
+        drawn["error"] = _panels(timed, error)
+        reached = timed["device_hours_to_target"].dropna()
+        if len(reached):
+            drawn["cost"] = run_bars(reached, f"device-hours to {target.field} = {target.rmse:g}")
+    return drawn
+
+
+def _panels(rows: DataFrame, draw: Callable[[Axes, DataFrame], None]) -> str:
+    """A panel for each family, as SVG."""
+    families = list(rows.groupby("family", sort=False))
+    figure = Figure(figsize=(4.6 * len(families), 3.8), layout="constrained")
+    for axes, (name, family) in zip(figure.subplots(1, len(families), squeeze=False)[0], families, strict=True):
+        draw(axes, family)
+        axes.set_title(f"{name} ({family['scaling'].iloc[0]} scaling)")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize="small", frameon=False)
     return _svg(figure)
-
-
-def _finish(axes: Axes, **labels: str) -> None:
-    axes.set(**labels)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize="small", frameon=False)
 
 
 def _svg(figure: Figure) -> str:

@@ -25,7 +25,6 @@ class Layout(_Strict):
     """A layout of a run, on one or several numbers of ranks."""
 
     ranks: Annotated[list[PositiveInt], OneOrMore, Field(min_length=1)] = key("ranks of the run; a list: of each run")
-    script: Literal["train.py", "train_mp.py", "train_shard.py"] | None = key("null: by how the model is split", None)
     options: dict[str, Any] = key("keys of the config that make the layout", {})
 
 
@@ -114,7 +113,7 @@ def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
             for ranks in layout.ranks:
                 name = f"{family_name}-{layout_name}-{ranks}"
                 with reported_as_usage_error(UsageError, f"{path}: {study.name}: {name}"):
-                    script = layout.script or _script(options)
+                    script = _script(options)
                     batch = family.batch * (ranks if family.scaling == "weak" else 1)
                     own = [
                         f"--config={family.config}",
