@@ -43,13 +43,13 @@ def context_parallel(model: SplittableTransformer, group: AnyGroup, method: str 
     rows, *others = model.head.grid
     if group.size > rows:
         raise LayoutError(f"context parallel: {rows} rows of patches cannot be split over {group.size} ranks")
-    sizes = shard_sizes(rows, group.size)
+    sizes = shard_sizes(rows, group.size)  # rows of patches of every rank
     row = torch.Size(others).numel()  # tokens of a row of patches
     for block in model.blocks:
         check_attention(block.attn, method, group.size, "context parallel")
         block.attn.attend = partial(METHODS[method], sizes=tuple(n * row for n in sizes), group=group)
     start = sum(sizes[: group.rank])
-    model.pos_embed.tokens = slice(start * row, (start + sizes[group.rank]) * row)
+    model.pos_embed.tokens = slice(start * row, (start + sizes[group.rank]) * row)  # those of this rank's band
     model.head.grid = (sizes[group.rank], *others)
 
 

@@ -71,7 +71,7 @@ def fully_shard_model(
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
     common: dict[str, Any] = {
         "mesh": comm.get_mesh(*hsdp) if options.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
-        "reshard_after_forward": options.data_parallel != "zero2",
+        "reshard_after_forward": options.data_parallel != "zero2",  # zero2 keeps a unit until its backward pass
         "offload_policy": offload,
         "ignored_params": {p for name, p in model.named_parameters() if name in apart},
     }

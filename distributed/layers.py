@@ -33,15 +33,16 @@ class ColumnParallelLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features // group.size
-        self.weight = shard_parameter(linear.weight, 0, group)
-        self.bias = shard_parameter(linear.bias, 0, group)
+        self.weight = shard_parameter(linear.weight, 0, group)  # (D_out / size, D_in)
+        self.bias = shard_parameter(linear.bias, 0, group)  # (D_out / size,)
         self.group, self.tokens = group, tokens
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D_in), or (B, n, D_in) of this rank's tokens -> (B, N, D_out / size)."""
         x = to_compute_dtype(x)
+        # (B, N, D_in), of all tokens; the backward pass is an all-reduce or a reduce-scatter
         x = copy_to_region(x, self.group) if self.tokens is None else all_gather(x, 1, self.tokens, self.group)
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)  # (B, N, D_out / size)
 
 
 class RowParallelLinear(nn.Linear):
@@ -54,14 +55,15 @@ class RowParallelLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features // group.size, linear.out_features
-        self.weight = shard_parameter(linear.weight, 1, group)
+        self.weight = shard_parameter(linear.weight, 1, group)  # (D_out, D_in / size)
         self.bias = linear.bias
         self.group, self.tokens = group, tokens
         self.partial_gradients = ("bias",) if tokens else ()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D_in / size) -> (B, N, D_out), or (B, n, D_out) of this rank's tokens."""
-        x = F.linear(x, self.weight)
+        x = F.linear(x, self.weight)  # (B, N, D_out), one term of the sum over the ranks
+        # The sum of the terms: an all-reduce, or with sequence parallelism a reduce-scatter to (B, n, D_out)
         x = reduce_from_region(x, self.group) if self.tokens is None else reduce_scatter(x, 1, self.tokens, self.group)
         return x + self.bias.to(x.dtype)
 

@@ -57,17 +57,13 @@ def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool =
     dims: dict[str, int] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, SplittableAttention):
-            _split_pair(module, "qkv", "proj", group, tokens)
-            dims |= {f"{name}.qkv.weight": 0, f"{name}.qkv.bias": 0, f"{name}.proj.weight": 1}
-            if module.dropout and not tokens:
-                module.attend = RankRandom(module.attend, group)
+            dims |= _split_pair(module, name, "qkv", "proj", group, tokens)
         elif isinstance(module, SplittableMLP):
-            _split_pair(module, "fc1", "fc2", group, tokens)
-            dims |= {f"{name}.fc1.weight": 0, f"{name}.fc1.bias": 0, f"{name}.fc2.weight": 1}
-            if module.drop.p and not tokens:
-                module.drop = RankRandom(module.drop, group)
+            dims |= _split_pair(module, name, "fc1", "fc2", group, tokens)
     if tokens:
         _split_tokens(model, group, tokens)
+    else:
+        _draw_dropout_apart(model, group)
     return dims
 
 
@@ -81,9 +77,20 @@ def _check(model, size, tokens):
         raise LayoutError(f"sequence parallel: {sum(tokens)} tokens cannot be split over {size} ranks")
 
 
-def _split_pair(module, first, second, group, tokens):
+def _split_pair(module, name, first, second, group, tokens):
+    """Split two layers of a module; returns {parameter name: dim}."""
     setattr(module, first, ColumnParallelLinear(getattr(module, first), group, tokens))
     setattr(module, second, RowParallelLinear(getattr(module, second), group, tokens))
+    return {f"{name}.{first}.weight": 0, f"{name}.{first}.bias": 0, f"{name}.{second}.weight": 1}
+
+
+def _draw_dropout_apart(model, group):
+    """Drop different elements on each rank where heads and hidden features are split."""
+    for module in list(model.modules()):
+        if isinstance(module, SplittableAttention) and module.dropout:
+            module.attend = RankRandom(module.attend, group)
+        elif isinstance(module, SplittableMLP) and module.drop.p:
+            module.drop = RankRandom(module.drop, group)
 
 
 def _split_tokens(model, group, tokens):

@@ -77,12 +77,16 @@ def picture(command: str, made: str, image: str, title: str) -> None:
         _show(f"![{title}]({images}/{image})", "")
 
 
-def source(path: str, first: str, last: str) -> None:
-    """Show the code of a file from the line that begins with `first` to the next one that begins with `last`."""
+def source(path: str, first: str, last: str, docstrings: bool = True) -> None:
+    """Show the code of a file from the line that begins with `first` to the next one that begins with `last`.
+
+    docstrings: whether to show them too.
+    """
     lines = (ROOT / path).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
     stop = next(i for i, line in enumerate(lines) if i >= start and line.strip().startswith(last))
-    _show("```python", textwrap.dedent("\n".join(lines[start : stop + 1])), "```")
+    code = textwrap.dedent("\n".join(lines[start : stop + 1]))
+    _show("```python", code if docstrings else _without_docstrings(code), "```")
 
 
 def difference(before: str, after: str, whole: bool = True) -> None:
@@ -94,6 +98,15 @@ def difference(before: str, after: str, whole: bool = True) -> None:
     if whole:
         lines = ["" if line[0] == "@" else line for line in changes[1:]]
         _show("", "```diff", *(line for line in lines if line not in ("+", "-")), "```")
+
+
+def _without_docstrings(code):
+    lines = code.splitlines()
+    described = (n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.ClassDef | ast.FunctionDef))
+    found = [node.body[0] for node in described if ast.get_docstring(node)]
+    hidden = {i for text in found for i in range(text.lineno - 1, text.end_lineno)}
+    hidden |= {text.end_lineno for text in found if not lines[text.end_lineno]}  # the blank line behind that of a class
+    return "\n".join(line for i, line in enumerate(lines) if i not in hidden)
 
 
 def _code(name):

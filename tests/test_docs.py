@@ -1,5 +1,6 @@
-"""README and docs: every link leads somewhere, every command is one that the programs take."""
+"""README and docs: every link leads somewhere, commands are those that the programs take, code is that of the tree."""
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -7,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +17,7 @@ import pytest
 import benchmark
 import forecast
 import plan
+from tests import test_porting
 from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
 from tools.preflight import __main__ as preflight
 from utils.config import SCRIPTS, load_config, parse_command_line
@@ -116,17 +119,61 @@ def check_benchmark(words):
         parse_command_line(seen[0], None, "config/ViT.yaml")
 
 
-@pytest.mark.slow("what pages show is what their commands print today")
-def test_what_pages_show_of_commands_marked_fast_is_what_they_print():
-    """They are run in full; `make figures ONLY=fast` mends the pages."""
+def check_figures(only):
+    """Pages show what cog makes of them. only: the commands to run, as ONLY of `make figures`; code is always made."""
     words = ["-I", ".", "-U", "-p", "from docs.figures import command, difference, output, picture, source, table"]
     pages = [str(page) for page in PAGES if "[[[cog" in page.read_text()]
     done = subprocess.run(
         [sys.executable, "-m", "cogapp", *words, "--check", "--diff", *pages],
-        cwd=ROOT, env={**os.environ, "ONLY": "fast"}, capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "ONLY": only}, capture_output=True, text=True,
     )  # fmt: skip
     assert len(pages) > 5
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_code_and_differences_that_pages_show_are_those_of_the_tree():
+    """`make figures ONLY=fast` mends the pages."""
+    check_figures(only="no command")
+
+
+@pytest.mark.slow("what pages show is what their commands print today")
+def test_what_pages_show_of_commands_marked_fast_is_what_they_print():
+    """They are run in full; `make figures ONLY=fast` mends the pages."""
+    check_figures(only="fast")
+
+
+def is_python(block):
+    """Whether an indented block of a page is code of Python."""
+    with contextlib.suppress(SyntaxError):
+        return bool(ast.parse(textwrap.dedent(block)).body)
+    return False
+
+
+def written_by_hand(text):
+    """Code of Python in a page that no command has inserted, and differences of it."""
+    text = re.sub(r"^<!--\[\[\[cog (source|difference)\(.*?^<!--\[\[\[end\]\]\]-->$", "", text, flags=re.S | re.M)
+    fences = r"^ *(`{3,}|~{3,}) *(\S*).*\n([\s\S]*?)^ *\1 *$"
+    blocks = [code for _, kind, code in re.findall(fences, text, re.M) if kind not in ("bash", "text", "yaml")]
+    indented = re.findall(r"(?:^(?: {4}|\t).*\n(?:\s*\n(?= {4}))?)+", re.sub(fences, "", text, flags=re.M), re.M)
+    return blocks + [block for block in indented if is_python(block)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_of_a_page_is_inserted_from_the_tree_or_run_from_the_page(page):
+    """docs/porting.md writes files and a diff of them: tests/test_porting.py runs these."""
+    run = [f"# {name}\n{code}" for name, code in test_porting.FILES.items()] + [test_porting.DIFF]
+    for block in written_by_hand(page.read_text()):
+        assert page.name == "porting.md" and block in run, block
+
+
+@pytest.mark.parametrize(
+    "block", ["```python\nf(x)\n```\n", "    y = f(x)\n", "```\nf(x)\n```\n", "~~~ py\nf(x)\n~~~\n"]
+)
+def test_python_written_by_hand_is_found(block):
+    inserted = '<!--[[[cog source("train.py", "a", "b") ]]]-->\n```python\nf(x)\n```\n<!--[[[end]]]-->\n'
+    for text in (f"Text\n\n{block}\nText\n", f"{inserted}\n{block}\n{inserted}"):
+        assert len(written_by_hand(text)) == 1
+    assert not written_by_hand(f"{inserted}\n    python train.py\n\n```bash\nmake\n```\n{inserted}")
 
 
 def slug(heading):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/porting.md").read_text()
 PAGE = PAGE[PAGE.index("## Your model") : PAGE.index("## Your cluster")]
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.S))
+DIFF = re.search(r"```diff\n(.*?)```", PAGE, re.S)[1]
 COMMANDS = re.findall(r"^    ((?:python|torchrun) .*)$", PAGE, re.M)
 SMALL = "--num_iters=3 --warmup=0 --limit_nsamples=16 --limit_nsamples_val=2 --device=cpu --global_batch_size=4"
 # torchvision's own operators are built for CUDA; timm imports the package and calls none of them.
@@ -59,7 +60,7 @@ def test_the_unet_trains_as_it_is_and_after_the_diff_on_every_rung(tmp_path, dat
     commands = [command for command in COMMANDS if "my_unet" in command]
     assert "n_channels: 20" in commands[0] and len(commands) == 4
     run(commands[0], tmp_path, tmp_path / "0", data_keys)
-    (tmp_path / "my_unet.py").write_text(patched(FILES["my_unet.py"], re.search(r"```diff\n(.*?)```", PAGE, re.S)[1]))
+    (tmp_path / "my_unet.py").write_text(patched(FILES["my_unet.py"], DIFF))
     losses = []
     for number, command in enumerate(commands[1:], 1):
         said = run(re.sub(r' --model_args ".*?"', "", command), tmp_path, tmp_path / str(number), data_keys)

@@ -36,7 +36,7 @@ class ShardTensor(torch.Tensor):
     """A split tensor, described at the top of this file. from_local, scatter_tensor and wrap make one."""
 
     spec: Spec
-    copied_from = ""  # the operation whose view this should be and, computed on whole tensors, is not
+    copied_from = ""  # the operation that copied this from whole tensors, where torch's result would be a view
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -44,10 +44,10 @@ class ShardTensor(torch.Tensor):
         try:
             if rule is None:
                 raise no_rule(func, args, kwargs or {})
-            with LocalTensors():
+            with LocalTensors():  # in a rule, ShardTensors behave as their local parts
                 return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
         except (NoRule, CannotSplit, AttributeError) as error:
-            return _refused(error, func, args, kwargs or {})
+            return _refused(error, func, args, kwargs or {})  # raises it, or computes on whole tensors
 
     @classmethod
     def from_local(
