@@ -1,5 +1,6 @@
 # make demo   set up, make sample data, train a small model, forecast with it
-# make test   set up, run the tests without the slow ones; FILES=tests/test_vit.py or PYTEST_ARGS="-k name" run some
+# make test   set up, run the tests without the slow ones; FILES=tests/test_vit.py or PYTEST_ARGS="-k name" run some,
+#             WORKERS=4 more at a time
 # make test-all   set up, run all tests; takes the same variables
 # make setup  the environment alone (.venv); TORCH="torch==2.11.0 --index-url ..." with another build of torch,
 #             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
@@ -20,6 +21,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PY := $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+WORKERS ?= 2# processes that share out the files of tests, each with about 4 GB; 0: none, for a debugger
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 demo: setup
 	$(BIN)/python -m weather.sample_data data/quick
@@ -29,10 +32,10 @@ demo: setup
 setup: .venv/installed
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS) $(FILES)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(FILES)
 
 test-all: .venv/installed-dev .venv/installed-models
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(FILES)
+	$(PYTEST) $(PYTEST_ARGS) $(FILES)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

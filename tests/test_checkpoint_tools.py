@@ -30,8 +30,8 @@ def test_show_lists_a_checkpoint_and_says_that_it_is_whole(folder, capsys):
             "optimizer    12 tensors, 56 values, 224 bytes",
         ):  # fmt: skip
             assert line in text.splitlines(), text
-    (row,) = [line.split() for line in text.splitlines() if line.startswith("model.0.weight")]
-    assert row == ["model.0.weight", "[4,", "3]", "float32", "1", "48"]
+    (row,) = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| model.0.weight ")]
+    assert [cell.strip() for cell in row] == ["model.0.weight", "[4, 3]", "float32", "1", "48"]
 
 
 def test_export_writes_the_weights_with_the_config(folder, tmp_path):

@@ -82,6 +82,7 @@ def test_checkpointing_keeps_the_input_of_each_block_only():
     assert per_block[False] > 8 * per_block[True]
 
 
+@pytest.mark.slow("generated code in turns with validation")
 def test_the_whole_model_compiles_to_one_graph_and_alternating_with_validation_compiles_nothing_more(tiny_config):
     from torch._dynamo.utils import counters
 

@@ -1,6 +1,7 @@
 """Every data-parallel strategy trains as one device does with the whole batch."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -92,18 +93,21 @@ VARIANTS = {
 }
 
 
-# Four ranks with one variant alone: accumulation, which has all that the plain one has.
-ON_FOUR = pytest.mark.slow("every variant on four ranks, where hsdp has groups of two")
-SIZES_OF_VARIANTS = [
-    pytest.param(size, variant, marks=[ON_FOUR] * (size == 4 and variant != "accumulation"))
-    for size in (2, 4)
-    for variant in VARIANTS
+# Quick are all variants of one copied and one sharded strategy, and of the others accumulation, which has all that the
+# plain one has; on four ranks hsdp, which has groups of two there.
+CASES = list(itertools.product(STRATEGIES, (2, 4), VARIANTS))
+QUICK = [
+    *itertools.product(("ddp", "fsdp"), (2,), VARIANTS),
+    *itertools.product(("zero1", "zero2"), (2,), ("accumulation",)),
+    ("hsdp", 4, "accumulation"),
 ]
 
 
-@pytest.mark.parametrize(("size", "variant"), SIZES_OF_VARIANTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, size, strategy, variant):
+@pytest.mark.parametrize(
+    "case", slow_but(QUICK, CASES, "all strategies, sizes and variants"), ids=lambda case: "-".join(map(str, case))
+)
+def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, case):
+    strategy, size, variant = case
     options = PARITY | VARIANTS[variant]
     serial = train_alone(tiny_config, options)
     config = tiny_config(**options, data_parallel=strategy, dp_shard=size // 2 if strategy == "hsdp" else None)

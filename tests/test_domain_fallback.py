@@ -99,6 +99,7 @@ OWN = """
 """
 
 
+@pytest.mark.slow("four ranks on two dimensions in a program without the trainer")
 def test_a_program_of_ones_own_ends_well(tmp_path):
     program = tmp_path / "own.py"
     program.write_text(textwrap.dedent(OWN))
@@ -119,7 +120,10 @@ def dropped_and_kept(config, steps=2):
     return losses.tolist(), torch.rand(4).tolist(), own_part(torch.zeros(4, 1, *config.img_size), config).shape
 
 
-@pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": "full"}, {"enable_jit": True}], ids=str)
+COMPILED = pytest.param({"enable_jit": True}, marks=pytest.mark.slow("dropout of compiled layers"))
+
+
+@pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": "full"}, COMPILED], ids=str)
 def test_default_generators_stay_alike_on_uneven_parts(ranks, tiny_config, extra):
     config = tiny_config(
         img_size=[36, 16], patch_size=4, domain_parallel=2, dropout=0.2, global_batch_size=4, depth=1, **extra

@@ -68,6 +68,7 @@ def test_recomputed_blocks_give_the_same_losses(tiny_config, checkpointing):
     assert torch.equal(train(tiny_config(**SIZES, amp_mode="fp8", activation_checkpointing=checkpointing))[0], plain)
 
 
+@pytest.mark.slow("fp8 in compiled layers")
 @torchao
 def test_the_model_compiles_to_one_graph(tiny_config):
     with compile_by(TRACED):

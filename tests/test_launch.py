@@ -167,6 +167,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_pa
     assert "error: rank 0 of 2 could not connect within 3 s through 127.0.0.1:" in output
 
 
+@pytest.mark.slow("three rungs, one after the other, as users start them")
 def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, shared):
     def start(script, **layout):
         return train_on_two(tiny_options(run_num="moved", **COMMON, **layout), script)

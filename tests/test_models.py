@@ -1,5 +1,7 @@
 """Every model that ships trains on every rung that it can run on, as it does on one device."""
 
+import itertools
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -8,6 +10,7 @@ import train_mp
 from distributed.global_view import global_view
 from tests.support.compilation import TRACED
 from tests.support.layout_parity import build, check_training, train_steps
+from tests.support.marks import slow_but
 from tests.test_domain_parallel import SIZES
 from training.checkpoint import collect_state
 from utils.errors import UsageError
@@ -42,9 +45,14 @@ def train_in_double(config, steps=10):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
-def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, model, layout):
+# Quick are all layouts of the U-Net, which has the most operations and running statistics.
+CASES = list(itertools.product(MODELS, LAYOUTS))
+QUICK = [(model, layout) for model, layout in CASES if model == "unet" or layout == "domain2x2"]
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES, "every model in every layout"), ids="-".join)
+def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, case):
+    model, layout = case
     if model not in _alone:
         _alone[model] = train_in_double(tiny_config(**MODELS[model]))
     losses, state = _alone[model]
@@ -57,6 +65,7 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, model, layout):
             assert error < 1e-5, (name, error)
 
 
+@pytest.mark.slow("neighborhood attention in compiled blocks")
 def test_neighborhood_blocks_are_recomputed_and_compiled_on_tiles(ranks, tiny_config):
     extra = {"activation_checkpointing": "full", "enable_jit": True}
     options = MODELS["neighborhood"] | {"depth": 1}

@@ -31,6 +31,7 @@ def slurm(tmp_path, monkeypatch):
     return lambda: words.read_text().splitlines()
 
 
+@pytest.mark.slow("the search, the choice and the submission in one")
 def test_the_chosen_layout_is_submitted_and_stored(slurm, tiny_options, tmp_path, capsys):
     words = [*tiny_options(), "--gpus=8", "--top=3", "--choose=2", "--submit=-t 00:10:00 --comment 'two words'"]
     program.main(words)

@@ -140,7 +140,7 @@ def test_a_file_that_was_tidied_up_comes_back(tmp_path):
     owner = RunOwner(tmp_path)
     (tmp_path / FILE).unlink()
     deadline = time.monotonic() + 60
-    while not (tmp_path / FILE).exists() and time.monotonic() < deadline:
+    while not ((tmp_path / FILE).exists() and (tmp_path / FILE).read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert isinstance(owner_of(tmp_path), Owner)
     owner.release()

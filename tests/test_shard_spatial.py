@@ -118,6 +118,7 @@ def check_compiled(sizes):
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow("convolutions, pooling and resizing in one graph")
 def test_all_of_it_compiles_without_a_graph_break(ranks):
     ranks(2, check_compiled, (5, 4))
 

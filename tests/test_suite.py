@@ -51,18 +51,19 @@ def test_a_slow_test_says_what_only_it_shows():
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (["test"], '-m pytest -m "not slow"'),
-        (["test", "FILES=tests/test_vit.py"], '-m pytest -m "not slow" tests/test_vit.py'),
-        (["test", "PYTEST_ARGS=-k name"], '-m pytest -m "not slow" -k name'),
-        (["test-all"], "-m pytest"),
-        (["test-all", "FILES=tests/test_vit.py", "PYTEST_ARGS=-x"], "-m pytest -x tests/test_vit.py"),
+        (["test"], '-n 2 --dist loadfile -m "not slow"'),
+        (["test", "FILES=tests/test_vit.py"], '-n 2 --dist loadfile -m "not slow" tests/test_vit.py'),
+        (["test", "PYTEST_ARGS=-k name", "WORKERS=0"], '-n 0 --dist loadfile -m "not slow" -k name'),
+        (["test-all"], "-n 2 --dist loadfile"),
+        (["test-all", "FILES=tests/test_vit.py", "PYTEST_ARGS=-x"], "-n 2 --dist loadfile -x tests/test_vit.py"),
     ],
 )
 def test_make_passes_files_and_arguments_on(words, command):
-    around = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FILES", "PYTEST_ARGS")  # of a make around this one
+    # Those of a make around this one go.
+    around = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FILES", "PYTEST_ARGS", "WORKERS")
     env = {name: value for name, value in os.environ.items() if name not in around}
     said = subprocess.run(["make", "-n", *words], capture_output=True, text=True, check=True, env=env).stdout
-    assert " ".join(said.splitlines()[-1].split()).endswith(f"python {command}")
+    assert " ".join(said.splitlines()[-1].split()).endswith(f"python -m pytest {command}")
 
 
 def test_the_device_auto_fails_in_tests_and_in_the_programs_that_they_start(tiny_config, tiny_options):

@@ -10,6 +10,7 @@ import pytest
 import train
 from tests.support import programs
 from tests.support.launch import popen, summary
+from tests.support.marks import slow_but
 from training.checkpoint import CheckpointFolder
 from utils.errors import UsageError
 
@@ -52,7 +53,7 @@ def test_a_reader_that_has_had_enough_is_no_error(unbuffered):
     assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "")
 
 
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("ignored", slow_but([False], [False, True], "nohup itself"))
 def test_a_lost_connection_stops_a_run_as_a_warning_does_but_not_under_nohup(tiny_options, tmp_path, ignored):
     words = ["train.py", *tiny_options(num_iters=300 if ignored else 100_000, checkpoint_every=100_000)]
     run = popen(["nohup", sys.executable, *words]) if ignored else programs.start(words)

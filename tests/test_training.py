@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from tests.support.marks import slow_but
 from training.optimizer import learning_rate
 from training.results import print_result
 from training.step import TrainingStep
@@ -123,7 +124,7 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(run):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("iteration", [3, 10, 19, 24])
+@pytest.mark.parametrize("iteration", slow_but([3, 10], [3, 10, 19, 24], "other places in an epoch"))
 def test_a_stopped_run_continues_bit_for_bit(run, monkeypatch, iteration, workers):
     """In mid-epoch, at the end of one (sample 38 comes in step 10), before a validation, in the last step but one."""
     common = {"num_iters": 25, "dropout": 0.1, "num_data_workers": workers, "checkpoint_every": 7}
@@ -264,6 +265,7 @@ def test_mixed_precision_stays_near_full_precision(run):
     assert list(mixed.curve.values()) == pytest.approx(list(full.curve.values()), rel=0.02)
 
 
+@pytest.mark.slow("generated code in a whole run")
 def test_the_compiled_model_computes_the_same(run):
     plain, compiled = run(run_num="plain", num_iters=4), run(run_num="compiled", num_iters=4, enable_jit=True)
     assert list(compiled.curve.values()) == pytest.approx(list(plain.curve.values()), rel=1e-5)
