@@ -101,10 +101,7 @@ def test_a_loader_delivers_the_frames_of_each_stage_and_their_forcings(tiny_conf
     means, stds = (np.load(getattr(config, f"global_{name}_path"))[0] for name in ("means", "stds"))
     comm.build_mesh(CPU, config.layout(1))
     task = build_task(config)
-    order = task.loaders(CPU)[0]._own  # the samples of an iteration
-    from utils.sample_order import training_indices
-
-    samples = order(training_indices, (len(folder), config.global_batch_size, config.seed), ()).samples
+    samples = task.loaders(CPU)[0].order(config.seed).samples
     for iteration, (x, y) in enumerate(batches(config)):
         k, numbers = (1, 1, 3, 3, 2, 2)[iteration], samples(iteration)
         assert x.shape == (4, 20 + 2 + 4 * k, *SIZE)

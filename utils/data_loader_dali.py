@@ -51,7 +51,7 @@ class DaliDataLoader(BatchLoader):
         super().close()
 
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
-        asked = order.samples.func, order.samples.args, order.stages, iterations
+        asked = order, iterations
         stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, order, iterations))
         try:
             for iteration, frames in zip(iterations, stream, strict=True):

@@ -149,10 +149,7 @@ class YearFileWriter:
                         progress.update(count)
         described = all(path.exists() for path in self.stats)
         if not described:
-            train = [path for path in self.frames if path.parent.name == "train"]
-            for path, value in zip(self.stats, training_statistics(train), strict=True):
-                with whole_file(path) as part, open(part, "wb") as file:
-                    np.save(file, value)
+            write_statistics([path for path in self.frames if path.parent.name == "train"], self.out / "stats")
         return described
 
     def _stale_files(self, overwrite: bool) -> list[Path]:
@@ -197,6 +194,16 @@ class YearFileWriter:
         return fields
 
 
+def write_statistics(years: Sequence[Path], folder: Path) -> list[Path]:
+    """Write those statistics of year files that are not in a folder yet; returns their files."""
+    values = dict(zip(STATS, training_statistics(years), strict=True))
+    new = {path: value for name, value in values.items() if not (path := folder / f"{name}.npy").exists()}
+    for path, value in new.items():
+        with whole_file(path) as part, open(part, "wb") as file:
+            np.save(file, value)
+    return list(new)
+
+
 def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     """Statistics of the year files `paths`, computed in one pass with float64 sums.
 
@@ -232,12 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
     with reported_as_usage_error(OSError, str(options.out)):
-        options.out.mkdir(parents=True, exist_ok=True)
-        for name, value in zip(STATS, training_statistics(paths), strict=True):
-            if not (path := options.out / f"{name}.npy").exists():
-                with whole_file(path) as part, open(part, "wb") as file:
-                    np.save(file, value)
-                print(path)
+        for path in write_statistics(paths, options.out):
+            print(path)
 
 
 def _split_years(*years_of_splits: Iterable[int]) -> dict[int, str]:
