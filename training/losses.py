@@ -6,9 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
-from distributed.collectives import alike_on_ranks, as_group, sum_over_ranks
+from distributed.collectives import as_group, sum_over_ranks
 from distributed.context_parallel import l2_norms
 from distributed.shard_tensor import ShardTensor
 from training.metrics import latitude_weights
@@ -27,15 +26,6 @@ def relative_l2_loss(prediction: Tensor, target: Tensor, image_group: dist.Proce
     image_group: process group whose ranks each hold a part of the images; norms are of whole images.
     """
     return relative_l2(prediction, target, image_group).mean()
-
-
-def classification_loss(logits: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
-    """Cross-entropy: (B, classes), (B,) -> a scalar, in float32.
-
-    image_group: process group whose ranks each hold a part of the images and all have these logits. The gradient is
-    multiplied by their number, which the mean over the ranks takes out again, as in context_parallel.l2_norms.
-    """
-    return alike_on_ranks(F.cross_entropy(logits.float(), target), as_group(image_group))
 
 
 def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:

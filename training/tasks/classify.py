@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.collectives import alike_on_ranks, as_group
 from distributed.parallel_model import ParallelModel
-from training.losses import classification_loss
 from training.tasks.task import MeanValidator, Shape, Task, Validator
 from training.waves import Waves, wave_loaders
 from utils.data_loader import Batch, BatchLoader
@@ -75,8 +75,12 @@ class Trained(Task):
         return wave_loaders(self, partial(ClassImages, classes=self.classes), device)
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
-        """Cross-entropy."""
-        return classification_loss(prediction, target, image_group)
+        """Cross-entropy, in float32.
+
+        All ranks that share the images have these logits. The gradient is multiplied by their number, which the mean
+        over the ranks takes out again, as in context_parallel.l2_norms.
+        """
+        return alike_on_ranks(F.cross_entropy(prediction.float(), target), as_group(image_group))
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """Loss and accuracy."""
