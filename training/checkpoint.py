@@ -46,7 +46,6 @@ from utils.files import sync_folder, whole_file
 
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 log = logging.getLogger(__name__)
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which one process does not need
 # {"model", "ema", "optimizer" or "random": {name: tensor, or a parameter's moments}}
 State = dict[str, dict[str, Any]]
 NAME = re.compile(r"iter-\d{8,}")
@@ -179,6 +178,7 @@ class CheckpointFolder:
 
         Its collectives must not meet those of training, which run at the same time.
         """
+        hush_single_process_warning()
         if self._group is None and comm.world_size() > 1:
             self._group = comm.new_cpu_group()
 
@@ -262,3 +262,8 @@ def first_whole(folders: Iterable[Path]) -> tuple[Path, Marker] | tuple[None, No
         except CheckpointError as error:
             log.warning("%s; passing over it", error)
     return None, None
+
+
+def hush_single_process_warning() -> None:
+    """Without a process group, which one process does not need, torch warns at every checkpoint: silence it."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
