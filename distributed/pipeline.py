@@ -143,22 +143,20 @@ class Pipeline:
             return scale(value)
 
         self.loss: Callable[[Tensor, Tensor], Tensor] | None = scaled
-        schedule = self._rounds(*rollout, x) if rollout else self.schedule
-        self.used = self.rounds[rollout[1]][0] if rollout else self.stages
+        self.used, schedule = self._of_rounds(*rollout, x) if rollout else (self.stages, self.schedule)
         schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
         if rollout:  # the states of the rounds are needed no more
-            self.rounds[rollout[1]][0][0].submod.states.clear()
+            self.used[0].submod.states.clear()
         return losses[-self.micro_batches :]  # the schedule tries the loss out first
 
-    def _rounds(self, steps: Steps, count: int, x: Tensor) -> Any:
-        """The schedule of `count` rounds, for a batch x."""
+    def _of_rounds(self, steps: Steps, count: int, x: Tensor) -> tuple[Any, Any]:
+        """Stages and schedule of `count` rounds, for a batch x."""
         if count not in self.rounds:
             stages = stages_of_rounds(self.modules, steps, count, self.rank, self.size, self.device, self.group)
             self.rounds[count] = stages, self._schedule(stages)
-        stages, schedule = self.rounds[count]
-        for stage in stages:
+        for stage in self.rounds[count][0]:
             stage.submod.batches = x.chunk(self.micro_batches)
-        return schedule
+        return self.rounds[count]
 
     @torch.no_grad()
     def forecast(self, x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -17,19 +17,13 @@ from utils.schema import Config
 from weather.channels import pressure_level
 
 
-def relative_l2_loss(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
-    """Mean over the batch of ||prediction - target|| / ||target||, norms over every other axis.
+def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
+    """||prediction - target|| / ||target|| of each sample, norms over every other axis: (B, ...) -> (B,).
 
-    prediction, target: (B, ...), tensors or ShardTensors. Returns a scalar, in float32 also where the inputs are half
-    precision. The loss of neural operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022,
-    arXiv:2202.11214).
+    prediction, target: tensors or ShardTensors. In float32 also where they are half precision. The loss of neural
+    operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022, arXiv:2202.11214).
     image_group: process group whose ranks each hold a part of the images; norms are of whole images.
     """
-    return relative_l2(prediction, target, image_group).mean()
-
-
-def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
-    """As relative_l2_loss, one value a sample: (B,)."""
     prediction, target = prediction.float(), target.float()
     if isinstance(prediction, ShardTensor):
         squares = torch.stack([x.square().flatten(1).sum(1) for x in (prediction - target, target)])
@@ -47,7 +41,7 @@ def weighted_squared_error(
 ) -> Tensor:
     """Sum over channels and points of weights x squared error, one value a sample: (B, C, h, w) -> (B,), in float32.
 
-    weights: (C, h, 1), see loss_weights. image_group: as for relative_l2_loss; the weights are then those of this
+    weights: (C, h, 1), see loss_weights. image_group: as for relative_l2; the weights are then those of this
     rank's rows, and one all-reduce of B numbers adds up the parts.
     """
     errors = ((prediction.float() - target.float()).square() * weights).flatten(1).sum(1)

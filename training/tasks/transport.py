@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.losses import relative_l2, relative_l2_loss
+from training.losses import relative_l2
 from training.tasks.task import MeanValidator, Shape, Task, Validator
 from training.waves import Waves, wave_loaders
 from utils.data_loader import Batch, BatchLoader
@@ -70,7 +70,7 @@ class Trained(Task):
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """The relative L2 loss of neural operators."""
-        return relative_l2_loss(prediction, target, image_group)
+        return relative_l2(prediction, target, image_group).mean()
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """Relative errors."""
