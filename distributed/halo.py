@@ -99,7 +99,8 @@ class Fetch:
             if compiling:  # the compiler orders operations itself
                 self.finish = lambda: all_to_all(_packed(x, self.dim, plan.sent), *counts, group)
             else:
-                self.own, token = _Start.apply(x, self.dim, plan.sent, *counts, group, travelling := [])
+                travelling: list[Tensor] = []
+                self.own, token = _Start.apply(x, self.dim, plan.sent, *counts, group, travelling)
                 self.finish = lambda: _Finish.apply(token, *counts, group, travelling)
 
     def rows(self, first: int | None = None, last: int | None = None) -> Tensor:

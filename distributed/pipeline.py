@@ -143,20 +143,22 @@ class Pipeline:
             return scale(value)
 
         self.loss: Callable[[Tensor, Tensor], Tensor] | None = scaled
-        self.used, schedule = self._of_rounds(*rollout, x) if rollout else (self.stages, self.schedule)
+        schedule = self._rounds(*rollout, x) if rollout else self.schedule
+        self.used = self.rounds[rollout[1]][0] if rollout else self.stages
         schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
         if rollout:  # the states of the rounds are needed no more
-            self.used[0].submod.states.clear()
+            self.rounds[rollout[1]][0][0].submod.states.clear()
         return losses[-self.micro_batches :]  # the schedule tries the loss out first
 
-    def _of_rounds(self, steps: Steps, count: int, x: Tensor) -> tuple[Any, Any]:
-        """Stages and schedule of `count` rounds, for a batch x."""
+    def _rounds(self, steps: Steps, count: int, x: Tensor) -> Any:
+        """The schedule of `count` rounds, for a batch x."""
         if count not in self.rounds:
             stages = stages_of_rounds(self.modules, steps, count, self.rank, self.size, self.device, self.group)
             self.rounds[count] = stages, self._schedule(stages)
-        for stage in self.rounds[count][0]:
+        stages, schedule = self.rounds[count]
+        for stage in stages:
             stage.submod.batches = x.chunk(self.micro_batches)
-        return self.rounds[count]
+        return schedule
 
     @torch.no_grad()
     def forecast(self, x: Tensor, shape: Sequence[int]) -> Tensor:
