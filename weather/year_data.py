@@ -115,7 +115,7 @@ class YearFile(ABC):
         """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
         with reading(f"{self.path}: frame {frame}"):
             _, all_channels, height, width = self.shape
-            frames, channels, h, w = out.shape
+            (frames, channels, h, w), top = out.shape, rows.start or 0
             if not self.plain or w < width:
                 self._read_by_library(frame, out, rows, columns)
                 return
@@ -127,7 +127,7 @@ class YearFile(ABC):
             for number, pieces in parts:
                 with self._piece(number) as (descriptor, start):
                     for channel, piece in enumerate(pieces):
-                        first = start + 4 * (channel * height + rows.start) * width
+                        first = start + 4 * (channel * height + top) * width
                         self._read_at(descriptor, first, piece, number)
 
     def _read_at(self, descriptor, position, out, frame):
