@@ -16,7 +16,7 @@ import numpy as np
 
 from utils.errors import UsageError, reading
 from weather.channels import CHANNELS
-from weather.grid import HOUR, Grid, latitudes, longitudes
+from weather.grid import Grid, frame_times, latitudes, longitudes
 
 DATASET = "fields"
 
@@ -76,8 +76,8 @@ class YearFile(ABC):
         names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
         units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))
         return Description(
-            self._texts("channel", names)[:channels],
-            self._texts("channel_units", units)[:channels],
+            self._stored("channel", self.shape[1], self._strings, names)[:channels],
+            self._stored("channel_units", self.shape[1], self._strings, units)[:channels],
             Grid(
                 self._degrees("latitude", latitudes(height), 90)[: img_size[0]],
                 self._degrees("longitude", longitudes(width), 360)[: img_size[1]],
@@ -92,9 +92,6 @@ class YearFile(ABC):
                 return np.asarray(fields[name][:], np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
-
-    def _texts(self, name, otherwise):
-        return self._stored(name, self.shape[1], self._strings, otherwise)
 
     def _degrees(self, name, otherwise, largest):
         values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
@@ -154,4 +151,4 @@ def file_times(file: YearFile) -> np.ndarray:
             return decoded.astype("datetime64[s]")
     if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
         raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
-    return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
+    return frame_times(int(file.path.stem), 0, frames)

@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
-from weather.grid import Grid, year_frames
+from weather.grid import Grid, frame_times, year_frames
 from weather.year_reader import open_year, year_paths
 
 SPLITS = ("train", "valid", "test")
@@ -170,9 +169,9 @@ class YearFileWriter:
     def _describe(self, file: h5py.File, year: int, frames: int) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
-        start = datetime(year, 1, 1, tzinfo=UTC).timestamp() / 3600
+        hours = frame_times(year, 0, frames).astype("datetime64[h]").astype(np.float64)
         scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {
-            "time": (start + 6 * np.arange(frames), "hours since 1970-01-01"),
+            "time": (hours, "hours since 1970-01-01"),
             "channel": ([channel.name for channel in CHANNELS], None),
             "latitude": (latitude, "degrees_north"),
             "longitude": (longitude, "degrees_east"),
