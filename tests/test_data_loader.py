@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from training.tasks import build_task
-from utils.data_loader import DataLoader
+from utils.data_loader import DataLoader, reading_threads
 from utils.errors import UsageError
 from utils.sample_order import training_indices
 from weather.dataset import FieldDataset, Statistics, read_statistics
@@ -29,10 +31,13 @@ def write_years(folder, lengths, shape=(3, 8, 16), **storage):
 
 
 def read_all(dataset):
-    """All samples."""
+    """All samples, read; where samples can be mapped, also that these are the same."""
     out = np.empty((len(dataset), *dataset.shape), np.float32)
     for index in range(len(dataset)):
         dataset.read(index, out[index])
+        if dataset.mappable:
+            with dataset.mapped(index, 2) as frames:
+                np.testing.assert_array_equal(np.concatenate(frames), out[index])
     return out
 
 
@@ -91,17 +96,35 @@ def test_contiguous_files_are_read_without_a_byte_too_many(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_batch_on_the_cpu_is_normalised_in_its_place(tmp_path, storage):
+def test_frames_in_one_piece_are_normalised_from_the_page_cache(tmp_path, storage):
     (year,) = write_years(tmp_path, [6], **STORAGES[storage])
     one = np.ones((3, 1, 1), np.float32)
     for window in ({}, {"rows": slice(2, 5)}, {"columns": slice(3, 9)}):
         dataset = FieldDataset(tmp_path, 3, (8, 16), **window)
-        assert dataset.files[0].plain == (storage in ("contiguous", "chunk per frame"))
+        assert dataset.mappable == (storage in ("contiguous", "chunk per frame"))
         loader = DataLoader(dataset, Statistics(2 * one, 4 * one, None), 3, 3, 2, CPU, num_workers=0)
         x, y = next(loader.train(seed=0, start=0, stop=1))
         first = year[training_indices(5, 2, 0, 0)][:, :, window.get("rows", slice(8)), window.get("columns", slice(16))]
         np.testing.assert_allclose(x, (first - 2) / 4, rtol=1e-6, atol=1e-6)
         assert y.shape == x.shape
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells which pages a process has mapped")
+def test_mapped_frames_do_not_stay_in_the_memory_of_the_process(tmp_path):
+    write_years(tmp_path, [40], shape=(4, 64, 128))
+
+    def mapped_kilobytes():
+        with open("/proc/self/smaps") as lines:
+            ours = False
+            for line in lines:
+                ours = "1979.h5" in line or (ours and ":" in line.split()[0])
+                if ours and line.startswith("Rss:"):
+                    return int(line.split()[1])
+
+    dataset = FieldDataset(tmp_path, 4, (64, 128))
+    with dataset.mapped(20, 2) as frames:
+        assert sum(frame.sum() for frame in frames) and mapped_kilobytes() >= 2 * 4 * 64 * 128 * 4 // 1024
+    assert mapped_kilobytes() == 0
 
 
 def test_coordinates_and_names_come_from_the_file_or_are_those_of_era5(tmp_path, sample_folder):
@@ -159,6 +182,19 @@ def test_worker_threads_change_nothing(tiny_config, workers):
     for a, b in zip(collect(serial.train(3, 0, 25)), collect(threaded.train(3, 0, 25)), strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
     threaded.close()
+
+
+def test_reading_threads_leave_the_cores_to_the_step():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with reading_threads(2) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 1
+            assert torch.get_num_threads() == 2
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_run_that_starts_in_mid_epoch_sees_the_same_batches(tiny_config):

@@ -2,13 +2,15 @@
 
 The native loader's threads read samples straight into the batch buffers of a small ring. A batch for a GPU is copied
 from pinned memory on a side stream, while the previous step computes, and normalised there in one pass. On the CPU the
-buffer itself is the batch, and the threads normalise each sample in its place.
+buffer itself is the batch: the threads normalise each frame from the page cache into its place.
 """
 
 import math
+import threading
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,9 @@ from utils.sample_order import Order
 from weather.channels import count_forcings
 from weather.dataset import FieldDataset, Statistics
 from weather.forcings import Forcings, turns
+
+# A frame seen in its file is only read.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
 
 ONE_STEP = ((0, 1),)  # from iteration 0 on
 AHEAD = 2  # batches that a GPU has not done with when the next one is made
@@ -164,18 +169,34 @@ class Slot:
         self.array = self.tensor.numpy()
 
 
+def reading_threads(count: int) -> ThreadPoolExecutor:
+    """A pool of threads whose torch operations use one core each, so that the training step keeps the others."""
+    usual, started = torch.get_num_threads(), threading.Barrier(count)
+
+    def use_one_core():
+        torch.get_num_threads()  # a thread takes over the usual number at its first look: before, not after
+        torch.set_num_threads(1)
+
+    pool = ThreadPoolExecutor(count, initializer=use_one_core)
+    wait([pool.submit(started.wait) for _ in range(count)])
+    torch.set_num_threads(usual)  # of this thread, and of those that start from here on
+    return pool
+
+
 class DataLoader(BatchLoader):
     """The native loader. Its workers are threads; without workers it reads when a batch is requested."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        means, stds, _ = self.statistics
-        self.scale, self.bias = 1 / stds, -means / stds  # value * scale + bias = (value - mean) / std
-        self.scale_there, self.bias_there = (torch.from_numpy(x).to(self.device) for x in (self.scale, self.bias))
+        means, stds = torch.from_numpy(self.statistics.means), torch.from_numpy(self.statistics.stds)
+        self.scale, self.bias = (1 / stds).to(self.device), (-means / stds).to(self.device)
+        # Batch normalisation with given statistics: weight, bias, mean 0, variance 1.
+        self.affine = self.scale.flatten(), self.bias.flatten(), torch.zeros(len(means)), torch.ones(len(means))
+        self.no_moments = torch.empty(0), torch.empty(0)
         self.normalise_on_read = self.device.type == "cpu"
         self.gpu = library(self.device, "Stream")
         self.side_stream = self.gpu.Stream(self.device) if self.gpu else None
-        self.pool = ThreadPoolExecutor(self.num_workers) if self.num_workers else None
+        self.pool = reading_threads(self.num_workers) if self.num_workers else None
         shape = (self.batch_size, *self.dataset.shape)
         self.slots = [Slot(shape, self.gpu is not None) for _ in range(3 if self.num_workers else 1)]
 
@@ -219,11 +240,13 @@ class DataLoader(BatchLoader):
 
     def _read(self, index: int, out: np.ndarray) -> None:
         """Read a sample into out, (k + 1, C, h, w), and normalise it where the batch stays on the CPU."""
+        if self.normalise_on_read and self.dataset.mappable:
+            with self.dataset.mapped(index, len(out)) as frames:
+                self._normalise_into(out, frames)
+            return
         self.dataset.read(index, out)
-        if self.normalise_on_read:  # by numpy: torch would use the cores of the training step
-            for frame in out:
-                for plane, scale, bias in zip(frame, self.scale, self.bias, strict=True):  # small enough for a cache
-                    np.add(np.multiply(plane, scale, out=plane), bias, out=plane)
+        if self.normalise_on_read:
+            self._normalise_into(out, np.split(out, len(out)))
 
     def _to_device(self, slot: Slot) -> Tensor:
         if self.device.type == "cpu":
@@ -240,4 +263,15 @@ class DataLoader(BatchLoader):
         return frames
 
     def _normalise(self, frames: Tensor) -> Tensor:
-        return torch.addcmul(self.bias_there, frames, self.scale_there)
+        return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
+
+    def _normalise_into(self, out: np.ndarray, frames: Sequence[np.ndarray]) -> None:
+        """Normalise frames, (1, C, h, w) each, on the host, in one pass over the memory."""
+        for source, target in zip(frames, torch.from_numpy(out).split(1), strict=True):
+            frame = torch.from_numpy(source)
+            if frame.is_contiguous():
+                torch.native_batch_norm(frame, *self.affine, False, 0, 0, out=(target, *self.no_moments))
+                continue
+            planes = zip(target[0], frame[0], self.bias, self.affine[0].tolist(), strict=True)
+            for place, plane, bias, scale in planes:  # a part of the image
+                torch.add(bias, plane, alpha=scale, out=place)

@@ -1,10 +1,11 @@
 """Samples on disk: frames from year files, and the statistics of their channels.
 
 A sample is the frame at t and the frames dt, 2 dt, ... later in the same file. They are read directly into the caller's
-buffer: see weather/year_data.py.
+buffer, or seen in the page cache: see weather/year_data.py.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,11 @@ class FieldDataset:
         return self.steps + 1, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
+    def mappable(self) -> bool:
+        """Whether all files can be mapped, so that `mapped` can be used."""
+        return all(file.mappable for file in self.files)
+
+    @property
     def warning(self) -> str:
         """What is costly about how the first of such files is stored; '' where nothing is."""
         return next((file.warning for file in self.files if file.warning), "")
@@ -79,6 +85,12 @@ class FieldDataset:
         else:
             for number in range(len(out)):
                 file.read(frame + number * self.dt, out[number : number + 1], self.rows, self.columns)
+
+    def mapped(self, index: int, frames: int) -> AbstractContextManager[list[np.ndarray]]:
+        """The first frames of sample `index` in the mapped file, as a context manager: see YearFile.mapped."""
+        file, frame = self._locate(index)
+        numbers = range(frame, frame + frames * self.dt, self.dt)
+        return file.mapped(numbers, self.channels, self.rows, self.columns)
 
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""

@@ -2,13 +2,16 @@
 
 A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`, `channel` and
 `channel_units`. Where each frame is stored as one plain piece, plain reads at known offsets fill the caller's buffer;
-they release Python's lock, so threads read in parallel. Otherwise the format's library reads.
+they release Python's lock, so threads read in parallel. Otherwise the format's library reads. Plain pieces can also be
+mapped: the caller sees them in the page cache, without a copy.
 """
 
+import math
+import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +49,10 @@ class YearFile(ABC):
 
     path: what people call it. location: where it can be opened again. fields: an array (T, C, H, W) that slices.
     arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
-    plain: whether each frame is stored as one plain piece.
-    A format adds _piece(frame), a context manager of (descriptor, offset) of a plain piece; _adjacent(frame, count),
-    whether so many frames are one piece; _read_by_library, which reads as `read` does; and _strings(array of text).
+    plain: whether each frame is stored as one plain piece. mappable: whether `mapped` can be used.
+    A format adds _piece(frame), a context manager of (descriptor, offset) of a plain piece; _mapped_piece(frame), the
+    map that it is in, and where; _adjacent(frame, count), whether so many frames are one piece; _read_by_library, which
+    reads as `read` does; and _strings(array of text).
     """
 
     path: Path
@@ -57,15 +61,30 @@ class YearFile(ABC):
     arrays: Mapping[str, Any]
     shape: tuple[int, int, int, int]
     plain: bool
+    mappable: bool
     size: int
     warning = ""  # what is costly about how it is stored
-    _piece: Callable[[int], AbstractContextManager[tuple[int, int]]]
-    _adjacent: Callable[[int, int], bool]
-    _read_by_library: Callable[[int, np.ndarray, slice, slice], None]
+    _mapped_piece: Callable[[int], tuple[mmap.mmap, int]]
 
     @abstractmethod
     def close(self) -> None:
         """Close it."""
+
+    @contextmanager
+    def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
+        """Frames, first C channels, a window of points, as read-only arrays over the disk's own, (1, C, h, w) each.
+
+        A context manager. Raises UsageError if a file has become shorter; if that happens inside the block, SIGBUS
+        ends the process. Raises ValueError where frames are not stored so that they can be mapped.
+        """
+        if not self.mappable:
+            raise ValueError(f"{self.path}: has no map, its frames must be read")
+        pieces, shape = [self._mapped_piece(frame) for frame in frames], (1, channels, *self.shape[2:])
+        windows = [np.ndarray(shape, "<f4", memory, start)[:, :, rows, columns] for memory, start in pieces]
+        if windows[0].shape == shape:  # read what is not in the page cache in one go
+            _advise(mmap.MADV_WILLNEED, pieces, 4 * math.prod(shape))
+        yield windows
+        _advise(mmap.MADV_DONTNEED, pieces, 4 * math.prod(shape))  # they would count as memory of this process
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
         """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
@@ -76,8 +95,8 @@ class YearFile(ABC):
         names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
         units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))
         return Description(
-            self._stored("channel", self.shape[1], self._strings, names)[:channels],
-            self._stored("channel_units", self.shape[1], self._strings, units)[:channels],
+            self._texts("channel", names)[:channels],
+            self._texts("channel_units", units)[:channels],
             Grid(
                 self._degrees("latitude", latitudes(height), 90)[: img_size[0]],
                 self._degrees("longitude", longitudes(width), 360)[: img_size[1]],
@@ -92,6 +111,9 @@ class YearFile(ABC):
                 return np.asarray(fields[name][:], np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
+
+    def _texts(self, name, otherwise):
+        return self._stored(name, self.shape[1], self._strings, otherwise)
 
     def _degrees(self, name, otherwise, largest):
         values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
@@ -111,30 +133,42 @@ class YearFile(ABC):
     def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
         """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
         with reading(f"{self.path}: frame {frame}"):
-            _, all_channels, height, width = self.shape
-            (frames, channels, h, w), top = out.shape, rows.start or 0
-            if not self.plain or w < width:
-                self._read_by_library(frame, out, rows, columns)
-                return
-            parts: list[tuple[int, Iterable[np.ndarray]]]  # of frames: whole ones, or the rows of each channel
-            if h == height and channels == all_channels and self._adjacent(frame, frames):
-                parts = [(frame, [out])]
-            else:
-                parts = [(frame + i, [image] if h == height else image) for i, image in enumerate(out)]
-            for number, pieces in parts:
-                with self._piece(number) as (descriptor, start):
-                    for channel, piece in enumerate(pieces):
-                        first = start + 4 * (channel * height + top) * width
-                        self._read_at(descriptor, first, piece, number)
+            self._read(frame, out, rows, columns)
 
-    def _read_at(self, descriptor, position, out, frame):
-        """Fill `out` with the values of a frame from a position in a file on."""
+    def _read(self, frame, out, rows, columns):
+        _, all_channels, height, width = self.shape
+        frames, channels, h, w = out.shape
+        if not self.plain or w < width:
+            self._read_by_library(frame, out, rows, columns)
+        elif h < height:
+            for i in range(frames):
+                with self._piece(frame + i) as piece:
+                    for c in range(channels):
+                        self._read_at(piece, frame + i, (c * height + rows.start) * width, out[i, c])
+        elif channels == all_channels and self._adjacent(frame, frames):
+            with self._piece(frame) as piece:
+                self._read_at(piece, frame, 0, out)
+        else:
+            for i in range(frames):
+                with self._piece(frame + i) as piece:
+                    self._read_at(piece, frame + i, 0, out[i])
+
+    def _read_at(self, piece, frame, first, out):
+        """Fill `out` with the values of a frame's piece from number `first` on."""
+        descriptor, position = piece
+        position += 4 * first
         view = memoryview(out).cast("B")
         while view:  # nearly always one read
             count = os.preadv(descriptor, [view], position)
             if count == 0:
                 raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
             view, position = view[count:], position + count
+
+
+def _advise(advice, pieces, length):
+    for memory, start in pieces:
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        memory.madvise(advice, page, start - page + length)
 
 
 def file_times(file: YearFile) -> np.ndarray:

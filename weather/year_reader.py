@@ -1,11 +1,12 @@
 """Open years of data: HDF5 files, NetCDF 4 files, which are HDF5 too, and Zarr stores.
 
-If HDF5 stores each frame as one piece, contiguous or as a chunk without compression, it is read as that.
+If HDF5 stores each frame as one piece, contiguous or as a chunk without compression, it is read and mapped as that.
 """
 
 import contextlib
 import itertools
 import math
+import mmap
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -75,16 +76,25 @@ class Hdf5Year(YearFile):
             self.descriptor = os.open(location, os.O_RDONLY)
             opened.callback(os.close, self.descriptor)
             self.size = os.fstat(self.descriptor).st_size
-            self.plain = self.frame_offsets is not None
+            self.map = None
+            offsets = self.frame_offsets
+            if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
+                self.map = opened.enter_context(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+            self.plain, self.mappable = offsets is not None, self.map is not None
             self.opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file and its map."""
         self.opened.close()
 
     @staticmethod
     def _strings(array: Any) -> list[str]:
         return [str(text) for text in array.asstr()[:]]
+
+    def _mapped_piece(self, frame):
+        if os.fstat(self.descriptor).st_size < self.size:
+            raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
+        return self.map, int(self.frame_offsets[frame])
 
     def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
         assert self.frame_offsets is not None

@@ -1,13 +1,14 @@
 """A year of data in a Zarr store, format 2 or 3, on a file system.
 
 The array `fields` [time, channel, lat, lon] has one chunk a frame. Without compression a chunk is a file that holds the
-frame, and is read as such; zarr decodes all else. Other chunks are read too, with a warning that says what
+frame, and is read and mapped as such; zarr decodes all else. Other chunks are read too, with a warning that says what
 a sample costs: stores of others come in many chunks, and to try one must not take a copy of terabytes.
 """
 
 import contextlib
 import itertools
 import math
+import mmap
 import os
 import warnings
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class ZarrYear(YearFile):
                     f"{path}: expected an array '{DATASET}' [time, channel, lat, lon] of floats; it {found}"
                 )
             self.fields, self.shape = fields, fields.shape
-            self.plain = self._is_plain()
+            self.plain = self.mappable = self._is_plain()
             sizes = [self._chunk_size(key) for key in itertools.product(*map(range, fields.cdata_shape))]
         frame = 4 * math.prod(self.shape[1:])
         if missing := sum(size != frame if self.plain else not size for size in sizes):
@@ -61,6 +62,11 @@ class ZarrYear(YearFile):
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def _mapped_piece(self, frame):
+        with self._piece(frame) as (descriptor, _), reading(f"{self.path}: frame {frame}"):
+            whole = 4 * math.prod(self.shape[1:])
+            return mmap.mmap(descriptor, whole, access=mmap.ACCESS_READ), 0  # unmapped with the last array over it
 
     @contextlib.contextmanager
     def _piece(self, frame: int) -> Iterator[tuple[int, int]]:
