@@ -19,13 +19,15 @@ with keys in the order of the ranks. all_to_all takes all rows of the mask, (B, 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import Group, Sizes, all_gather, all_to_all, start_shift
+
+aten = torch.ops.aten
 
 
 def gather_attention(
@@ -84,15 +86,10 @@ class _Ring(torch.autograd.Function):
         q = _dense(q)
         attend = kernel(q, mask)
         ctx.sizes, ctx.group, ctx.mask = sizes, group, mask
-        kv = torch.stack((k, v))  # (2, B, heads, n, d)
         out = lse = None
-        for step in range(group.size):
-            if step < group.size - 1:
-                arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
+        for step, kv in _blocks(torch.stack((k, v)), sizes, group):
             if q.numel() and kv.numel():
                 out, lse = _merge(out, lse, *attend.forward(q, *kv.unbind(), *_columns(mask, sizes, group, step)))
-            if step < group.size - 1:
-                kv = arrive()
         out = torch.zeros_like(q) if out is None else out.to(q.dtype)  # None: this rank has no tokens
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -103,12 +100,10 @@ class _Ring(torch.autograd.Function):
         (q, k, v, out, lse), sizes, group, mask = ctx.saved_tensors, ctx.sizes, ctx.group, ctx.mask
         attend, grad = kernel(q, mask), _dense(grad)
         wide = torch.promote_types(q.dtype, torch.float32)
-        kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
+        dq = torch.zeros_like(q, dtype=wide)
         own: Tensor  # gradient of this rank's keys and values
         arrive_grad: Callable[[], Tensor] | None = None
-        for step in range(group.size):
-            if step < group.size - 1:
-                arrive = start_shift(kv, _block_shape(kv, sizes, group, step + 1), group)
+        for step, kv in _blocks(torch.stack((k, v)), sizes, group):
             if q.numel() and kv.numel():
                 columns = _columns(mask, sizes, group, step)
                 dq_part, *dkv_part = attend.backward(grad, q, *kv.unbind(), out, lse, *columns)
@@ -122,12 +117,19 @@ class _Ring(torch.autograd.Function):
             else:
                 dkv = dkv if arrive_grad is None else dkv.add_(arrive_grad())
                 arrive_grad = start_shift(dkv, _block_shape(dkv, sizes, group, step + 1), group)
-            if step < group.size - 1:
-                kv = arrive()
         if arrive_grad is not None:
             own += arrive_grad()
         dk, dv = own.to(k.dtype).unbind()
         return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _blocks(block, sizes, group):
+    """Yield (step, block) of the ring, first this rank's own; meanwhile the next block travels. (2, B, heads, n, d)"""
+    for step in range(group.size - 1):
+        arrive = start_shift(block, _block_shape(block, sizes, group, step + 1), group)
+        yield step, block
+        block = arrive()
+    yield group.size - 1, block
 
 
 def _block_shape(block, sizes, group, step):
@@ -167,7 +169,18 @@ def _finite(lse):
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
-def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> type[Any]:
+class Kernel(NamedTuple):
+    """Attention to a block of keys, of several blocks that are merged.
+
+    forward(q, k, v) -> the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n).
+    backward(grad, q, k, v, out, lse), with the last two of *all* keys -> the block's part of the gradients of q, k, v.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> Kernel:
     """The fused kernel that also returns the log-sum-exp, or Plain if there is none."""
     device_type, d = device_type or q.device.type, q.shape[-1]
     if mask is not None:
@@ -187,82 +200,39 @@ def has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# In each kernel, forward returns the output (B, heads, n, d) and the log-sum-exp of the scores (B, heads, n) for a
-# block of keys. backward takes these two for *all* keys and returns this block's part of the gradients of q, k, v.
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-class CpuFlash:
-    """The flash attention of a CPU."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp over these keys."""
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-
-    @staticmethod
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """This block's part of the gradients of q, k, v."""
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
+def _cuda_flash_backward(grad, q, k, v, out, lse):
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)  # random state of the dropout
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused
+    )
 
 
-class CudaFlash:
-    """The flash attention of CUDA devices, in float16 and bfloat16 (arXiv:2205.14135)."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp over these keys."""
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
-
-    @staticmethod
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """This block's part of the gradients of q, k, v."""
-        unused = torch.empty(2, dtype=torch.int64, device=q.device)  # random state of the dropout
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused
-        )
+def _cuda_efficient(q, k, v):
+    """It pads the log-sum-exp to a multiple of 32 queries."""
+    out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
+    return out, lse[..., : q.shape[2]]
 
 
-class CudaEfficient:
-    """The memory-efficient kernel, which supports float32. It pads the log-sum-exp to a multiple of 32 queries."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp over these keys."""
-        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
-        return out, lse[..., : q.shape[2]]
-
-    @staticmethod
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """This block's part of the gradients of q, k, v."""
-        if not torch.version.hip:  # whose kernel does not pad
-            lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of the dropout
-        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False]
-        )[:3]
+def _cuda_efficient_backward(grad, q, k, v, out, lse):
+    if not torch.version.hip:  # whose kernel does not pad
+        lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of the dropout
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False]
+    )[:3]
 
 
-class Plain:
-    """Plain tensor operations, computed and returned at least in float32. mask: for the keys of the block."""
+def _plain(q, k, v, mask=None):
+    scores = _scores(q, k, mask)
+    lse = scores.logsumexp(-1)
+    return (scores - _finite(lse).unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
 
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp over these keys."""
-        scores = _scores(q, k, mask)
-        lse = scores.logsumexp(-1)
-        return (scores - _finite(lse).unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
 
-    @staticmethod
-    def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
-    ) -> Gradients:
-        """This block's part of the gradients of q, k, v."""
-        weights = (_scores(q, k, mask) - _finite(lse).unsqueeze(-1)).exp()  # (B, heads, n, n_block)
-        grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
-        dscores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-        return dscores @ k, dscores.mT @ q, weights.mT @ grad
+def _plain_backward(grad, q, k, v, out, lse, mask=None):
+    weights = (_scores(q, k, mask) - _finite(lse).unsqueeze(-1)).exp()  # (B, heads, n, n_block)
+    grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
+    dscores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return dscores @ k, dscores.mT @ q, weights.mT @ grad
 
 
 def _scores(q, k, mask):
@@ -272,5 +242,14 @@ def _scores(q, k, mask):
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
+
+CpuFlash = Kernel(
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    lambda *args: aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, False),
+)
+# In float16 and bfloat16 (arXiv:2205.14135).
+CudaFlash = Kernel(lambda *args: aten._scaled_dot_product_flash_attention(*args)[:2], _cuda_flash_backward)
+CudaEfficient = Kernel(_cuda_efficient, _cuda_efficient_backward)  # the memory-efficient kernel, also in float32
+Plain = Kernel(_plain, _plain_backward)  # at least in float32, also with a mask, of which it gets the block's part
 
 METHODS = {"gather": gather_attention, "ring": ring_attention, "all_to_all": all_to_all_attention}

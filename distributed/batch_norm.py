@@ -6,6 +6,7 @@ backward two more. Method: Ioffe and Szegedy 2015 (arXiv:1502.03167).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +30,13 @@ def synchronize_batch_norm(model: nn.Module, group: AnyGroup) -> None:
     group = as_group(group)
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for module in layers if group.size > 1 else []:
-        module.forward = _Synchronized(module.forward, group)
+        module.forward = partial(_synchronized, module.forward, group)
 
 
-class _Synchronized:
-    """The forward function of a layer, in which F.batch_norm is that of a group."""
-
-    def __init__(self, forward: Callable, group: Group):
-        self.forward, self.group = forward, group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: (B, C, ...) -> the same shape."""
-        with _OverGroup(self.group):
-            return self.forward(x)
+def _synchronized(forward: Callable, group: Group, x: Tensor) -> Tensor:
+    """The forward function of a layer, in which F.batch_norm is that of a group: (B, C, ...) -> the same shape."""
+    with _OverGroup(group):
+        return forward(x)
 
 
 class _OverGroup(TorchFunctionMode):

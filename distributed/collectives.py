@@ -197,5 +197,17 @@ def start_shift(x: Tensor, shape: Sequence[int], group: Group) -> Callable[[], T
     sent, received = [0] * group.size, [0] * group.size
     sent[(group.rank + 1) % group.size] = x.numel()
     received[(group.rank - 1) % group.size] = torch.Size(shape).numel()
-    coming = ops.all_to_all_single(x.reshape(-1), received, sent, group.name)
-    return lambda: ops.wait_tensor(coming).view(shape)
+    coming = start_all_to_all(x.reshape(-1), sent, received, group)
+    return lambda: wait(coming).view(shape)
+
+
+def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """As all_to_all, which it only begins: what it returns is there after `wait`. Not differentiable."""
+    if x.is_complex():
+        return torch.view_as_complex(start_all_to_all(torch.view_as_real(x.resolve_conj()), sent, received, group))
+    return ops.all_to_all_single(x, received, sent, group.name)
+
+
+def wait(coming: Tensor) -> Tensor:
+    """The result of a collective that was begun, when it is complete."""
+    return ops.wait_tensor(coming)

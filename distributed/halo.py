@@ -9,30 +9,23 @@ each row to its owner, which adds it up.
     y = f(coming.own)                                 # meanwhile, compute with rows of this rank only
     x = coming.rows()                                 # waits; this rank's interval in one piece
 
-Backward overlaps in the same way: the gradients of the rows travel while the gradient of f is computed.
-
-method: p2p sends only between ranks that exchange rows; all_to_all involves all ranks, and torch.compile can trace it.
-Both send the same rows. The default is p2p, and all_to_all while compiling.
+Backward overlaps in the same way: the gradients of the rows travel while the gradient of f is computed. Each exchange
+is one all-to-all, in which most pairs of ranks send nothing.
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from distributed.collectives import Group, all_to_all
+from distributed.collectives import Group, all_to_all, start_all_to_all, wait
 
 Interval = tuple[int, int]  # rows [first, last)
-Counts = list[int]  # of numbers, by rank
-METHODS = ("p2p", "all_to_all")
+Counts = list[int]  # of rows, by rank
 
 
 def halo_exchange(
@@ -44,7 +37,6 @@ def halo_exchange(
     after: int,
     periodic: bool = False,
     fill: float | None = 0,
-    method: str | None = None,
 ) -> Tensor:
     """Extend a local shard by its neighbours' rows.
 
@@ -60,7 +52,7 @@ def halo_exchange(
     if not (0 <= before <= length and 0 <= after <= length):
         raise ValueError(f"halo of {before} rows before and {after} after: the whole dimension has {length}")
     intervals = [(first - before, last + after) for first, last in bounds(sizes)]
-    return Fetch(x, dim, sizes, intervals, group, periodic, fill, method).rows()
+    return Fetch(x, dim, sizes, intervals, group, periodic, fill).rows()
 
 
 def bounds(sizes: Sequence[int]) -> list[Interval]:
@@ -72,11 +64,11 @@ class Fetch:
     """A fetch of an interval of rows, begun by the constructor and completed by rows(). All ranks make one together.
 
     x: local shard, (..., sizes[rank], ...). intervals: [(first, last)] of all ranks, in rows of the whole dimension.
-    periodic, fill, method: as for halo_exchange.
+    periodic, fill: as for halo_exchange.
     Attributes: own, x to compute with until rows() is called; traffic, whether any rank needs rows of another, the same
     on every rank; joined, whether rows() makes a new tensor. Without traffic and with an interval inside x, rows()
     returns a view of x.
-    Raises ValueError if sizes, intervals and x do not fit together, or for an unknown method.
+    Raises ValueError if sizes, intervals and x do not fit together.
     """
 
     def __init__(
@@ -88,17 +80,13 @@ class Fetch:
         group: Group,
         periodic: bool = False,
         fill: float | None = 0,
-        method: str | None = None,
     ):
-        compiling = torch.compiler.is_compiling()
-        method = method or ("all_to_all" if compiling else "p2p")
-        if method not in METHODS:
-            raise ValueError(f"halo exchange: no method '{method}', there are {', '.join(METHODS)}")
         if not len(sizes) == len(intervals) == group.size or x.shape[dim] != sizes[group.rank]:
             raise ValueError(
                 f"halo exchange over {group.size} ranks: sizes {tuple(sizes)} and {len(intervals)} intervals, and "
                 f"{x.shape[dim]} rows on rank {group.rank}; every rank has one size, one interval, and so many rows"
             )
+        compiling = torch.compiler.is_compiling()
         plan = (_plan.__wrapped__ if compiling else _plan)(
             tuple(sizes), tuple(intervals), group.rank, periodic, fill is None
         )
@@ -107,16 +95,13 @@ class Fetch:
         self.traffic, self.joined = plan.traffic, plan.traffic or [p[0] for p in plan.pieces] != [group.rank]
         self.format = _memory_format(x)
         if self.traffic:
-            self._start(group, method)
-
-    def _start(self, group, method):
-        x, dim, sent = self.own, self.dim, self.plan.sent
-        counts = _numbers(x, dim, sent), _numbers(x, dim, self.plan.received)
-        if method == "all_to_all":
-            self.finish = lambda: all_to_all(_packed(x, dim, sent), *counts, group)
-        else:
-            self.own, token = _Start.apply(x, dim, sent, *counts, group, travelling := [])
-            self.finish = lambda: _Finish.apply(token, *counts, group, travelling)
+            counts = _counts(plan.sent), _counts(plan.received)
+            if compiling:  # the compiler orders operations itself
+                self.finish = lambda: all_to_all(_packed(x, self.dim, plan.sent), *counts, group)
+            else:
+                travelling: list[Tensor] = []
+                self.own, token = _Start.apply(x, self.dim, plan.sent, *counts, group, travelling)
+                self.finish = lambda: _Finish.apply(token, *counts, group, travelling)
 
     def rows(self, first: int | None = None, last: int | None = None) -> Tensor:
         """Wait for the exchange; return the interval, or its rows [first, last): (..., last - first, ...)."""
@@ -127,7 +112,8 @@ class Fetch:
         for i, (owner, start, n) in enumerate(self.plan.pieces):
             low, high = max(first, place) - place, min(last, place + n) - place
             if low < high and owner is None:
-                outside = self.own.new_full(_with_rows(self.own, self.dim, high - low), self.fill)
+                shape = (*self.own.shape[: self.dim], high - low, *self.own.shape[self.dim + 1 :])
+                outside = self.own.new_full(shape, self.fill)
                 parts.append(outside.contiguous(memory_format=self.format))
             elif low < high:
                 source, start = (self.arrived[i], 0) if i in self.arrived else (self.own, start)
@@ -146,7 +132,7 @@ class Fetch:
         backward would skip this exchange while other ranks wait for it.
         """
         pieces = [piece for pieces in self.plan.received for piece in pieces] or [(None, 0, 0)]
-        blocks = _unpacked(self.finish(), self.own, self.dim, pieces)
+        blocks = _unpacked(self.finish(), self.dim, pieces)
         return {i: block.contiguous(memory_format=self.format) for (i, _, _), block in zip(pieces, blocks, strict=True)}
 
 
@@ -199,14 +185,14 @@ class _Start(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, pieces: tuple, sent: Counts, received: Counts, group: Group, travelling: list
     ) -> tuple[Tensor, Tensor]:
         ctx.dim, ctx.pieces, ctx.travelling = dim, pieces, travelling
-        travelling.append(_post(_packed(x, dim, pieces), sent, received, group))
+        travelling.append(start_all_to_all(_packed(x, dim, pieces), sent, received, group))
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         gradient, pieces = gradient.clone(), [piece for pieces in ctx.pieces for piece in pieces]
-        blocks = _unpacked(_wait(ctx.travelling.pop()), gradient, ctx.dim, pieces)
+        blocks = _unpacked(wait(ctx.travelling.pop()), ctx.dim, pieces)
         for (_, start, n), block in zip(pieces, blocks, strict=True):
             gradient.narrow(ctx.dim, start, n).add_(block)
         return gradient, None, None, None, None, None, None
@@ -218,42 +204,13 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, sent: Counts, received: Counts, group: Group, travelling: list) -> Tensor:
         ctx.args, ctx.travelling = (received, sent, group), travelling
-        return _wait(travelling.pop())
+        return wait(travelling.pop())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.travelling.append(_post(gradient.contiguous(), *ctx.args))
+        ctx.travelling.append(start_all_to_all(gradient.contiguous(), *ctx.args))
         return gradient.new_empty(0), None, None, None, None
-
-
-def _post(flat, sent, received, group):
-    """Begin to send sent[i] numbers of flat to rank i, and to receive received[i] from it."""
-    buffer, calls = flat.new_empty(sum(received)), []
-    process_group = _connected(_resolve_process_group(group.name), flat)
-    for call, whole, counts in ((dist.isend, flat, sent), (dist.irecv, buffer, received)):
-        for peer, part in enumerate(whole.split(counts)):
-            if part.numel():
-                calls.append(dist.P2POp(call, part, group=process_group, group_peer=peer))
-    return buffer, flat, dist.batch_isend_irecv(calls) if calls else []
-
-
-def _wait(posted):
-    buffer, _, works = posted
-    for work in works:
-        work.wait()
-    return buffer
-
-
-_ready: WeakSet[dist.ProcessGroup] = WeakSet()
-
-
-def _connected(process_group, like):
-    """The group after a first communication of all ranks, which NCCL requires before sending between pairs."""
-    if like.device.type != "cpu" and process_group not in _ready:
-        dist.all_reduce(like.new_zeros(1), group=process_group)
-        _ready.add(process_group)
-    return process_group
 
 
 def _memory_format(x):
@@ -263,24 +220,17 @@ def _memory_format(x):
     return last if found else torch.contiguous_format
 
 
-def _with_rows(x, dim, rows):
-    return (*x.shape[:dim], rows, *x.shape[dim + 1 :])
-
-
-def _numbers(x, dim, pieces):
-    """The number of elements in each rank's pieces of x."""
-    row = math.prod(_with_rows(x, dim, 1))
-    return [row * sum(n for _, _, n in of_rank) for of_rank in pieces]
+def _counts(pieces):
+    """Rows for each rank."""
+    return [sum(n for _, _, n in of_rank) for of_rank in pieces]
 
 
 def _packed(x, dim, pieces):
-    """The pieces for all ranks in one flat tensor."""
-    parts = [x.narrow(dim, start, n).reshape(-1) for of_rank in pieces for _, start, n in of_rank]
-    return torch.cat(parts) if parts else x.narrow(dim, 0, 0).reshape(-1)
+    """The pieces for all ranks in one tensor, rows outermost."""
+    parts = [x.narrow(dim, start, n) for of_rank in pieces for _, start, n in of_rank] or [x.narrow(dim, 0, 0)]
+    return torch.cat([part.movedim(dim, 0) for part in parts]).contiguous()
 
 
-def _unpacked(flat, like, dim, pieces):
-    """The blocks of rows in a flat tensor, shaped as `like` except for the number of rows."""
-    blocks = [_with_rows(like, dim, n) for _, _, n in pieces]
-    parts = flat.split([math.prod(block) for block in blocks]) if blocks else ()
-    return [part.view(block) for part, block in zip(parts, blocks, strict=True)]
+def _unpacked(rows, dim, pieces):
+    """The blocks of rows in such a tensor, as they lie in x."""
+    return [block.movedim(0, dim) for block in rows.split([n for _, _, n in pieces])] if pieces else []

@@ -1,5 +1,6 @@
 """The model as the training step calls it, whatever it is split over."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import cast
 
@@ -7,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.collectives import as_group, gather_from_region
-from distributed.gradients import average_over_dp, clip_gradients, squared_norm
 from distributed.pipeline import Pipeline
 from distributed.split import Split
 from distributed.tensor_parallel import reduce_partial_gradients
@@ -47,22 +48,58 @@ class ParallelModel:
             else:
                 yield part
 
+    @torch.no_grad()
     def finish_gradients(self) -> None:
         """After the last backward pass of a step: reduce the gradients that data parallelism leaves to other ranks."""
         reduce_partial_gradients(self.model, comm.get_group("tp"))
-        average_over_dp(self.model, self.split.specs)
+        # Data parallelism ignores parameters that are split over the domain ranks. Here their gradients become the mean
+        # over dp. The loss was multiplied by the number of domain ranks (distributed/domain_parallel.py).
+        dp, domain = comm.get_size("dp"), comm.get_size("domain")
+        for name, parameter in self.model.named_parameters():
+            if name in self.split.specs and parameter.grad is not None:
+                parameter.grad /= domain * dp
+                if dp > 1:
+                    dist.all_reduce(parameter.grad, group=comm.get_group("dp"))
 
+    @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """This rank's share of the square of the gradients' L2 norm, a scalar: see distributed/gradients.py."""
-        return squared_norm(self.model, self.split)
+        """This rank's share of the square of the gradients' global L2 norm: the shares of all ranks add up to it.
 
+        Every rank sums the squares that it holds, each divided by the number of ranks that hold the same gradient. A
+        float32 scalar on the device of the gradients; nothing is communicated.
+        """
+        squares = [
+            torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).square().sum() * (parts / comm.world_size())
+            for (_, parts), grads in self._gradients().items()
+        ]
+        return sum((square.to(squares[0].device) for square in squares[1:]), squares[0])
+
+    @torch.no_grad()
     def clip_gradients(self, square: Tensor, max_norm: float) -> None:
         """Scale all gradients so that their L2 norm, over all ranks, is at most max_norm. square: of squared_norm."""
         if comm.get_size("tp_pp") > 1 or self.split.specs or isinstance(self.module, FSDPModule):
             square = comm.all_reduce(square.clone())
         else:  # every rank has all gradients
             square = square * comm.world_size()
-        clip_gradients(self.model, square.sqrt(), max_norm)
+        scale = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for (device, _), grads in self._gradients().items():
+            torch._foreach_mul_(grads, scale.to(device))
+
+    def _gradients(self) -> dict[tuple[torch.device, int], list[Tensor]]:
+        """This rank's gradients, by device and by the number of ranks that hold different parts of one."""
+        held = defaultdict(list)
+        for name, parameter in self.model.named_parameters():
+            if (grad := parameter.grad) is None:
+                continue
+            parts = comm.get_size("pp")
+            parts *= comm.get_size("tp") if name in self.split.dims else 1
+            parts *= comm.get_size("domain") if name in self.split.specs else 1
+            if isinstance(grad, DTensor):
+                for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
+                    parts *= size if isinstance(placement, Shard) else 1
+                grad = grad.to_local()
+            held[grad.device, parts].append(grad)
+        return held
 
     @torch.no_grad()
     def share_buffers(self) -> None:

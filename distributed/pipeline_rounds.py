@@ -8,7 +8,7 @@ it; `_Kept` adds the second where the first arrives.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-
-class Steps(Protocol):
-    """What lies between two rounds: see training/rollout.py."""
-
-    n_in: int
-
-    def inputs(self, state: Tensor, x: Tensor, step: int) -> Tensor:
-        """What the first stage takes."""
-        ...
-
-    def next_state(self, state: Tensor, output: Tensor) -> Tensor:
-        """The state that the output of the last stage means."""
-        ...
+Steps = Any  # what lies between two rounds, a Rollout of training/rollout.py
 
 
 class Round(nn.Module):

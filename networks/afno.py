@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.vit import Block, ImageHead, PatchEmbed, PerAxis, Transformer, patch_grid
+from networks.vit import GridBlock, ImageHead, PatchEmbed, PerAxis, Transformer, patch_grid
 
 
 class FourierFilter(nn.Module):
@@ -62,20 +62,6 @@ class FourierFilter(nn.Module):
         )
 
 
-class FourierBlock(Block):
-    """Pre-norm block with a FourierFilter in the place of attention: (B, N, D) -> (B, N, D), N tokens of a grid."""
-
-    def __init__(
-        self, grid: tuple[int, ...], embed_dim: int, num_blocks: int, sparsity: float, mlp_ratio: float, dropout: float
-    ):
-        super().__init__(FourierFilter(embed_dim, num_blocks, sparsity), embed_dim, mlp_ratio, dropout)
-        self.grid = grid
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (B, N, D) -> (B, N, D)."""
-        return super().forward(x.unflatten(1, self.grid)).flatten(1, -2)
-
-
 class AFNO(Transformer):
     """FourCastNet's network: (B, in_channels, H, W) -> (B, out_channels, H, W).
 
@@ -101,5 +87,6 @@ class AFNO(Transformer):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        blocks = [FourierBlock(grid, embed_dim, num_blocks, sparsity, mlp_ratio, dropout) for _ in range(depth)]
+        filters = [FourierFilter(embed_dim, num_blocks, sparsity) for _ in range(depth)]
+        blocks = [GridBlock(grid, each, embed_dim, mlp_ratio, dropout) for each in filters]
         super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

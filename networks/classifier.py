@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.vit import LAYER_NORM_EPS, Linear, PatchEmbed, PerAxis, Transformer, attention_blocks, patch_grid
+from networks.vit import LAYER_NORM_EPS, Attention, Block, Linear, PatchEmbed, PerAxis, Transformer, patch_grid
 
 
 class NormalizedPatchEmbed(PatchEmbed):
@@ -61,5 +61,5 @@ class Classifier(Transformer):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = NormalizedPatchEmbed(patch_size, in_channels, embed_dim)
         head = ClassHead(embed_dim, num_classes)
-        blocks = attention_blocks(depth, embed_dim, num_heads, mlp_ratio, dropout)
+        blocks = [Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout) for _ in range(depth)]
         super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

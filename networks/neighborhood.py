@@ -8,14 +8,13 @@ On a GPU the kernels of the natten package are used if it is installed.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from networks.vit import Block, ImageHead, Linear, PatchEmbed, PerAxis, Transformer, patch_grid
+from networks.vit import GridBlock, ImageHead, Linear, PatchEmbed, PerAxis, Transformer, patch_grid, per_axis
 
 try:
     from natten import functional as natten
@@ -136,14 +135,6 @@ def _tiles_first(x, axes):
     return x.flatten(axes + 2, 2 * axes + 1).flatten(axes, axes + 1).flatten(0, axes - 1)
 
 
-def per_axis(value: PerAxis, axes: int) -> tuple[int, ...]:
-    """One number for each axis. Raises ValueError if there are more or fewer."""
-    values = (value,) * axes if isinstance(value, int) else tuple(value)
-    if len(values) != axes:
-        raise ValueError(f"{list(values)} for {axes} spatial axes")
-    return values
-
-
 class NeighborhoodAttention(nn.Module):
     """Multi-head attention of each point over the window around it: (B, *spatial, D) -> (B, *spatial, D).
 
@@ -166,34 +157,6 @@ class NeighborhoodAttention(nn.Module):
         q, k, v = (part.permute(order) for part in qkv.unbind(-2))  # (B, heads, *spatial, d)
         x = neighborhood_attention(q, k, v, self.kernel_size, self.dilation)
         return self.proj(x.permute(0, *range(2, axes + 2), 1, axes + 2).flatten(-2))
-
-
-class NeighborhoodBlock(Block):
-    """Pre-norm transformer block with neighborhood attention: (B, *spatial, D) -> (B, *spatial, D)."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        kernel_size: PerAxis,
-        dilation: PerAxis = 1,
-        mlp_ratio: float = 4,
-        dropout: float = 0.0,
-    ):
-        attention = NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation)
-        super().__init__(attention, embed_dim, mlp_ratio, dropout)
-
-
-class GridBlock(NeighborhoodBlock):
-    """A NeighborhoodBlock for tokens in row-major order of a grid: (B, N, D) -> (B, N, D)."""
-
-    def __init__(self, grid: Sequence[int], *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.grid = tuple(grid)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (B, N, D) -> (B, N, D)."""
-        return super().forward(x.unflatten(1, self.grid)).flatten(1, -2)
 
 
 class NeighborhoodTransformer(Transformer):
@@ -224,7 +187,6 @@ class NeighborhoodTransformer(Transformer):
             window_starts(length, kernel, gap)  # raises where the window does not fit
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        blocks = [
-            GridBlock(grid, embed_dim, num_heads, kernel_size, dilation, mlp_ratio, dropout) for _ in range(depth)
-        ]
+        attention = [NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation) for _ in range(depth)]
+        blocks = [GridBlock(grid, each, embed_dim, mlp_ratio, dropout) for each in attention]
         super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

@@ -8,7 +8,7 @@ Shapes in comments: B batch, C channels, N tokens, D embedding size, d size of o
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,19 @@ LAYER_NORM_EPS = 1e-6  # the same in every layer, and in every parallel form of 
 CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
+def per_axis(value: PerAxis, axes: int) -> tuple[int, ...]:
+    """One number for each axis. Raises ValueError if there are more or fewer."""
+    values = (value,) * axes if isinstance(value, int) else tuple(value)
+    if len(values) != axes:
+        raise ValueError(f"{list(values)} for {axes} spatial axes")
+    return values
+
+
 def patch_grid(img_size: Sequence[int], patch_size: PerAxis) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Patches along each axis, and points of a patch along each axis: ((8, 12), 4) -> ((2, 3), (4, 4)).
 
     Raises ValueError where a patch does not divide the image.
     """
-    img_size = tuple(img_size)
     patch_size = (patch_size,) * len(img_size) if isinstance(patch_size, int) else tuple(patch_size)
     if len(patch_size) != len(img_size) or any(s % p for s, p in zip(img_size, patch_size, strict=False)):
         raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
@@ -131,12 +138,16 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
-def attention_blocks(
-    depth: int, embed_dim: int, num_heads: int, mlp_ratio: float, dropout: float
-) -> Iterator[nn.Module]:
-    """The blocks of a transformer, one after the other, each with attention over all tokens."""
-    for _ in range(depth):
-        yield Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout)
+class GridBlock(Block):
+    """A Block whose attention takes the tokens on their grid: (B, N, D) -> (B, N, D), N tokens in row-major order."""
+
+    def __init__(self, grid: tuple[int, ...], attention: nn.Module, embed_dim: int, mlp_ratio: float, dropout: float):
+        super().__init__(attention, embed_dim, mlp_ratio, dropout)
+        self.grid = grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, N, D) -> (B, N, D)."""
+        return super().forward(x.unflatten(1, self.grid)).flatten(1, -2)
 
 
 class ImageHead(nn.Module):
@@ -214,5 +225,5 @@ class ViT(Transformer):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        blocks = attention_blocks(depth, embed_dim, num_heads, mlp_ratio, dropout)
+        blocks = [Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout) for _ in range(depth)]
         super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

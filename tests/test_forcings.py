@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from training.tasks import build_task
-from training.tasks.forecast import forcings_of
 from utils import comm
 from utils.data_loader import DataLoader
 from utils.errors import UsageError
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings, turns
-from weather.grid import Grid, latitudes, longitudes
+from weather.grid import latitudes, longitudes
 
 CPU = torch.device("cpu")
 SIZE = (16, 32)
@@ -28,8 +27,8 @@ def dataset(sample_folder):
     opened.close()
 
 
-def made(dataset, names, rows=slice(0, 16), columns=slice(0, 32)):
-    return Forcings(names, dataset.files[0], dataset.description.grid, SIZE, (rows, columns), CPU)
+def made(dataset, names):
+    return Forcings(names, dataset, CPU)
 
 
 def test_they_are_the_sun_s_time_the_latitude_and_fields_of_the_file(dataset):
@@ -50,7 +49,8 @@ def test_they_are_the_sun_s_time_the_latitude_and_fields_of_the_file(dataset):
 
 def test_a_part_of_the_image_has_its_part_of_them(dataset):
     whole = made(dataset, ALL)(TURNS)
-    part = made(dataset, ALL, slice(5, 9), slice(8, 20))(TURNS)
+    dataset.rows, dataset.columns = slice(5, 9), slice(8, 20)
+    part = made(dataset, ALL)(TURNS)
     assert torch.equal(part, whole[:, :, 5:9, 8:20])
 
 
@@ -69,7 +69,7 @@ def test_a_field_that_is_the_same_everywhere_is_refused(tmp_path):
         file["fields"], file["land"] = np.zeros((3, 1, 4, 8), "f4"), np.ones((4, 8))
     dataset = FieldDataset(tmp_path, 1, (4, 8))
     with pytest.raises(UsageError, match=r"2000.h5: forcing 'land' is the same everywhere, or not finite"):
-        Forcings(["land"], dataset.files[0], Grid(latitudes(4), longitudes(8)), (4, 8), (slice(0, 4), slice(0, 8)), CPU)
+        made(dataset, ["land"])
 
 
 def test_turns_of_the_day_and_of_the_year():
@@ -85,7 +85,7 @@ def batches(config, kind=None):
     if kind:
         train = loader.dataset
         shared = loader.statistics, 20, 20, config.global_batch_size, CPU, config.num_data_workers
-        loader = kind(train, *shared, forcings_of(config, train, task.own_window(), CPU), config.rollout_stages)
+        loader = kind(train, *shared, Forcings(config.forcings, train, CPU), config.rollout_stages)
     try:
         return [(x.clone(), y.clone()) for x, y in loader.train(config.seed, 0, 6)]
     finally:
@@ -101,10 +101,7 @@ def test_a_loader_delivers_the_frames_of_each_stage_and_their_forcings(tiny_conf
     means, stds = (np.load(getattr(config, f"global_{name}_path"))[0] for name in ("means", "stds"))
     comm.build_mesh(CPU, config.layout(1))
     task = build_task(config)
-    order = task.loaders(CPU)[0]._own  # the samples of an iteration
-    from utils.sample_order import training_indices
-
-    samples = order(training_indices, (len(folder), config.global_batch_size, config.seed), ()).samples
+    samples = task.loaders(CPU)[0].order(config.seed).samples
     for iteration, (x, y) in enumerate(batches(config)):
         k, numbers = (1, 1, 3, 3, 2, 2)[iteration], samples(iteration)
         assert x.shape == (4, 20 + 2 + 4 * k, *SIZE)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from distributed.collectives import as_group
-from distributed.halo import METHODS, Fetch, bounds, halo_exchange
+from distributed.halo import Fetch, bounds, halo_exchange
 from tests.support.shard_parity import domain_mesh
 from tools.instruments.counting import CollectiveCounter
 
@@ -43,7 +43,7 @@ def rows_of(whole, dim, first, last, periodic, fill):
     return F.pad(inside, [0, 0] * (whole.ndim - 1 - dim) + ends, value=fill)
 
 
-def check_halos(halos, method, group=None):
+def check_halos(halos, group=None):
     group = group or world()
     for halo in halos:
         sizes, before, after, periodic, fill, dim, dtype = halo
@@ -53,7 +53,7 @@ def check_halos(halos, method, group=None):
         mine = whole.detach().split(sizes, dim)[group.rank].to(dtype).requires_grad_()
         if halo.dim == 2:
             mine = mine.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()  # not contiguous
-        found = halo_exchange(mine, dim, sizes, group, before, after, periodic, fill, method)
+        found = halo_exchange(mine, dim, sizes, group, before, after, periodic, fill)
         assert found.dtype == dtype, halo
         expected = [rows_of(whole, dim, a - before, b + after, periodic, fill) for a, b in bounds(sizes)]
         upstream = [random(*y.shape, seed=r).to(dtype) for r, y in enumerate(expected)]
@@ -73,18 +73,17 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_halos_are_slices_of_the_whole(ranks, size, method):
+def test_halos_are_slices_of_the_whole(ranks, size):
     halos = []
     for sizes in SIZES[size]:
         halos += [Halo(sizes, *n, p) for n in [(1, 1), (2, 0), (0, 3), (5, 4)] for p in (False, True)]
         halos += [Halo(sizes, 2, 3, False, fill) for fill in (None, -torch.inf, 7.0)]
         halos += [Halo(sizes, 3, 1, True, dim=dim, dtype=torch.bfloat16) for dim in (0, 2)]
-    ranks(size, check_halos, halos, method)
+    ranks(size, check_halos, halos)
 
 
-def check_intervals(method):
+def check_intervals():
     """Any interval: another cut of the rows, all of them, none, far away, several times round."""
     group, sizes = world(), (5, 0, 4)
     whole = random(2, 9)
@@ -97,7 +96,7 @@ def check_intervals(method):
         ([(-20, -15), (-2, 30), (9, 12)], False),
     ]:
         x = mine.clone().requires_grad_()
-        found = Fetch(x, 1, sizes, intervals, group, periodic, method=method).rows()
+        found = Fetch(x, 1, sizes, intervals, group, periodic).rows()
         first, last = intervals[group.rank]
         expected = rows_of(whole, 1, first, last, periodic, 0)[:, : last - first]
         if not periodic and (last <= 0 or first >= 9):
@@ -112,23 +111,22 @@ def check_intervals(method):
         assert torch.equal(x.grad, counts.split(sizes)[group.rank].expand(2, -1))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_any_interval_can_be_fetched(ranks, method):
-    ranks(3, check_intervals, method)
+def test_any_interval_can_be_fetched(ranks):
+    ranks(3, check_intervals)
 
 
-def check_subgroups(method):
+def check_subgroups():
     """Halos in groups whose ranks are not 0, 1, ...: rows and columns of a 2 x 2 mesh, the corners by the way."""
     mesh = domain_mesh((2, 2))
     for name in mesh.mesh_dim_names:
-        check_halos([Halo((5, 3), 2, 1), Halo((0, 4), 1, 1, True)], method, as_group(mesh[name]))
+        check_halos([Halo((5, 3), 2, 1), Halo((0, 4), 1, 1, True)], as_group(mesh[name]))
     heights, widths = (5, 3), (4, 6)
     groups = [as_group(mesh[name]) for name in mesh.mesh_dim_names]
     whole = random(8, 10).requires_grad_()
     i, j = (group.rank for group in groups)
     mine = whole.detach().split(heights)[i].split(widths, 1)[j].clone().requires_grad_()
-    found = halo_exchange(mine, 0, heights, groups[0], 1, 2, method=method)
-    found = halo_exchange(found, 1, widths, groups[1], 3, 1, True, method=method)
+    found = halo_exchange(mine, 0, heights, groups[0], 1, 2)
+    found = halo_exchange(found, 1, widths, groups[1], 3, 1, True)
     tiles = {
         (i, j): rows_of(rows_of(whole, 0, a - 1, b + 2, False, 0), 1, c - 3, d + 1, True, 0)
         for i, (a, b) in enumerate(bounds(heights))
@@ -140,36 +138,32 @@ def check_subgroups(method):
     torch.testing.assert_close(mine.grad, whole.grad.split(heights)[i].split(widths, 1)[j])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_corners_of_tiles_come_by_way_of_the_neighbours(ranks, method):
-    ranks(4, check_subgroups, method)
+def test_corners_of_tiles_come_by_way_of_the_neighbours(ranks):
+    ranks(4, check_subgroups)
 
 
-def count_traffic(sizes, before, after, method):
+def count_traffic(sizes, before, after):
     group = world()
     x = torch.randn(2, sizes[group.rank], 4, requires_grad=True)  # rows of 32 bytes
     with CollectiveCounter() as forward:
-        y = halo_exchange(x, 1, sizes, group, before, after, method=method)
+        y = halo_exchange(x, 1, sizes, group, before, after)
     with CollectiveCounter() as backward:
         y.sum().backward()
     return [dict(counted) for c in (forward, backward) for counted in (c.calls, c.bytes)]
 
 
 def test_only_the_rows_asked_for_travel(ranks):
-    first, second, third = ranks(3, count_traffic, (4, 4, 4), 1, 2, "p2p")
-    assert first == [{"send": 1, "recv": 1}, {"send": 32, "recv": 0}, {"send": 1, "recv": 1}, {"send": 64, "recv": 0}]
-    assert second == [{"send": 2, "recv": 2}, {"send": 96, "recv": 0}] * 2
-    assert third == [{"send": 1, "recv": 1}, {"send": 64, "recv": 0}, {"send": 1, "recv": 1}, {"send": 32, "recv": 0}]
-    reaches_far = ranks(3, count_traffic, (4, 0, 1), 2, 0, "p2p")
-    assert [forward.get("send", 0) for forward, *_ in reaches_far] == [2, 0, 0]
-    assert [backward for _, _, _, backward in ranks(3, count_traffic, (4, 4, 4), 1, 2, "all_to_all")] == [
-        {"all_to_all": n} for n in (64, 96, 32)
+    once = {"all_to_all": 1}
+    sent = [(32, 64), (96, 96), (64, 32)]  # by rank: rows forward, and their gradients back
+    assert ranks(3, count_traffic, (4, 4, 4), 1, 2) == [
+        [once, {"all_to_all": forward}, once, {"all_to_all": backward}] for forward, backward in sent
     ]
+    reaches_far = ranks(3, count_traffic, (4, 0, 1), 2, 0)
+    assert [forward["all_to_all"] for _, forward, *_ in reaches_far] == [4 * 32, 0, 0]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_sent_where_nothing_is_asked_for(ranks, method):
-    assert ranks(3, count_traffic, (4, 5, 0), 0, 0, method) == [[{}] * 4] * 3
+def test_nothing_is_sent_where_nothing_is_asked_for(ranks):
+    assert ranks(3, count_traffic, (4, 5, 0), 0, 0) == [[{}] * 4] * 3
 
 
 def check_format_and_second_derivative():
@@ -239,8 +233,6 @@ def test_what_cannot_be_is_refused():
         halo_exchange(x, 1, (5,), group, -1, 0)
     with pytest.raises(ValueError, match=r"sizes \(4,\) and 1 intervals, and 5 rows on rank 0"):
         halo_exchange(x, 1, (4,), group, 1, 1)
-    with pytest.raises(ValueError, match="no method 'carrier pigeon', there are p2p, all_to_all"):
-        halo_exchange(x, 1, (5,), group, 1, 1, method="carrier pigeon")
 
 
 def test_a_single_rank_fetches_from_itself():

@@ -7,7 +7,7 @@ import xarray
 from scores.continuous import mse, rmse
 from scores.functions import create_latitude_weights
 
-from training.losses import loss_weights, relative_l2_loss, weighted_squared_error
+from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics, latitude_weights
 from utils.errors import UsageError
 
@@ -15,8 +15,8 @@ from utils.errors import UsageError
 def test_relative_l2_loss_is_the_mean_of_ratios_of_norms():
     a, b = torch.randn(3, 2, 4, 5), torch.randn(3, 2, 4, 5)
     expected = np.mean([np.linalg.norm((a - b)[i].numpy()) / np.linalg.norm(b[i].numpy()) for i in range(3)])
-    assert relative_l2_loss(a, b).item() == pytest.approx(expected, rel=1e-6)
-    assert relative_l2_loss(a.bfloat16(), b).dtype == torch.float32
+    assert relative_l2(a, b).mean().item() == pytest.approx(expected, rel=1e-6)
+    assert relative_l2(a.bfloat16(), b).mean().dtype == torch.float32
 
 
 @pytest.mark.parametrize(

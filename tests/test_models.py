@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import train_mp
-from distributed.global_view import global_view
+from distributed.weight_shards import global_view
 from tests.support.compilation import TRACED
 from tests.support.layout_parity import build, check_training, train_steps
 from tests.support.marks import slow_but

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 from networks.classifier import Classifier
 from networks.convnet import ConvNet
-from networks.neighborhood import NeighborhoodBlock, attend_windows, neighborhood_attention, window_starts
+from networks.neighborhood import NeighborhoodAttention, attend_windows, neighborhood_attention, window_starts
+from networks.vit import Block
 
 SMALL = {"in_channels": 3, "num_classes": 7, "embed_dim": 16, "depth": 2, "num_heads": 4}
 MODELS = {
@@ -180,7 +181,7 @@ def test_a_tensor_with_a_way_of_its_own_is_asked():
 
 @pytest.mark.parametrize("spatial", [(11,), (6, 9), (4, 5, 6)])
 def test_the_block_mixes_points_within_reach_only(spatial):
-    block = NeighborhoodBlock(8, 2, kernel_size=3)
+    block = Block(NeighborhoodAttention(8, 2, kernel_size=3), 8, 4, 0.0)
     x = torch.randn(2, *spatial, 8, requires_grad=True)
     y = block(x)
     assert y.shape == x.shape
@@ -191,6 +192,6 @@ def test_the_block_mixes_points_within_reach_only(spatial):
 
 def test_the_block_compiles_whole():
     torch.manual_seed(0)
-    block, x = NeighborhoodBlock(8, 2, kernel_size=3), torch.randn(2, 6, 9, 8)
+    block, x = Block(NeighborhoodAttention(8, 2, kernel_size=3), 8, 4, 0.0), torch.randn(2, 6, 9, 8)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), block(x))

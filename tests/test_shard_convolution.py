@@ -95,7 +95,7 @@ def check_autocast():
     x = split(draw((1, 4, 8, 4), torch.float32, 0), X((), (2,), {0: (4, 4)}), domain_mesh())
     with torch.autocast("cpu", torch.bfloat16), CollectiveCounter() as counted:
         y = F.conv2d(x, draw((4, 4, 3, 3), torch.float32, 1), padding=1)
-    assert y.dtype == torch.bfloat16 and counted.bytes["send"] == 2 * 4 * 4
+    assert y.dtype == torch.bfloat16 and counted.bytes["all_to_all"] == 2 * 4 * 4
 
 
 def test_rows_travel_in_the_dtype_of_autocast(ranks):

@@ -13,7 +13,7 @@ from distributed.shard_tensor import ShardTensor, local
 from tests.support.parity import error
 from tests.support.shard_parity import Case, X, check_all, close, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter
-from training.losses import relative_l2_loss
+from training.losses import relative_l2
 
 SPLITS = [X((3, 6, 5, 4), (2,)), X((3, 6, 5, 4), (2,), {0: (5, 0)}), X((3, 6, 5, 4), (1,)), X((3, 6, 5, 4), (0,)),
           X((1, 6, 5, 4), (3,), {0: (1, 3)}), X((3, 6, 5, 4))]  # fmt: skip
@@ -62,7 +62,7 @@ def test_weights_have_a_gradient_on_ranks_without_elements(ranks):
 
 
 def loss(prediction, target):
-    return relative_l2_loss(prediction, target)
+    return relative_l2(prediction, target).mean()
 
 
 def test_relative_l2_loss_is_that_of_the_whole(ranks):
@@ -86,7 +86,7 @@ def counted(function, x, mesh=(), **keywords):
 
 
 def loss_of_itself(x):
-    return relative_l2_loss(x, x.detach() * 0.5)
+    return relative_l2(x, x.detach() * 0.5).mean()
 
 
 def normalized(x, name):
@@ -119,7 +119,7 @@ def test_few_collectives(ranks, mesh):
 
 def zero_error():
     x = split(draw((2, 8), torch.float32, 0), X((2, 8), (1,)), domain_mesh())
-    relative_l2_loss(x, x.detach() * 1).backward()
+    relative_l2(x, x.detach() * 1).mean().backward()
     return local(x.grad).abs().max().item()
 
 
@@ -143,7 +143,7 @@ def compiled(x, sizes, mesh=()):
         y = torch.cat([y[..., 1:], y[..., :1]], -1).roll(2, -1) @ x.mT
         y = y + F.cross_entropy(x, x.detach().argmax(1) * 0) * F.mse_loss(x, x.flip(1), weight=x.detach().square())
         y = y + sum(part.norm() for part in x.chunk(2, -1)) + einsum(x, y)
-        return y.mean() + F.mse_loss(x, x.flip(-2)) + relative_l2_loss(x, y[..., :1] * 2 - x)
+        return y.mean() + F.mse_loss(x, x.flip(-2)) + relative_l2(x, y[..., :1] * 2 - x).mean()
 
     def region(part, *weights):
         return local(work(ShardTensor.from_local(part, mesh, spec.placements, sizes), *weights))

@@ -12,8 +12,8 @@ from distributed.domain_parallel import OnParts, domain_parallel
 from distributed.shard_tensor import ShardTensor
 from networks.classifier import Classifier
 from networks.convnet import ConvNet
-from networks.neighborhood import NeighborhoodBlock, neighborhood_attention
-from networks.vit import ViT
+from networks.neighborhood import NeighborhoodAttention, neighborhood_attention
+from networks.vit import Block, ViT
 from tests.support.marks import slow_but
 from tests.support.parity import error
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
@@ -28,7 +28,7 @@ def make(name, img_size):
     if name == "convnet":
         return ConvNet(3, 2, width=8, groups=2)
     if name == "neighborhood":
-        return NeighborhoodBlock(8, 2, 3)
+        return Block(NeighborhoodAttention(8, 2, 3), 8, 4, 0.0)
     return Classifier(img_size, 4, 3, **SHAPE)
 
 
@@ -100,7 +100,7 @@ def attend(q, k, v, **options):
 
 def block(x):
     torch.manual_seed(0)
-    return NeighborhoodBlock(8, 2, 3)(x)
+    return Block(NeighborhoodAttention(8, 2, 3), 8, 4, 0.0)(x)
 
 
 def alike(shape, *how):

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
-from distributed.collectives import alike_on_ranks, as_group, sum_over_ranks
+from distributed.collectives import as_group, sum_over_ranks
 from distributed.context_parallel import l2_norms
 from distributed.shard_tensor import ShardTensor
 from training.metrics import latitude_weights
@@ -18,28 +17,13 @@ from utils.schema import Config
 from weather.channels import pressure_level
 
 
-def relative_l2_loss(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
-    """Mean over the batch of ||prediction - target|| / ||target||, norms over every other axis.
+def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
+    """||prediction - target|| / ||target|| of each sample, norms over every other axis: (B, ...) -> (B,).
 
-    prediction, target: (B, ...), tensors or ShardTensors. Returns a scalar, in float32 also where the inputs are half
-    precision. The loss of neural operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022,
-    arXiv:2202.11214).
+    prediction, target: tensors or ShardTensors. In float32 also where they are half precision. The loss of neural
+    operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022, arXiv:2202.11214).
     image_group: process group whose ranks each hold a part of the images; norms are of whole images.
     """
-    return relative_l2(prediction, target, image_group).mean()
-
-
-def classification_loss(logits: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
-    """Cross-entropy: (B, classes), (B,) -> a scalar, in float32.
-
-    image_group: process group whose ranks each hold a part of the images and all have these logits. The gradient is
-    multiplied by their number, which the mean over the ranks takes out again, as in context_parallel.l2_norms.
-    """
-    return alike_on_ranks(F.cross_entropy(logits.float(), target), as_group(image_group))
-
-
-def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
-    """As relative_l2_loss, one value a sample: (B,)."""
     prediction, target = prediction.float(), target.float()
     if isinstance(prediction, ShardTensor):
         squares = torch.stack([x.square().flatten(1).sum(1) for x in (prediction - target, target)])
@@ -57,7 +41,7 @@ def weighted_squared_error(
 ) -> Tensor:
     """Sum over channels and points of weights x squared error, one value a sample: (B, C, h, w) -> (B,), in float32.
 
-    weights: (C, h, 1), see loss_weights. image_group: as for relative_l2_loss; the weights are then those of this
+    weights: (C, h, 1), see loss_weights. image_group: as for relative_l2; the weights are then those of this
     rank's rows, and one all-reduce of B numbers adds up the parts.
     """
     errors = ((prediction.float() - target.float()).square() * weights).flatten(1).sum(1)

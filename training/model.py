@@ -1,25 +1,40 @@
-"""The model that a config describes, and its initial weights."""
+"""The model that a config describes, and its initial weights, which depend on its code and on a seed alone.
 
+A model is built on the meta device, where tensors have shapes but no memory. Then each module alone fills its own
+parameters and buffers on the CPU, by its `reset_parameters`, from a seed of its name: the convention of fully_shard, as
+modules of torch.nn follow it. No rank ever holds more than one module whole.
+
+Not every model comes out so as its author meant. A module may have no `reset_parameters`, or its model may change what
+the module has drawn. Such a model is built whole on the CPU, from the seed, on every rank.
+"""
+
+import copy
+import hashlib
 import importlib
 import inspect
 import logging
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.protocol import points_kept_together
 from distributed.split import Split
 from distributed.weight_shards import fill_weights, keep_ties
 from networks import MODELS
 from networks.vit import PerAxis
-from training.initial_weights import build_on_meta, build_whole, draw_by_module
 from utils.config import nearest
 from utils.errors import UsageError, first_line
 from utils.schema import Config
 
 log = logging.getLogger(__name__)
+IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+Build = Callable[[], nn.Module]
 
 
 def build_model(config: Config, device: torch.device | str = "meta") -> nn.Module:
@@ -126,3 +141,136 @@ def _in_one_line(error):
 def patch_size(config: Config) -> PerAxis:
     """Points that stay on one rank where images are cut, see distributed.protocol.points_kept_together."""
     return points_kept_together(build_model(config))
+
+
+def build_on_meta(build: Build) -> tuple[nn.Module, str]:
+    """(a model on the meta device, why its weights must be drawn by building it whole; '' where its modules draw them).
+
+    Raises whatever `build` raises on the CPU.
+    """
+    writes = Writes()
+    try:
+        with torch.device("meta"), writes:
+            model = build()
+    except Exception as error:  # for example for reading a number from a tensor that has no memory
+        reason = f"it cannot be built without memory ({first_line(error)})"
+    else:
+        # Tensors that no state_dict names, and to(device) does not move.
+        hidden = [name for name, m in model.named_modules() if any(isinstance(v, Tensor) for v in vars(m).values())]
+        if not hidden:
+            return model, _why_whole(model, writes)
+        reason = f"{_called(hidden[0], model)} holds a tensor that is neither parameter nor buffer"
+    model = build_whole(build, 0)
+    with keep_ties(model):
+        return model.to("meta"), reason
+
+
+def build_whole(build: Build, seed: int) -> nn.Module:
+    """The model in memory on the CPU, from a seed; the random state of the program stays as it was."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        return build()
+
+
+def draw_by_module(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of every parameter and buffer of a model on the meta device; its modules have reset_parameters."""
+    for prefix, module in model.named_modules():
+        if not _own_tensors(module):
+            continue
+        alone = copy.copy(module)  # its children stay on the meta device
+        alone._parameters = {name: _in_memory(p) for name, p in module._parameters.items()}
+        alone._buffers = {name: _in_memory(b) for name, b in module._buffers.items()}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {prefix}".encode()).digest()[:8], "little"))
+            alone.reset_parameters()  # type: ignore[operator]  # one of its tensors, as far as mypy knows
+        for name, value in _own_tensors(alone).items():
+            yield f"{prefix}.{name}" if prefix else name, value.detach()
+
+
+def _in_memory(tensor):
+    if tensor is None:
+        return None
+    value = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def _own_tensors(module):
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _called(name, model):
+    return f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
+
+
+class Writes(TorchDispatchMode):
+    """What is written in place into the memory of each tensor: writes.into(tensor), a list of operations.
+
+    Some functions of torch.nn.init write nothing where they find a tensor on the meta device: that they ask is a write.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, list[str]] = defaultdict(list)
+        self.seen: list[Tensor] = []  # kept, so that no memory is used twice
+        self.questions = _Questions(self)
+
+    def __enter__(self) -> "Writes":
+        self.questions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.questions.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self.note(args[0], f"{func} {args[1:]} {kwargs}")
+        return func(*args, **(kwargs or {}))
+
+    def note(self, tensor: Tensor, operation: str) -> None:
+        """Note that an operation writes into a tensor."""
+        self.seen.append(tensor)
+        self.found[_memory(tensor)].append(operation)
+
+    def into(self, tensor: Tensor) -> list[str]:
+        """The operations that have written into a tensor, in their order."""
+        return self.found[_memory(tensor)]
+
+
+class _Questions(TorchFunctionMode):
+    """Who asks whether a tensor is on the meta device."""
+
+    def __init__(self, writes: Writes):
+        super().__init__()
+        self.writes = writes
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func == IS_META:
+            self.writes.note(args[0], "is_meta")
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def _why_whole(model, built):
+    """Why the modules of a model on the meta device do not draw the weights that its author meant, or ''.
+
+    built: the Writes of its construction. They are compared with those of each module's reset_parameters alone.
+    """
+    for name, module in model.named_modules():
+        where, own = _called(name, model), _own_tensors(module)
+        if not own:
+            continue
+        if not hasattr(module, "reset_parameters"):
+            return f"{where} has no reset_parameters"
+        with Writes() as again:
+            module.reset_parameters()
+        for key, tensor in own.items():
+            if not again.into(tensor):
+                return f"reset_parameters of {where} does not fill {key}"
+            if again.into(tensor) != built.into(tensor):
+                return f"{key} of {where} is not only filled by its reset_parameters"
+    return ""

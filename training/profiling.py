@@ -5,9 +5,10 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,20 +79,19 @@ def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profi
     if UNDER_NSYS in os.environ:
         if device.type != "cuda":
             raise UsageError(f"ENABLE_PROFILING=1 records a GPU, this run is on {device}: use --profile torch")
-        return Profiler(config, torch.cuda.profiler.start, torch.cuda.profiler.stop)
+        return Profiler(config, torch.cuda.profiler)
     if config.profile == "ranks" or (config.profile == "torch" and comm.is_main()):
-        recorder = TorchRecorder(device, folder, TRACE.format(comm.rank()) if config.profile == "ranks" else ONE_TRACE)
-        return Profiler(config, recorder.start, recorder.stop)
+        name = TRACE.format(comm.rank()) if config.profile == "ranks" else ONE_TRACE
+        return Profiler(config, TorchRecorder(device, folder, name))
     return None
 
 
 class Profiler:
     """Starts and stops a recorder around the steps [profile_start, profile_start + profile_steps) of this process."""
 
-    def __init__(self, config: Config, start: Callable[[], None], stop: Callable[[], None]):
+    def __init__(self, config: Config, recorder: Any):
         self.first, self.steps = config.profile_start, config.profile_steps
-        self.start, self.stop = start, stop
-        self.count = 0
+        self.recorder, self.count = recorder, 0
         self.recording = False
 
     def check(self, steps_left: int) -> None:
@@ -105,7 +105,7 @@ class Profiler:
     def step(self) -> None:
         """Call before every step."""
         if self.count == self.first:
-            self.start()
+            self.recorder.start()
             self.recording = True
         elif self.count == self.first + self.steps:
             self.close()
@@ -114,7 +114,7 @@ class Profiler:
     def close(self) -> None:
         """Call after the last step, also of a run that ends within the window."""
         if self.recording:
-            self.stop()
+            self.recorder.stop()
             self.recording = False
 
 

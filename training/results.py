@@ -48,19 +48,15 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
     if not comm.is_main():
         return
     with contextlib.suppress(OSError, ValueError):  # closed, or full: summary.json has all of it
-        _print_result(summary, scores, config)
-
-
-def _print_result(summary, scores, config):
-    print(f"\n{scores}\n")
-    print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
-    programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
-    print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
-    if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
-        return
-    start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
-    command = f"{programs}/{start} {os.path.relpath(Path(sys.argv[0]))} --config={config.config}"
-    for name in (*SPLITS, "data_parallel", "gradient_accumulation"):
-        if (value := getattr(config, name)) != Config.model_fields[name].default:
-            command += f" --{name}={value}"
-    print(f"try next:         {command} --run_num=bf16 --amp_mode=bf16")
+        print(f"\n{scores}\n")
+        print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
+        programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
+        print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
+        if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
+            return
+        start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
+        command = f"{programs}/{start} {os.path.relpath(Path(sys.argv[0]))} --config={config.config}"
+        for name in (*SPLITS, "data_parallel", "gradient_accumulation"):
+            if (value := getattr(config, name)) != Config.model_fields[name].default:
+                command += f" --{name}={value}"
+        print(f"try next:         {command} --run_num=bf16 --amp_mode=bf16")

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
-from distributed.global_view import global_view, take_parts
 from distributed.shard import fallback
+from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.model import build_model
-from training.outer_trackers import KINDS
 from training.planned import compare
 from training.profiling import build_profiler, span
 from training.results import print_result, write_validation
@@ -28,7 +27,7 @@ from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
-from training.trackers import MetricsFile, TensorBoard, Trackers, check_tracker
+from training.trackers import KINDS, MetricsFile, TensorBoard, Trackers, check_tracker
 from training.trained_weights import check_start, find, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
@@ -202,10 +201,7 @@ class Run:
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
                 comm.agree(partial(self.train_loader.check_step, self.config.seed, iteration - 1))
-                raise NonFiniteLossError(
-                    f"iteration {iteration}: the training loss is {loss}; "
-                    f"last good checkpoint: {self.checkpoints.newest_name()} in {self.checkpoints.path}"
-                )
+                raise self._not_finite(iteration, "training", loss)
             self.epoch_loss += loss
             if iteration < self.iteration:
                 self.run_trackers.tell({"loss/train": loss}, iteration)
@@ -225,8 +221,9 @@ class Run:
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
         self.epoch_loss, self.epoch_iterations = 0.0, 0
-        seconds, samples = self.clock.lap()
-        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
+        lap = self.clock.lap()
+        speed = lap.samples / lap.seconds
+        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, lap.seconds, speed)
         log.info("  Avg train loss=%.6f", self.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.run_trackers.tell({"loss/train_epoch": self.train_loss}, self.iteration)
@@ -242,14 +239,15 @@ class Run:
             return
         if not math.isfinite(self.result["val_loss"]):
             comm.agree(self.validator.loader.check_all)
-            raise NonFiniteLossError(
-                f"iteration {self.iteration}: the validation loss is {self.result['val_loss']}; "
-                f"last good checkpoint: {self.checkpoints.newest_name()} in {self.checkpoints.path}"
-            )
+            raise self._not_finite(self.iteration, "validation", self.result["val_loss"])
         self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
         log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
         write_validation(self.run_trackers, self.result, self.validator.figures, self.iteration)
+
+    def _not_finite(self, iteration: int, kind: str, loss: float) -> NonFiniteLossError:
+        good = f"{self.checkpoints.newest_name()} in {self.checkpoints.path}"
+        return NonFiniteLossError(f"iteration {iteration}: the {kind} loss is {loss}; last good checkpoint: {good}")
 
     def _validation_interrupted(self) -> bool:
         """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""

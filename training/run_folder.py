@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,17 +108,10 @@ class RunFolder:
 
     def _start_logging(self) -> None:
         """Log lines go to out.log and to standard output, where they leave a progress bar intact."""
-        formatter = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
-        formatter.converter = time.localtime
-        handlers = [_LogFile(self.path / "out.log"), _Console()]
-        root = logging.getLogger()
-        for old in root.handlers[:]:
-            root.removeHandler(old)
-            old.close()
-        for handler in handlers:
-            handler.setFormatter(formatter)
-            root.addHandler(handler)
-        root.setLevel(logging.INFO)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S", force=True,
+            handlers=[_LogFile(self.path / "out.log"), _Console()],
+        )  # fmt: skip
 
 
 def read_summary(path: Path, **kinds: type) -> dict[str, Any]:

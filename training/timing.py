@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,20 @@ from utils.device import library
 WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
 
 
+@dataclass
+class Pace:
+    """Time in training steps, and their samples."""
+
+    seconds: float = 0.0
+    samples: int = 0
+
+
 class Clock:
     """Measures the time in training steps, from `start` to `stop`, without validation and checkpoints."""
 
     def __init__(self) -> None:
         self.iterations = 0
-        self.epoch_seconds, self.epoch_samples = 0.0, 0
-        self.seconds, self.samples = 0.0, 0
-        self.steady_seconds, self.steady_samples = 0.0, 0
+        self.whole, self.epoch, self.steady = Pace(), Pace(), Pace()  # the last one without the warmup
         self.data_wait = self.interval = 0.0
 
     def start(self) -> None:
@@ -29,32 +36,27 @@ class Clock:
 
     def stop(self, iterations: int, samples: int) -> float:
         """Count the iterations since `start`, which the device has finished; returns samples per second."""
-        seconds = self.interval = time.perf_counter() - self.started
-        if self.iterations >= WARMUP_ITERATIONS:
-            self.steady_seconds += seconds
-            self.steady_samples += samples
+        self.interval = time.perf_counter() - self.started
+        steady = [self.steady] if self.iterations >= WARMUP_ITERATIONS else []
+        for pace in (self.whole, self.epoch, *steady):
+            pace.seconds += self.interval
+            pace.samples += samples
         self.iterations += iterations
-        self.seconds += seconds
-        self.samples += samples
-        self.epoch_seconds += seconds
-        self.epoch_samples += samples
-        return samples / seconds
+        return samples / self.interval
 
-    def lap(self) -> tuple[float, int]:
-        """Seconds and samples of the epoch; begins the next one."""
-        lap = self.epoch_seconds, self.epoch_samples
-        self.epoch_seconds, self.epoch_samples = 0.0, 0
+    def lap(self) -> Pace:
+        """That of the epoch; begins the next one."""
+        lap, self.epoch = self.epoch, Pace()
         return lap
 
     def steady_samples_per_sec(self) -> float | None:
         """Speed after the warmup, or of all steps in a shorter run; None where no step was made."""
-        if self.steady_samples:
-            return self.steady_samples / self.steady_seconds
-        return self.samples / self.seconds if self.samples else None
+        pace = self.steady if self.steady.samples else self.whole
+        return pace.samples / pace.seconds if pace.samples else None
 
     def data_wait_fraction(self) -> float | None:
         """Share of the training time in which the step waited for its batch."""
-        return self.data_wait / self.seconds if self.seconds else None
+        return self.data_wait / self.whole.seconds if self.whole.seconds else None
 
 
 # data: waiting for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the backward

@@ -8,8 +8,8 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from distributed.global_view import global_view, take_parts
 from distributed.parallel_model import ParallelModel
+from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, first_whole, hush_single_process_warning
 from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, verify
 from utils import comm

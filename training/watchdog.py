@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from utils import comm
 from utils.collective_record import record_in, write_record
@@ -43,28 +42,19 @@ class Watchdog:
         self.last = time.monotonic()
 
     def _watch(self) -> None:
-        noted = 0.0
+        noted, stacks = 0.0, self.folder / f"stacks-rank{comm.rank()}.txt"
         while not self.ended.wait(min(1.0, self.warning / 40)):
             beat, stuck = self.last, time.monotonic() - self.last
             if stuck > self.warning and noted != beat:
                 noted = beat
-                self._note()
+                write_record("")
+                with open(stacks, "w") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
                 log.info("No step finished within %.0f s; for the reason: python -m tools.hang %s", stuck, self.folder)
             if stuck > self.timeout:
-                self._end()
-
-    def _note(self) -> None:
-        write_record("")
-        with open(self._stacks(), "w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-
-    def _stacks(self) -> Path:
-        return self.folder / f"stacks-rank{comm.rank()}.txt"
-
-    def _end(self) -> NoReturn:
-        print(
-            f"error: rank {comm.rank()}: no step finished within {self.timeout} s (watchdog_timeout); "
-            f"the stacks of all threads are in {self._stacks()}",
-            file=sys.stderr,
-        )
-        exit_at_once(FAILED_STATUS)
+                print(
+                    f"error: rank {comm.rank()}: no step finished within {self.timeout} s (watchdog_timeout); "
+                    f"the stacks of all threads are in {stacks}",
+                    file=sys.stderr,
+                )
+                exit_at_once(FAILED_STATUS)

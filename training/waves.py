@@ -5,15 +5,19 @@ Every rank computes the points of its own part alone, from the number of the sam
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from utils import comm
 from utils.data_loader import ONE_STEP, Batch, BatchLoader
 from utils.device import to_device
 from utils.sample_order import Order
+
+SAMPLES = {"train": 4096, "valid": 256}  # where limit_nsamples does not say otherwise
 
 
 class Waves(ABC):
@@ -77,3 +81,15 @@ class WaveLoader(BatchLoader):
     def _shared_batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         for iteration in iterations:
             yield self.waves.batch(order.samples(iteration), self.device)
+
+
+def wave_loaders(task: Any, make: Callable[..., Waves], device: torch.device) -> list[BatchLoader]:
+    """Loaders for the training and the validation of a Task. make: Waves, of the arguments that Waves takes."""
+    config = task.config
+    counts = config.limit_nsamples or SAMPLES["train"], config.limit_nsamples_val or SAMPLES["valid"]
+    task.check_batch(counts[0], "")
+    batch, image = config.global_batch_size // comm.get_size("dp"), (config.img_size, config.n_in_channels)
+    return [
+        WaveLoader(make(count, *image, task.own_window(), 2 * config.seed + part), batch, device)
+        for part, count in enumerate(counts)  # training and validation images differ, for any seed
+    ]

@@ -8,7 +8,8 @@ import argparse
 import contextlib
 import difflib
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -178,100 +179,90 @@ def check_config(
         config = Config(config=name, **settings)
     except ValidationError as error:
         raise UsageError(explain(error, Config, where, options)) from None
-    if world_size:
-        _check_shares(config, where, world_size)
-        _check_splits(config, where, world_size)
-    if config.lr_scaling != "none" and config.base_batch_size is None:
-        raise UsageError(f"{where}: lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to")
-    _check_data_parallel(config, where)
-    _check_rollout(config, where)
-    if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
-        raise UsageError(
-            f"{where}: enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a "
-            "step stay on the device"
-        )
-    if config.warmup > config.num_iters:
-        raise UsageError(f"{where}: warmup {config.warmup} is longer than num_iters {config.num_iters}")
+    problems = chain(_of_ranks(config, world_size) if world_size else (), _of_options(config), _of_rollout(config))
+    for problem in problems:
+        raise UsageError(f"{where}: {problem}")
     return config
 
 
-def _check_shares(config: Config, where: str, world_size: int) -> None:
-    """The batch must divide by the data-parallel ranks, and the part of each by its micro-batches."""
+def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
+    """Why so many ranks cannot train this: they do not share the batch equally, or the split excludes an option."""
     dp, batch, own = config.layout(world_size).dp, config.global_batch_size, config.local_batch_size
     ranks = f"{dp} ranks" if dp == world_size else f"{dp} data-parallel ranks"
     if own is not None and own * dp != batch:
-        raise UsageError(
-            f"{where}: global_batch_size {batch} is not local_batch_size {own} x {ranks}: give one of them"
-        )
-    parts = dp * config.gradient_accumulation
-    if batch % parts:
-        accumulated = f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""
-        why = f"it is not a multiple of {parts}"
-        raise UsageError(f"{where}: global_batch_size {batch} cannot be shared by {ranks}{accumulated}: {why}")
-
-
-def _check_splits(config: Config, where: str, world_size: int) -> None:
-    """Refuse splits of the model that exclude other options."""
-    if config.amp_mode == "fp8" and config.layout(world_size).dp < world_size:
-        raise UsageError(f"{where}: amp_mode fp8 goes with data parallelism alone: use bf16 where a model is split")
+        yield f"global_batch_size {batch} is not local_batch_size {own} x {ranks}: give one of them"
+    count = config.gradient_accumulation
+    if batch % (dp * count):
+        accumulated = f" in {count} micro-batches" if count > 1 else ""
+        why = f"it is not a multiple of {dp * count}"
+        yield f"global_batch_size {batch} cannot be shared by {ranks}{accumulated}: {why}"
+    if config.amp_mode == "fp8" and dp < world_size:
+        yield "amp_mode fp8 goes with data parallelism alone: use bf16 where a model is split"
     if config.tp_backend == "dtensor" and config.tensor_parallel > 1:
-        if config.data_parallel in ("ddp", "zero1") and config.layout(world_size).dp * config.context_parallel > 1:
-            raise UsageError(
-                f"{where}: tp_backend dtensor goes with data_parallel zero2, fsdp or hsdp, not {config.data_parallel}"
-            )
+        if config.data_parallel in REPLICATED and dp * config.context_parallel > 1:
+            yield f"tp_backend dtensor goes with data_parallel zero2, fsdp or hsdp, not {config.data_parallel}"
         if config.sequence_parallel or config.dropout:
-            raise UsageError(f"{where}: tp_backend dtensor goes without sequence_parallel and dropout: use native")
+            yield "tp_backend dtensor goes without sequence_parallel and dropout: use native"
         if config.amp_mode == "fp16":  # torch's gradient scaler takes no mixture of DTensors and plain tensors
-            raise UsageError(f"{where}: tp_backend dtensor goes without amp_mode fp16: use bf16, or native")
+            yield "tp_backend dtensor goes without amp_mode fp16: use bf16, or native"
     if config.enable_jit and config.dropout and config.tensor_parallel > 1 and not config.sequence_parallel:
-        raise UsageError(
-            f"{where}: enable_jit with dropout and tensor_parallel needs sequence_parallel (train_mp.py): ranks that "
-            "share activations draw their random numbers outside of a compiled graph"
+        yield (
+            "enable_jit with dropout and tensor_parallel needs sequence_parallel (train_mp.py): ranks that share "
+            "activations draw their random numbers outside of a compiled graph"
         )
-    if config.pp_schedule != "gpipe" and config.gradient_accumulation < config.pipeline_parallel:
-        stages, share = config.pipeline_parallel, config.global_batch_size // config.layout(world_size).dp
+    stages, share = config.pipeline_parallel, batch // dp
+    if config.pp_schedule != "gpipe" and count < stages:
         works = next((n for n in range(stages, share + 1, stages) if share % n == 0), None)
         remedy = f"add --gradient_accumulation {works}" if works else f"a batch of {share} samples has too few"
-        raise UsageError(
-            f"{where}: pp_schedule {config.pp_schedule} over {stages} stages needs at least as many micro-batches: "
-            f"gradient_accumulation is {config.gradient_accumulation}; {remedy}"
+        yield (
+            f"pp_schedule {config.pp_schedule} over {stages} stages needs at least as many micro-batches: "
+            f"gradient_accumulation is {count}; {remedy}"
         )
 
 
-def _check_data_parallel(config: Config, where: str) -> None:
+def _of_options(config: Config) -> Iterator[str]:
+    """Options that do not go together, whatever the ranks."""
+    if config.lr_scaling != "none" and config.base_batch_size is None:
+        yield f"lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to"
     for name, strategies in STRATEGY_KEYS.items():
         if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
             *others, last = strategies
             to = f"{', '.join(others)} and {last}" if others else last
-            raise UsageError(f"{where}: {name} belongs to data_parallel {to}, not to {config.data_parallel}")
+            yield f"{name} belongs to data_parallel {to}, not to {config.data_parallel}"
+    if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
+        yield (
+            "enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a step stay "
+            "on the device"
+        )
+    if config.warmup > config.num_iters:
+        yield f"warmup {config.warmup} is longer than num_iters {config.num_iters}"
+    if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
+        yield "channel_weights and pressure_weights belong to loss squared_error, not relative_l2"
+    if len(set(config.forcings)) < len(config.forcings):
+        yield f"forcings {config.forcings}: one is named twice"
 
 
-def _check_rollout(config: Config, where: str) -> None:
-    """The stages of a rollout follow each other, and every step gives what the next one takes."""
+def _of_rollout(config: Config) -> Iterator[str]:
+    """The stages of a rollout do not follow each other, or a step does not give what the next one takes."""
     firsts = [0, *(first for first, _ in config.rollout_schedule)]
     steps = [config.rollout_steps, *(k for _, k in config.rollout_schedule)]
     if sorted(set(firsts)) != firsts or not all(1 <= k <= MOST_STEPS for k in steps):
-        raise UsageError(
-            f"{where}: rollout_schedule {config.rollout_schedule}: give pairs of an iteration, in increasing order "
-            f"from 1, and of the steps from there on, 1 to {MOST_STEPS}"
+        yield (
+            f"rollout_schedule {config.rollout_schedule}: give pairs of an iteration, in increasing order from 1, and "
+            f"of the steps from there on, 1 to {MOST_STEPS}"
         )
-    if max(steps) > 1 and config.n_out_channels < config.n_in_channels:
-        raise UsageError(
-            f"{where}: rollout_steps {max(steps)}: the model takes {config.n_in_channels} channels and forecasts "
-            f"{config.n_out_channels}, not enough for a second step"
-        )
-    if config.predict == "change" and config.n_in_channels < config.n_out_channels:
-        raise UsageError(f"{where}: predict change: n_out_channels must not exceed n_in_channels, which they change")
+    n_in, n_out = config.n_in_channels, config.n_out_channels
+    if max(steps) > 1 and n_out < n_in:
+        given = f"the model takes {n_in} channels and forecasts {n_out}"
+        yield f"rollout_steps {max(steps)}: {given}, not enough for a second step"
+    if config.predict == "change" and n_in < n_out:
+        yield "predict change: n_out_channels must not exceed n_in_channels, which they change"
     parts, stages = config.gradient_accumulation, config.pipeline_parallel
     if max(steps) > 1 and stages > 1 and config.pp_schedule != "gpipe" and parts % max(1, parts // stages):
-        raise UsageError(
-            f"{where}: rollout_steps {max(steps)} with pp_schedule {config.pp_schedule} over {stages} stages: "
+        yield (
+            f"rollout_steps {max(steps)} with pp_schedule {config.pp_schedule} over {stages} stages: "
             f"gradient_accumulation {parts} must be a multiple of {parts // stages}; or choose pp_schedule gpipe"
         )
-    if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
-        raise UsageError(f"{where}: channel_weights and pressure_weights belong to loss squared_error, not relative_l2")
-    if len(set(config.forcings)) < len(config.forcings):
-        raise UsageError(f"{where}: forcings {config.forcings}: one is named twice")
 
 
 def write_config(config: Config, path: Path) -> None:

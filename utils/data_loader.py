@@ -9,9 +9,9 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from utils import comm
 from utils.device import library, pinned_tensor, to_device
-from utils.sample_order import Order, rank_indices, training_indices, validation_counts, validation_indices
+from utils.sample_order import Order
 from weather.channels import count_forcings
 from weather.dataset import FieldDataset, Statistics
 from weather.forcings import Forcings, turns
@@ -34,6 +34,7 @@ AHEAD = 2  # batches that a GPU has not done with when the next one is made
 Batch = tuple[Tensor, Tensor]  # (input, target)
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, k n_out, h, w).
 
@@ -45,21 +46,15 @@ class BatchLoader:
     Subclasses implement `_batches`.
     """
 
-    def __init__(
-        self,
-        dataset: FieldDataset,
-        statistics: Statistics,
-        n_in: int,
-        n_out: int,
-        batch_size: int,
-        device: torch.device,
-        num_workers: int = 0,
-        forcings: Forcings | None = None,
-        stages: Sequence[tuple[int, int]] = ONE_STEP,
-    ):
-        self.dataset, self.batch_size, self.device, self.num_workers = dataset, batch_size, device, num_workers
-        self.statistics, self.n_in, self.n_out = statistics, n_in, n_out
-        self.forcings, self.stages = forcings, stages
+    dataset: FieldDataset
+    statistics: Statistics
+    n_in: int
+    n_out: int
+    batch_size: int
+    device: torch.device
+    num_workers: int = 0
+    forcings: Forcings | None = None
+    stages: Sequence[tuple[int, int]] = ONE_STEP
 
     @property
     def num_samples(self) -> int:
@@ -68,8 +63,7 @@ class BatchLoader:
 
     def train(self, seed: int, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches of the training steps start, ..., stop - 1."""
-        args = self.num_samples, self.batch_size * comm.get_size("dp"), seed
-        yield from self._paced(self._shared_batches(self._own(training_indices, args, self.stages), range(start, stop)))
+        yield from self._paced(self._shared_batches(self.order(seed), range(start, stop)))
 
     def valid(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Every sample once over all ranks, as (input, target, count): only the first `count` of a batch are new.
@@ -77,18 +71,15 @@ class BatchLoader:
         The last batch is filled up with repeated samples, so that every batch has the same shape; a rank's count may
         be 0 there.
         """
-        rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
-        counts = validation_counts(self.num_samples, self.batch_size, rank, ranks)
-        args = self.num_samples, self.batch_size * ranks
-        order = self._own(validation_indices, args, ((0, max(steps for _, steps in self.stages)),))
+        order = self.order()
+        counts = order.counts()
         batches = self._paced(self._shared_batches(order, range(len(counts))))
         for (x, y), count in zip(batches, counts, strict=True):
             yield x, y, count
 
     def check_step(self, seed: int, iteration: int) -> None:
         """Raise UsageError where a sample of this rank, of a training step, holds a value that is not finite."""
-        args = self.num_samples, self.batch_size * comm.get_size("dp"), seed
-        self._check(self._own(training_indices, args, self.stages).samples(iteration))
+        self._check(self.order(seed).samples(iteration))
 
     def check_all(self) -> None:
         """As check_step, for all samples."""
@@ -106,10 +97,10 @@ class BatchLoader:
         """Close the files and end what reads from them."""
         self.dataset.close()
 
-    def _own(
-        self, indices: Callable[..., np.ndarray], args: tuple[int, ...], stages: Sequence[tuple[int, int]]
-    ) -> Order:
-        return Order(partial(rank_indices, indices, args, comm.get_rank("dp"), comm.get_size("dp")), stages)
+    def order(self, seed: int | None = None) -> Order:
+        """What this rank reads in each iteration of training, or of validation where there is no seed."""
+        stages = self.stages if seed is not None else ((0, max(steps for _, steps in self.stages)),)
+        return Order(self.num_samples, self.batch_size, comm.get_rank("dp"), comm.get_size("dp"), seed, tuple(stages))
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
@@ -197,19 +188,17 @@ class DataLoader(BatchLoader):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        device, num_workers = self.device, self.num_workers
         means, stds = torch.from_numpy(self.statistics.means), torch.from_numpy(self.statistics.stds)
-        self.scale = (1 / stds).to(device)
-        self.bias = (-means / stds).to(device)
+        self.scale, self.bias = (1 / stds).to(self.device), (-means / stds).to(self.device)
         # Batch normalisation with given statistics: weight, bias, mean 0, variance 1.
         self.affine = self.scale.flatten(), self.bias.flatten(), torch.zeros(len(means)), torch.ones(len(means))
         self.no_moments = torch.empty(0), torch.empty(0)
-        self.normalise_on_read = device.type == "cpu"
-        self.gpu = library(device, "Stream")
-        self.side_stream = self.gpu.Stream(device) if self.gpu else None
-        self.pool = reading_threads(num_workers) if num_workers else None
+        self.normalise_on_read = self.device.type == "cpu"
+        self.gpu = library(self.device, "Stream")
+        self.side_stream = self.gpu.Stream(self.device) if self.gpu else None
+        self.pool = reading_threads(self.num_workers) if self.num_workers else None
         shape = (self.batch_size, *self.dataset.shape)
-        self.slots = [Slot(shape, self.gpu is not None) for _ in range(3 if num_workers else 1)]
+        self.slots = [Slot(shape, self.gpu is not None) for _ in range(3 if self.num_workers else 1)]
 
     def close(self) -> None:
         """Close the files and end the reading threads."""
@@ -241,24 +230,23 @@ class DataLoader(BatchLoader):
         if slot.copied is not None:
             slot.copied.synchronize()
         slot.hold(indices, (len(indices), steps + 1, *self.dataset.shape[1:]))
+        samples = zip(indices, slot.array, strict=True)
         if self.pool is None:
-            self._read(indices, slot.array)
+            for index, out in samples:
+                self._read(index, out)
         else:
-            parts = [slice(k, None, self.num_workers) for k in range(self.num_workers)]
-            slot.reads = [self.pool.submit(self._read, indices[part], slot.array[part]) for part in parts]
+            slot.reads = [self.pool.submit(self._read, index, out) for index, out in samples]
         return slot
 
-    def _read(self, indices: np.ndarray, outs: np.ndarray) -> None:
-        """Read samples into outs, (n, k + 1, C, h, w), and normalise them where the batch stays on the CPU."""
-        for index, out in zip(indices, outs, strict=True):
-            if not self.normalise_on_read:
-                self.dataset.read(index, out)
-            elif self.dataset.mappable:
-                with self.dataset.mapped(index, len(out)) as frames:
-                    self._normalise_into(out, frames)
-            else:
-                self.dataset.read(index, out)
-                self._normalise_into(out, np.split(out, len(out)))
+    def _read(self, index: int, out: np.ndarray) -> None:
+        """Read a sample into out, (k + 1, C, h, w), and normalise it where the batch stays on the CPU."""
+        if self.normalise_on_read and self.dataset.mappable:
+            with self.dataset.mapped(index, len(out)) as frames:
+                self._normalise_into(out, frames)
+            return
+        self.dataset.read(index, out)
+        if self.normalise_on_read:
+            self._normalise_into(out, np.split(out, len(out)))
 
     def _to_device(self, slot: Slot) -> Tensor:
         if self.device.type == "cpu":

@@ -51,7 +51,7 @@ class DaliDataLoader(BatchLoader):
         super().close()
 
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
-        asked = order.samples.func, order.samples.args, order.stages, iterations
+        asked = order, iterations
         stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, order, iterations))
         try:
             for iteration, frames in zip(iterations, stream, strict=True):
@@ -63,20 +63,18 @@ class DaliDataLoader(BatchLoader):
                 stream.close()
 
     def _open(self, source: "SampleSource") -> "BatchStream":
-        self.streams.append(BatchStream(source, self.statistics, self.batch_size, self.device, self.num_workers))
+        self.streams.append(BatchStream(self, source))
         return self.streams[-1]
 
 
 class BatchStream:
     """A DALI pipeline and its processes. An iteration over it gives all batches of the source: (B, k + 1, C, h, w)."""
 
-    def __init__(
-        self, source: "SampleSource", statistics: Statistics, batch_size: int, device: torch.device, num_workers: int
-    ):
-        self.device, gpu = device, gpu_of(device)
+    def __init__(self, loader: BatchLoader, source: "SampleSource"):
+        self.device, gpu, workers = loader.device, gpu_of(loader.device), max(1, loader.num_workers)
         self.pipeline: Any = normalised_samples(
-            source, statistics, parallel=num_workers > 0, on_gpu=gpu is not None, device_id=gpu, batch_size=batch_size,
-            num_threads=max(1, num_workers), py_num_workers=max(1, num_workers), py_start_method="spawn",
+            source, loader.statistics, parallel=loader.num_workers > 0, on_gpu=gpu is not None, device_id=gpu,
+            batch_size=loader.batch_size, num_threads=workers, py_num_workers=workers, py_start_method="spawn",
         )  # fmt: skip
         others = set(multiprocessing.active_children())
         with stop_signals_held_back():

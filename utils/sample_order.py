@@ -1,7 +1,7 @@
 """The samples of a rank in an iteration: a function of numbers alone, so that a run can resume anywhere."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,38 +23,33 @@ def training_indices(num_samples: int, batch_size: int, seed: int, iteration: in
     return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
 
 
-def validation_indices(num_samples: int, batch_size: int, iteration: int) -> np.ndarray:
-    """Samples of one validation batch, (batch_size,), in order. The last batch is filled up from the start."""
-    return np.arange(iteration * batch_size, (iteration + 1) * batch_size) % num_samples
-
-
-def rank_indices(
-    indices: Callable[..., np.ndarray], args: tuple[int, ...], rank: int, world_size: int, iteration: int
-) -> np.ndarray:
-    """This rank's equal part, in order, of the samples indices(*args, iteration) of all ranks."""
-    samples = indices(*args, iteration)
-    own = len(samples) // world_size
-    return samples[rank * own : (rank + 1) * own]
-
-
 class Order(NamedTuple):
-    """What a rank reads in each iteration.
+    """What a rank reads in each iteration: its equal part of the samples of all ranks.
 
-    samples(iteration): their numbers. stages: how many steps of a forecast, as (first iteration, steps), from 0 on.
+    batch_size: of this rank. seed: of training; None for validation, which takes the samples in their order, and fills
+    up the last batch from the start. stages: the steps of a forecast, as (first iteration, steps), from 0 on.
     """
 
-    samples: partial[np.ndarray]
-    stages: Sequence[tuple[int, int]]
+    num_samples: int
+    batch_size: int
+    rank: int
+    ranks: int
+    seed: int | None = None
+    stages: Sequence[tuple[int, int]] = ((0, 1),)
+
+    def samples(self, iteration: int) -> np.ndarray:
+        """The numbers of the samples of an iteration, (batch_size,)."""
+        whole, first = self.batch_size * self.ranks, self.batch_size * self.rank
+        if self.seed is None:
+            return np.arange(iteration * whole + first, iteration * whole + first + self.batch_size) % self.num_samples
+        return training_indices(self.num_samples, whole, self.seed, iteration)[first : first + self.batch_size]
 
     def steps(self, iteration: int) -> int:
         """The steps of the forecasts of an iteration."""
         return [steps for first, steps in self.stages if first <= iteration][-1]
 
-
-def validation_counts(num_samples: int, batch_size: int, rank: int, world_size: int) -> list[int]:
-    """How many samples of each of a rank's validation batches are new; the others fill up the last batches.
-
-    batch_size: of one rank. Every rank has as many batches; a count may be 0.
-    """
-    firsts = range(0, num_samples, batch_size * world_size)
-    return [min(batch_size, max(0, num_samples - first - rank * batch_size)) for first in firsts]
+    def counts(self) -> list[int]:
+        """How many samples of each validation batch are new: every rank has as many batches, and a count may be 0."""
+        firsts = range(0, self.num_samples, self.batch_size * self.ranks)
+        left = [self.num_samples - first - self.batch_size * self.rank for first in firsts]
+        return [min(self.batch_size, max(0, n)) for n in left]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from networks.vit import PerAxis
+from networks.vit import PerAxis, per_axis
 from utils import comm
 from utils.errors import LayoutError
 from utils.layout import Sizes, shard_sizes
@@ -23,11 +23,6 @@ class Cut(NamedTuple):
         """This rank's points."""
         start = sum(self.sizes[: comm.get_rank(self.mesh_dim)])
         return slice(start, start + self.sizes[comm.get_rank(self.mesh_dim)])
-
-
-def per_axis(value: PerAxis, axes: int) -> tuple[int, ...]:
-    """One number for each axis: (4, 2) -> (4, 4); a sequence stays as it is."""
-    return (value,) * axes if isinstance(value, int) else tuple(value)
 
 
 def image_cuts(img_size: Sequence[int], patch_size: PerAxis) -> list[Cut]:

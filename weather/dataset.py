@@ -13,7 +13,7 @@ import numpy as np
 
 from utils.errors import UsageError, first_line
 from utils.files import check_file
-from weather.year_data import Description, YearFile, file_times
+from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
 
 
@@ -48,9 +48,9 @@ class FieldDataset:
             for path in self._find_files(img_size):
                 self.files.append(open_year(path))
                 self._check_shape(self.files[-1], img_size)
-            described = [file.describe(channels, img_size) for file in self.files]
-            for file, description in zip(self.files, described, strict=True):
-                self._check_like(file, description, self.files[0].path, described[0])
+            self.described = [file.describe(channels, img_size) for file in self.files]
+            self.description = self.described[0]  # of all files
+            self.check_like(self)
         except UsageError:
             self.close()
             raise
@@ -58,7 +58,6 @@ class FieldDataset:
         self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
-        self.description = described[0]  # of all files
 
     def __len__(self):
         return self.num_samples
@@ -110,8 +109,10 @@ class FieldDataset:
         return self.files[number], frame
 
     def check_like(self, other: "FieldDataset") -> None:
-        """Raise UsageError where channels, units or points are not those of another dataset."""
-        self._check_like(self.files[0], self.description, other.files[0].path, other.description)
+        """Raise UsageError where channels, units or points of a file are not those of another dataset."""
+        for file, description in zip(self.files, self.described, strict=True):
+            if difference := description.difference(other.description):
+                raise UsageError(f"{file.path}: {difference}, as in {other.files[0].path}")
 
     def check_finite(self, index: int) -> None:
         """Raise UsageError, naming file, frame and channel, where a sample has a value that is not finite."""
@@ -157,11 +158,6 @@ class FieldDataset:
             steps = f" x {self.steps} steps of a rollout" if self.steps > 1 else ""
             need = self.steps * self.dt + 1
             raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt}{steps} needs at least {need}")
-
-    @staticmethod
-    def _check_like(file: YearFile, description: Description, first_path: Path, first: Description) -> None:
-        if difference := description.difference(first):
-            raise UsageError(f"{file.path}: {difference}, as in {first_path}")
 
 
 def load_change_scale(global_stds_path: Path | str, channels: int) -> np.ndarray:

@@ -138,10 +138,6 @@ class Store:
                 return variable
         return None
 
-    def find(self, times: np.ndarray) -> np.ndarray:
-        """The index of each of `times` (datetime64[s]), -1 for a time that is not there."""
-        return self.times.get_indexer(times)
-
     def check(self, quantity: str, variable: xarray.DataArray) -> None:
         """Raises UsageError if the variable of a quantity has unknown units, or one dimension too many."""
         self.conversion(quantity, variable)

@@ -13,30 +13,23 @@ from torch import Tensor
 
 from utils.errors import UsageError
 from weather.channels import TIMED
-from weather.grid import Grid
+from weather.dataset import FieldDataset
 from weather.year_data import YearFile
 
 YEAR = 365.25  # days
 
 
 class Forcings:
-    """The forcings of some points, on the device: forcings(turns of the dates).
+    """The forcings of the points that a dataset reads, on the device: forcings(turns of the dates).
 
-    names: `hour`, `day`, `latitude`, or names of fields of `file`, which are normalised over the whole image. img_size:
-    (H, W). window: the rows and columns of these points. Raises UsageError for a field that the file lacks.
+    names: `hour`, `day`, `latitude`, or names of fields of the first file, which are normalised over the whole image.
+    Raises UsageError for a field that the file lacks.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        file: YearFile,
-        grid: Grid,
-        img_size: Sequence[int],
-        window: Sequence[slice],
-        device: torch.device,
-    ):
-        window = tuple(window)
-        self.names = names
+    def __init__(self, names: Sequence[str], dataset: FieldDataset, device: torch.device):
+        self.names, window = names, (dataset.rows, dataset.columns)
+        grid, file = dataset.description.grid, dataset.files[0]
+        img_size = len(grid.latitude), len(grid.longitude)
         latitude = np.broadcast_to(np.sin(np.deg2rad(grid.latitude))[:, None], img_size)
         fixed = [name for name in names if name not in TIMED]
         fields = [latitude if name == "latitude" else _normalised(file, name, img_size) for name in fixed]

@@ -28,3 +28,8 @@ def longitudes(width: int) -> np.ndarray:
 def year_frames(year: int) -> int:
     """Number of 6-hourly frames in a calendar year: 1460, or 1464 in a leap year."""
     return 4 * (365 + calendar.isleap(year))
+
+
+def frame_times(year: int, first: int, count: int) -> np.ndarray:
+    """Dates of 6-hourly frames of a year, counted from 1 January 00 UTC: (count,) datetime64[s]."""
+    return np.datetime64(f"{year:04d}-01-01", "s") + 6 * HOUR * np.arange(first, first + count)

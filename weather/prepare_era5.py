@@ -10,7 +10,6 @@ no source gives relative humidity with its units, it is derived from specific hu
 """
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from utils.errors import UsageError, run_main, whole
 from weather.channels import CHANNELS
 from weather.era5_store import QUANTITIES, Store, channel_key, relative_humidity, units_of
-from weather.grid import Grid
+from weather.grid import Grid, frame_times
 from weather.year_files import YearFileWriter, year_file_parser
 
 VERSION = 1  # of the conversion; another version makes other values
@@ -66,7 +65,7 @@ class Era5:
         """Raises UsageError if no store holds a variable, a level or one of `times` (datetime64[s])."""
         for quantity, level in [(quantity, level) for quantity, levels in self.needed.items() for level in levels]:
             holders = self._holders(quantity, level)
-            missing = times[np.max([store.find(times) for store in holders], axis=0) < 0]
+            missing = times[np.max([store.times.get_indexer(times) for store in holders], axis=0) < 0]  # -1: not there
             if len(missing):
                 hours = set().union(*(store.times[store.times.minute == 0].hour for store in holders))
                 lacking = ", ".join(f"{hour:02d}" for hour in (0, 6, 12, 18) if hour not in hours)
@@ -110,7 +109,7 @@ class Era5:
         todo = np.ones((len(times), len(levels)), bool)
         for store in self.stores:
             here = [i for i, level in enumerate(levels) if store.variable(quantity, level) is not None]
-            frames = store.find(times)
+            frames = store.times.get_indexer(times)
             rows = np.flatnonzero((frames >= 0) & todo[:, here].any(1))
             if len(rows):
                 values = store.read(quantity, [levels[i] for i in here], frames[rows])
@@ -155,15 +154,10 @@ def prepare_era5(
     writer = YearFileWriter(out, *splits, days, era5.grid, settings, TITLE, attributes, overwrite)
 
     if writer.missing:
-        era5.check(np.concatenate([_times(year, 0, frames) for year, frames in writer.missing_years().items()]))
+        era5.check(np.concatenate([frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]))
         if era5.derived:
             print("relative humidity: derived from specific humidity and temperature")
-    return writer.make(lambda year, first, count: era5.frames(_times(year, first, count)))
-
-
-def _times(year: int, first: int, count: int) -> np.ndarray:
-    """The times of frames of a year, datetime64[s]."""
-    return np.datetime64(datetime(year, 1, 1), "s") + 6 * np.timedelta64(3600, "s") * np.arange(first, first + count)
+    return writer.make(lambda year, first, count: era5.frames(frame_times(year, first, count)))
 
 
 def _check_values(quantity: str, levels: Sequence[int | None], times: np.ndarray, values: np.ndarray) -> None:

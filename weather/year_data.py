@@ -19,7 +19,7 @@ import numpy as np
 
 from utils.errors import UsageError, reading
 from weather.channels import CHANNELS
-from weather.grid import HOUR, Grid, latitudes, longitudes
+from weather.grid import Grid, frame_times, latitudes, longitudes
 
 DATASET = "fields"
 
@@ -185,4 +185,4 @@ def file_times(file: YearFile) -> np.ndarray:
             return decoded.astype("datetime64[s]")
     if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
         raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
-    return np.datetime64(f"{file.path.stem}-01-01", "s") + np.arange(frames) * 6 * HOUR
+    return frame_times(int(file.path.stem), 0, frames)

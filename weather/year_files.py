@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
-from weather.grid import Grid, year_frames
+from weather.grid import Grid, frame_times, year_frames
 from weather.year_reader import open_year, year_paths
 
 SPLITS = ("train", "valid", "test")
@@ -149,10 +148,7 @@ class YearFileWriter:
                         progress.update(count)
         described = all(path.exists() for path in self.stats)
         if not described:
-            train = [path for path in self.frames if path.parent.name == "train"]
-            for path, value in zip(self.stats, training_statistics(train), strict=True):
-                with whole_file(path) as part, open(part, "wb") as file:
-                    np.save(file, value)
+            write_statistics([path for path in self.frames if path.parent.name == "train"], self.out / "stats")
         return described
 
     def _stale_files(self, overwrite: bool) -> list[Path]:
@@ -173,9 +169,9 @@ class YearFileWriter:
     def _describe(self, file: h5py.File, year: int, frames: int) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
-        start = datetime(year, 1, 1, tzinfo=UTC).timestamp() / 3600
+        hours = frame_times(year, 0, frames).astype("datetime64[h]").astype(np.float64)
         scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {
-            "time": (start + 6 * np.arange(frames), "hours since 1970-01-01"),
+            "time": (hours, "hours since 1970-01-01"),
             "channel": ([channel.name for channel in CHANNELS], None),
             "latitude": (latitude, "degrees_north"),
             "longitude": (longitude, "degrees_east"),
@@ -195,6 +191,16 @@ class YearFileWriter:
                 file[name].dims[axis].attach_scale(file[scale])
         file.attrs.update({**self.attributes, "settings": json.dumps(self.settings)})
         return fields
+
+
+def write_statistics(years: Sequence[Path], folder: Path) -> list[Path]:
+    """Write those statistics of year files that are not in a folder yet; returns their files."""
+    values = dict(zip(STATS, training_statistics(years), strict=True))
+    new = {path: value for name, value in values.items() if not (path := folder / f"{name}.npy").exists()}
+    for path, value in new.items():
+        with whole_file(path) as part, open(part, "wb") as file:
+            np.save(file, value)
+    return list(new)
 
 
 def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
@@ -232,12 +238,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
     with reported_as_usage_error(OSError, str(options.out)):
-        options.out.mkdir(parents=True, exist_ok=True)
-        for name, value in zip(STATS, training_statistics(paths), strict=True):
-            if not (path := options.out / f"{name}.npy").exists():
-                with whole_file(path) as part, open(part, "wb") as file:
-                    np.save(file, value)
-                print(path)
+        for path in write_statistics(paths, options.out):
+            print(path)
 
 
 def _split_years(*years_of_splits: Iterable[int]) -> dict[int, str]:

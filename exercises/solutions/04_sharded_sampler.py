@@ -6,7 +6,7 @@ stopped goes on in the middle of an epoch, with the samples that are left.
 
 Below each rank shuffles for itself, and forgets the rest that does not divide. Mend it.
 
-Done for real in utils/sample_order.py (epoch_order, training_indices, rank_indices). Chapter: docs/data_parallel.md,
+Done for real in utils/sample_order.py (epoch_order, training_indices, Order). Chapter: docs/data_parallel.md,
 "The code".
 """
 

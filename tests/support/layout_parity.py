@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
-from distributed.global_view import global_view, take_parts
 from distributed.shard_tensor import wrap
+from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
 from tests.test_data_parallel import train as train_data_parallel
 from tools.instruments.assembly import build_step

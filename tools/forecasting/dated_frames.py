@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from training.model import patch_size
-from training.tasks.forecast import forcings_of, statistics_of
+from training.tasks.forecast import statistics_of
 from utils.device import to_device
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
 from weather.dataset import FieldDataset
-from weather.forcings import turns
+from weather.forcings import Forcings, turns
 from weather.grid import HOUR
 from weather.year_data import file_times
 
@@ -32,7 +32,7 @@ class DatedFrames:
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
         rows, columns = own_window(config.img_size, patch_size(config))
         self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, rows, columns)
-        self.forcings = forcings_of(config, self.dataset, (rows, columns), device)
+        self.forcings = Forcings(config.forcings, self.dataset, device) if config.forcings else None
         times = [file_times(file) for file in self.dataset.files]
         self.first_frame = np.cumsum([0, *map(len, times)])
         self.times = np.concatenate(times)

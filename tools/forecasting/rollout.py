@@ -19,7 +19,7 @@ from training.tasks.forecast import rollout_of
 from utils import comm
 from utils.config import nearest
 from utils.errors import UsageError
-from utils.sample_order import rank_indices, validation_counts, validation_indices
+from utils.sample_order import Order
 from utils.schema import Config
 from weather.grid import HOUR, Grid
 
@@ -133,10 +133,9 @@ def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarra
     Every rank gets the same number of batches of the same size, because all ranks of a sharded model must take part in
     each forward pass.
     """
-    dp, rank, n = comm.get_size("dp"), comm.get_rank("dp"), len(starts)
-    for batch, count in enumerate(validation_counts(n, batch_size, rank, dp)):
-        own = rank_indices(validation_indices, (n, batch_size * dp), rank, dp, batch)
-        yield starts[own], count
+    order = Order(len(starts), batch_size, comm.get_rank("dp"), comm.get_size("dp"))
+    for batch, count in enumerate(order.counts()):
+        yield starts[order.samples(batch)], count
 
 
 class LeadTimeSkill:

@@ -3,7 +3,9 @@
 import importlib
 import pkgutil
 
-from training.tasks.task import Task, unknown_task
+from training.tasks.task import Task
+from utils.config import nearest
+from utils.errors import UsageError
 from utils.schema import Config
 
 
@@ -21,5 +23,5 @@ def task_of(config: Config) -> Task:
     """As build_task, but the model is not looked at."""
     known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "task"]
     if config.task not in known:
-        raise unknown_task(config.task, known)
+        raise UsageError(f"task '{config.task}'{nearest(config.task, known)}: there are {', '.join(known)}")
     return importlib.import_module(f"{__name__}.{config.task}").Trained(config)

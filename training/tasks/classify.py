@@ -1,7 +1,7 @@
 """Classification of made images: waves, whose numbers along the axes are the class."""
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.collectives import alike_on_ranks, as_group
 from distributed.parallel_model import ParallelModel
-from training.losses import classification_loss
-from training.tasks.task import Shape, Task, Validator
-from training.waves import WaveLoader, Waves
-from utils import comm
+from training.tasks.task import MeanValidator, Shape, Task, Validator
+from training.waves import Waves, wave_loaders
 from utils.data_loader import Batch, BatchLoader
 from utils.errors import UsageError
-
-SAMPLES = {"train": 4096, "valid": 256}  # where limit_nsamples does not say otherwise
 
 
 class ClassImages(Waves):
@@ -41,24 +38,19 @@ class ClassImages(Waves):
         return self.image(torch.stack([labels // self.waves, labels % self.waves, *rest], 1), phases), labels
 
 
-class ClassValidator(Validator):
+class ClassValidator(MeanValidator):
     """Loss and accuracy."""
+
+    scored = ("val_loss", "accuracy")
 
     def describe(self, summary: dict[str, Any]) -> str:
         """The accuracy."""
         return f"accuracy {summary['accuracy']:.3f}"
 
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """{"val_loss", "accuracy"}."""
-        scores = []
-        for x, y, count in self.loader.valid():
-            if stop():
-                return None
-            logits = parallel.model(x)[:count].float()
-            right = (logits.argmax(1) == y[:count]).float()
-            scores.append(torch.stack([F.cross_entropy(logits, y[:count], reduction="none"), right], 1))
-        loss, accuracy = comm.global_mean(torch.cat(scores)).tolist()
-        return {"val_loss": loss, "accuracy": accuracy}
+    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
+        """Of each sample its cross-entropy, and 1 where the class is right."""
+        logits, y = parallel.model(x)[:count].float(), y[:count]
+        return torch.stack([F.cross_entropy(logits, y, reduction="none"), (logits.argmax(1) == y).float()], 1)
 
 
 class Trained(Task):
@@ -80,19 +72,15 @@ class Trained(Task):
 
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
         """Loaders of images that are made on the way."""
-        config, window = self.config, self.own_window()
-        counts = config.limit_nsamples or SAMPLES["train"], config.limit_nsamples_val or SAMPLES["valid"]
-        self.check_batch(counts[0], "")
-        loaders: list[BatchLoader] = []
-        for part, count in enumerate(counts):
-            seed = 2 * config.seed + part  # training and validation images are different, for any config.seed
-            images = ClassImages(count, config.img_size, config.n_in_channels, window, seed, classes=self.classes)
-            loaders.append(WaveLoader(images, config.global_batch_size // comm.get_size("dp"), device))
-        return loaders
+        return wave_loaders(self, partial(ClassImages, classes=self.classes), device)
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
-        """Cross-entropy."""
-        return classification_loss(prediction, target, image_group)
+        """Cross-entropy, in float32.
+
+        All ranks that share the images have these logits. The gradient is multiplied by their number, which the mean
+        over the ranks takes out again, as in context_parallel.l2_norms.
+        """
+        return alike_on_ranks(F.cross_entropy(prediction.float(), target), as_group(image_group))
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """Loss and accuracy."""
@@ -100,6 +88,5 @@ class Trained(Task):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers, and random classes."""
-        config = self.config
-        x = torch.randn(config.global_batch_size, config.n_in_channels, *config.img_size, generator=generator)
-        return x, torch.randint(self.classes, (config.global_batch_size,), generator=generator)
+        x = self.random_images(generator)
+        return x, torch.randint(self.classes, (len(x),), generator=generator)

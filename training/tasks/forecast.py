@@ -1,7 +1,7 @@
 """Forecasting: from the state of the atmosphere to the state one step later, on year files."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Trained(Task):
         self.check_batch(len(train), f" in {config.train_data_path}")
         batch_size = config.global_batch_size // comm.get_size("dp")
         self._rollout = rollout_of(config, device)
-        forcings = forcings_of(config, train, (rows, columns), device)
+        forcings = Forcings(config.forcings, train, device) if config.forcings else None
         shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings, stages
         return [Loader(dataset, *shared) for dataset in (train, valid)]
 
@@ -150,16 +150,6 @@ def statistics_of(config: Config) -> Statistics:
     channels = max(config.n_in_channels, config.n_out_channels)
     paths = config.global_means_path, config.global_stds_path, config.time_means_path
     return load_statistics(*paths, channels, config.img_size)
-
-
-def forcings_of(
-    config: Config, dataset: FieldDataset, window: Sequence[slice], device: torch.device
-) -> Forcings | None:
-    """The forcings that a config names, at the points of a window of the dataset's images; None for none."""
-    if not config.forcings:
-        return None
-    grid = dataset.description.grid
-    return Forcings(config.forcings, dataset.files[0], grid, config.img_size, window, device)
 
 
 def rollout_of(config: Config, device: torch.device) -> Rollout:

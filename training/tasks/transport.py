@@ -1,6 +1,5 @@
 """Transport: waves in a box of two or three dimensions, and where a constant wind has carried them. Image to image."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,11 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.losses import relative_l2, relative_l2_loss
-from training.tasks.classify import SAMPLES
-from training.tasks.task import Shape, Task, Validator
-from training.waves import WaveLoader, Waves
-from utils import comm
+from training.losses import relative_l2
+from training.tasks.task import MeanValidator, Shape, Task, Validator
+from training.waves import Waves, wave_loaders
 from utils.data_loader import Batch, BatchLoader
 from utils.errors import UsageError
 
@@ -35,24 +32,20 @@ class CarriedWaves(Waves):
         return self.image(numbers, phases), self.image(numbers, phases - turned.view(-1, 1))
 
 
-class TransportValidator(Validator):
+class TransportValidator(MeanValidator):
     """Relative error, beside that of leaving everything where it is."""
+
+    scored = ("val_loss", "persistence_loss")
 
     def describe(self, summary: dict[str, Any]) -> str:
         """Both errors."""
         return f"relative error {summary['val_loss']:.3f}, of no motion {summary['persistence_loss']:.3f}"
 
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """{"val_loss", "persistence_loss"}."""
-        scores = []
-        for x, y, count in self.loader.valid():
-            if stop():
-                return None
-            prediction = parallel.whole_images(parallel.predict(x, y.shape[1]))[:count]
-            x, y = parallel.whole_images(x)[:count], parallel.whole_images(y)[:count]
-            scores.append(torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1))
-        loss, persistence = comm.global_mean(torch.cat(scores)).tolist()
-        return {"val_loss": loss, "persistence_loss": persistence}
+    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
+        """Both errors of each sample."""
+        images = parallel.predict(x, y.shape[1]), x, y
+        prediction, x, y = (parallel.whole_images(image)[:count] for image in images)
+        return torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1)
 
 
 class Trained(Task):
@@ -73,19 +66,11 @@ class Trained(Task):
 
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
         """Loaders of images that are made on the way."""
-        config = self.config
-        counts = config.limit_nsamples or SAMPLES["train"], config.limit_nsamples_val or SAMPLES["valid"]
-        self.check_batch(counts[0], "")
-        batch = config.global_batch_size // comm.get_size("dp")
-        shared = config.img_size, config.n_in_channels, self.own_window()
-        return [
-            WaveLoader(CarriedWaves(count, *shared, 2 * config.seed + part), batch, device)
-            for part, count in enumerate(counts)  # training and validation images differ, for any seed
-        ]
+        return wave_loaders(self, CarriedWaves, device)
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """The relative L2 loss of neural operators."""
-        return relative_l2_loss(prediction, target, image_group)
+        return relative_l2(prediction, target, image_group).mean()
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """Relative errors."""
@@ -93,5 +78,4 @@ class Trained(Task):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers."""
-        shape = self.config.global_batch_size, self.config.n_in_channels, *self.config.img_size
-        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+        return self.random_images(generator), self.random_images(generator)
