@@ -7,6 +7,8 @@ import time
 
 import psutil
 import pytest
+from matplotlib.colors import to_hex
+from pandas import DataFrame
 
 import benchmark
 from tests.support import programs
@@ -16,6 +18,7 @@ from tools.benchmarks.cases import STATES
 from tools.instruments.overlap import hidden_share
 from tools.instruments.rank_case import figures_of, seconds_of
 from tools.instruments.team import Team
+from tools.pictures import SHADES, draw_bars, panels
 from utils.errors import UsageError, run_main
 
 WORDS = [
@@ -218,3 +221,11 @@ def test_the_older_ways_of_the_chapter_run():
     assert done.returncode == 0, done.stderr
     printed = done.stdout
     assert printed.count("same output True") == 2 and "place 1, cpu: blocks [3, 4, 5]" in printed
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_bars_of_a_column_have_its_colour(columns):
+    _, (axes,) = panels(2)
+    draw_bars(axes, DataFrame({f"{n} ranks": [1.0, 2.0] for n in range(columns)}, ["ddp", "fsdp"]), SHADES)
+    found = dict.fromkeys(to_hex(bar.get_facecolor()) for bar in axes.patches)
+    assert list(found) == list(SHADES[:columns])

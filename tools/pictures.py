@@ -32,6 +32,7 @@ def panels(rows: int, count: int = 1, width: float = 8, row: float = 0.4) -> tup
 
 def draw_bars(axes: Axes, parts: DataFrame, colors: Any = None, stacked: bool = True) -> None:
     """Horizontal bars, a row for each label of the index, the first one on top; the columns one behind the other."""
+    colors = list(colors)[: len(parts.columns)] if colors else None  # pandas takes a tuple for one colour
     parts.plot.barh(ax=axes, stacked=stacked, color=colors, width=0.8)
     axes.set(ylabel="", ylim=(len(parts) - 0.5, -0.5))
 
