@@ -77,16 +77,7 @@ def global_view(tensors: Tensors, split: Split) -> Tensors:
     """
     if not split.dims and not split.specs:
         return tensors
-    weights = {
-        part: {name: _global(value, name, split) for name, value in tensors[part].items()}
-        for part in ("model", "ema")
-        if part in tensors
-    }
-    moments = {
-        name: {key: _global(value, name, split) for key, value in state.items()}
-        for name, state in tensors["optimizer"].items()
-    }
-    return tensors | weights | {"optimizer": moments}
+    return {part: {name: _global(value, name, split) for name, value in held.items()} for part, held in tensors.items()}
 
 
 @torch.no_grad()
@@ -100,6 +91,8 @@ def take_parts(tensors: Tensors, view: Tensors, split: Split) -> None:
 
 
 def _global(tensor, name, split):
+    if isinstance(tensor, dict):  # the moments of a parameter
+        return {key: _global(moment, name, split) for key, moment in tensor.items()}
     if tensor.dim() == 0:  # the optimizer's count of steps
         return tensor
     if name in split.specs:
