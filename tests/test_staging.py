@@ -78,7 +78,9 @@ def windows_of_two_nodes(sample_folder, disk, hosts):
         for dataset, sample in zip((data, whole), samples, strict=True):
             dataset.read(index, sample)
         np.testing.assert_array_equal(*samples)
-    return data.files[0].shape[3], data.files[0].plain
+        with data.mapped(index, 2) as frames:
+            np.testing.assert_array_equal(np.concatenate(frames), samples[1])
+    return data.files[0].shape[3], data.mappable
 
 
 @pytest.mark.parametrize(("hosts", "widths"), [("aabb", [32] * 4), ("abab", [12, 20, 12, 20])])
