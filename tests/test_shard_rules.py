@@ -283,19 +283,23 @@ def test_any_chain_of_operations_is_exact_or_refused(ranks):
 
 
 WITHOUT = [  # module, the collective that is taken out of it, an expression, what is wrong then
-    ("normalization", "reduce_from_region", "F.layer_norm(x, (7, 4))", "gradient of input 0"),
-    ("reductions", "gather_from_region", "x.var(1)", "output 0"),
-    ("softmax", "reduce_from_region", "x.softmax(1)", "gradient of input 0"),
-    ("linear", "copy_to_region", "x @ x.mT", "gradient of input 0"),
-    ("joining", "all_to_all", "x[:, :6].flip(1)", "output 0"),
-    ("attention", "copy_to_region", "F.scaled_dot_product_attention(x, x[:, 2:5], x[:, 2:5])", "gradient of input 0"),
-    ("spatial", "copy_to_region", "F.grid_sample(x[:, None], x[..., None, :2].tanh())", "gradient of input 0"),
+    ("rules.normalization", "reduce_from_region", "F.layer_norm(x, (7, 4))", "gradient of input 0"),
+    ("rules.reductions", "gather_from_region", "x.var(1)", "output 0"),
+    ("rules.losses", "reduce_from_region", "x.softmax(1)", "gradient of input 0"),
+    ("operands", "copy_to_region", "x @ x.mT", "gradient of input 0"),
+    (
+        "rules.attention",
+        "copy_to_region",
+        "F.scaled_dot_product_attention(x, x[:, 2:5], x[:, 2:5])",
+        "gradient of input 0",
+    ),
+    ("operands", "copy_to_region", "F.grid_sample(x[:, None], x[..., None, :2].tanh())", "gradient of input 0"),
 ]
 
 
 def missed(module, name, code):
     """What the comparison says of a rule that does not communicate."""
-    module = importlib.import_module(f"distributed.shard.rules.{module}")
+    module = importlib.import_module(f"distributed.shard.{module}")
     communicate = getattr(module, name)
     setattr(module, name, lambda x, *args: x)
     try:

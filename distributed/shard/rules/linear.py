@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import copy_to_region
-from distributed.shard.operands import global_shape, reduced, shared, split_alike, to_spec
+from distributed.shard.operands import global_shape, reduced, shared, split_alike, to_spec, used_apart
 from distributed.shard.rules.along import made_whole
-from distributed.shard.spec import Spec, part_of, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.spec import Spec, over, part_of, whole
+from distributed.shard.tensor import ShardTensor, named, no_rule, rule, wrap
 
 
 def contracted(
@@ -37,14 +36,14 @@ def contracted(
     for split in (True, False):  # split dimensions first; then the axes of whole ones
         for spec, names in parts:
             for dim, name in enumerate(names):
-                over = {axis.mesh_dim for axis in spec.dims[dim] if axis.sizes is not None}
-                taken = any(axis.sizes is not None for axis in axes[name])
-                if bool(over) == split and not taken and not over & used and spec.shape[dim] == sizes[name]:
+                by = over(spec.dims[dim])
+                fits = bool(by) == split and not by & used and spec.shape[dim] == sizes[name]
+                if fits and not over(axes[name]):
                     axes[name] = spec.dims[dim]
-                    used |= over
-    summed = {axis.mesh_dim for name, a in axes.items() if name not in result for axis in a if axis.sizes is not None}
-    out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted({*partial, *summed})))
-    own = [_operand(x, [axes[name] for name in names], out, used) for x, names in zip(operands, labels, strict=True)]
+                    used |= by
+    summed = over([axis for name, a in axes.items() if name not in result for axis in a])
+    out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted(summed.union(partial))))
+    own = [_operand(x, [axes[name] for name in names], out) for x, names in zip(operands, labels, strict=True)]
     if bias is not None:
         own.append(own_bias(bias, out))
     return wrap(compute(*own), out)
@@ -62,18 +61,14 @@ def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) ->
     return sizes
 
 
-def _operand(x, axes, out, used):
+def _operand(x, axes, out):
     """The local part of an operand, after its dimensions are split as in `axes`."""
     grown = [n == 1 and math.prod([b.size for b in a]) != 1 for n, a in zip(global_shape(x), axes, strict=True)]
     wanted = [() if grows else a for grows, a in zip(grown, axes, strict=True)]
     if not isinstance(x, ShardTensor):
         return part_of(shared(x, out), out.with_dims(wanted, ()))
     spec = x.spec.with_dims(wanted)
-    part = local(x if split_alike(x.spec, spec) else to_spec(x, spec))
-    for mesh_dim in sorted(used):
-        if spec.placements[mesh_dim].is_replicate():  # each rank uses its copy with another part
-            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
-    return part
+    return used_apart(x if split_alike(x.spec, spec) else to_spec(x, spec), out)
 
 
 def own_bias(bias: Tensor, out: Spec) -> Tensor:
@@ -131,27 +126,6 @@ def distances(func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, *args: Any
 def _batch(x):
     """Labels of the batch dimensions, numbered from the last one."""
     return [f"b{i}" for i in range(x.dim() - 2, 0, -1)]
-
-
-@rule(*named("addmm", "baddbmm", "addmv"))
-def add_product(
-    func: Callable, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
-) -> ShardTensor:
-    """The result of beta * input + alpha * first @ second."""
-    if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
-        raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
-    product = matmul(torch.matmul, first, second)
-    if alpha != 1:
-        product = dispatch(torch.mul, product, alpha)
-    if beta != 1:
-        input = dispatch(torch.mul, input, beta) if isinstance(input, ShardTensor) else input * beta
-    return dispatch(torch.add, product, input)
-
-
-@rule(*named("outer", "ger"))
-def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
-    """(N,) x (M,) -> (N, M)."""
-    return contracted(torch.outer, (input, vec2), (["n"], ["m"]), ["n", "m"])
 
 
 @rule(torch.einsum)

@@ -116,12 +116,9 @@ def layer_norm(
 
 @rule(*named("rms_norm"))
 def rms_norm(
-    func: Callable,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
+    func: Callable, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
-) -> ShardTensor:
+) -> ShardTensor:  # fmt: skip
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
     x, dims = _layer(func, input, normalized_shape, weight)
     spec, part = x.spec, local(x)

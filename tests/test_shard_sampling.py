@@ -1,0 +1,90 @@
+"""Samples of split images at any places: halos where the places are near, whole images where they are not."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from distributed.shard_tensor import local
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
+from tools.instruments.counting import CollectiveCounter
+
+MODES = ("bilinear", "nearest", "bicubic")
+PADDINGS = ("zeros", "border", "reflection")
+
+
+def moved(x, y, reach, mode="bilinear", padding="zeros", align=False):
+    """Samples of x (B, C, *image) near the places that a grid (B, *places, axes) has in it; y moves each of them."""
+    plain = torch.eye(y.shape[-1], y.shape[-1] + 1, dtype=x.dtype).expand(len(x), -1, -1)
+    grid = F.affine_grid(plain, (len(x), 1, *y.shape[1:-1]), align_corners=align) + reach * y.tanh()
+    return F.grid_sample(x, grid, mode, padding, align)
+
+
+def turned(x, y):
+    """Samples of the image turned by half a turn: the places of every rank are far from its rows."""
+    return moved(x.flip(2, 3), y, 0.1) + F.grid_sample(x, -y[..., :2].tanh(), align_corners=True)
+
+
+def layouts(world):
+    """(split image (2, 3, H, W), split displacements (2, h, w, 2), mesh): bands, uneven ones, empty ranks and tiles."""
+    for sizes in {2: [(8, 8), (11, 5), (16, 0)], 3: [(6, 1, 9), (9, 0, 7)], 4: [(4, 4, 4, 4)]}[world]:
+        rows = sum(sizes)
+        yield X((2, 3, rows, 7), (2,), {0: sizes}), X((2, rows, 7, 2), (1,), {0: sizes}), ()
+        yield X((2, 3, 7, rows), (3,), {0: sizes}), X((2, 5, 2 * rows, 2), (2,)), ()
+    if world == 4:
+        for h, w in (((8, 8), (6, 6)), ((10, 3), (4, 9))):
+            image, places = (2, 3, sum(h), sum(w)), (2, sum(h), sum(w), 2)
+            yield X(image, (2, 3), {0: h, 1: w}), X(places, (1, 2), {0: h, 1: w}), (2, 2)
+            yield X(image, (2, 1), {0: h}), X(places, (1, None), {0: h}), (2, 2)
+
+
+def cases(world):
+    for x, y, mesh in layouts(world):
+        for reach in (0.0, 0.15, 3.0):
+            for i, padding in enumerate(PADDINGS):
+                for align in (False, True):
+                    keywords = {"reach": reach, "mode": MODES[i], "padding": padding, "align": align}
+                    yield Case(moved, (x, y), (), mesh, torch.float64, keywords)
+                    yield Case(moved, (x, y), (), mesh, torch.float64, keywords | {"mode": "bilinear"})
+        yield Case(turned, (x, y), (), mesh, torch.float64)
+
+
+def volumes(world):
+    mesh, over = ((2, 2), (2, 3)) if world == 4 else ((), (2,))
+    places = tuple(d - 1 for d in over)
+    for align in (False, True):
+        for mode in MODES[:2]:
+            keywords = {"reach": 0.1, "mode": mode, "align": align, "padding": "border"}
+            pair = X((1, 2, 9, 8, 5), over), X((1, 9, 8, 5, 3), places)
+            yield Case(moved, pair, (), mesh, torch.float64, keywords)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_samples_near_and_far_are_those_of_the_whole_image(ranks, world):
+    ranks(world, check_all, [*cases(world), *volumes(world)])
+
+
+def messages(reach, sizes, splits=(2,), mesh=(), **keywords):
+    """Calls forward and backward, and bytes that this rank sends forward to others, for an image (1, 2, 32, 8)."""
+    x = split(draw((1, 2, 32, 8), torch.float32, 0), X((1, 2, 32, 8), splits, sizes), domain_mesh(mesh))
+    places = tuple(d - 1 for d in splits)
+    y = split(draw((1, 32, 8, 2), torch.float32, 1), X((1, 32, 8, 2), places, sizes), domain_mesh(mesh))
+    with CollectiveCounter() as forward:
+        out = moved(x, y, reach, **keywords)
+    with CollectiveCounter() as backward:
+        local(out).sum().backward()
+    return dict(forward.calls), dict(backward.calls), forward.bytes["send"]
+
+
+def test_near_places_cost_two_numbers_and_the_rows_that_they_reach(ranks):
+    row = 2 * 8 * 4  # bytes
+    for forward, backward, sent in ranks(2, messages, 0.0, {0: (20, 12)}):  # of each place its row and the next
+        assert forward == {"all_gather": 1, "send": 1, "recv": 1}
+        assert backward == {"send": 1, "recv": 1}
+        assert sent == row
+
+
+def test_far_places_gather_the_image(ranks):
+    for forward, backward, sent in ranks(2, messages, 3.0, {0: (20, 12)}):
+        assert forward == {"all_gather": 2} and backward == {"all_reduce": 1} and not sent
+    for forward, _, _ in ranks(2, messages, 0.0, {0: (20, 12)}, mode="bicubic"):
+        assert forward == {"all_gather": 1}
