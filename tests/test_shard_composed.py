@@ -46,6 +46,12 @@ def scattered(x, index):
     return torch.zeros_like(x).scatter_add(1, index, x)
 
 
+def zeroed(x, mask):
+    out = x * 1
+    out[mask] = 0.0
+    return out * x
+
+
 TOKENS = [  # x (3, 7, 4), y (3, 7, 4), z plain (2, 4)
     "layer(mha(), x, x, x)", "layer(mha(), x, x, x, need_weights=False)[0]",
     "layer(mha(), x, y, y, need_weights=False)[0]", "layer(mha(), x, x, x, attn_mask=causal(7))",
@@ -82,10 +88,11 @@ TOKENS = [  # x (3, 7, 4), y (3, 7, 4), z plain (2, 4)
     "torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0], dtype=x.dtype))",
     "x * x.new_ones(3, 1, 1) + x.new_tensor([1.0, 2, 3, 4])", "x + x.new_zeros(x.shape) + x.new_full((4,), 2.0)",
     "torch.ones_like(x) * x", "x[0][x[0] > 0]", "x[:1][y[:1] > 0]", "x[0].masked_select(x[0] > 9)",
-    "x[0][y[0, :, 0] > 0]", "F.gaussian_nll_loss(x, y, x.square())",
+    "x[0][y[0, :, 0] > 0]", "x[y > 0]", "x[x[..., 0] > 0]", "x.transpose(1, 2)[y.transpose(1, 2) > 0]",
+    "x.flatten(1)[y.flatten(1) > 0] * 2", "x.flatten()[y.flatten() > 0]", "x[(z[0] > 9) & (y > 0)]", "zeroed(x, y > 0)",
+    "x.masked_select(torch.arange(84).view(3, 7, 4) % 3 == 1)", "F.gaussian_nll_loss(x, y, x.square())",
 ]  # fmt: skip
-MAY_BE_REFUSED = {  # masks, if columns are split; in place along a split dimension
-    "x[0][x[0] > 0]", "x[:1][y[:1] > 0]", "x[0][y[0, :, 0] > 0]", "x[0].masked_select(x[0] > 9)",
+MAY_BE_REFUSED = {  # in place along a split dimension
     "(x * 1).index_fill_(2, torch.tensor([1]), 0)",
 }  # fmt: skip
 IMAGES = [  # x (2, 4, 9, 8), y (2, 4, 9, 8), z plain (4,)

@@ -19,9 +19,16 @@ def moved(x, y, reach, mode="bilinear", padding="zeros", align=False):
     return F.grid_sample(x, grid, mode, padding, align)
 
 
+def shifted(x, y):
+    """Samples of x (B, C, 32, 8) in even columns 2.5 rows below the places of a grid, in odd ones 1.5 rows above."""
+    rows = torch.arange(8, dtype=x.dtype) % 2 * -4 + 2.5
+    return moved(x, y + torch.stack([0 * rows, rows / 16], -1).atanh(), 1.0)
+
+
 def turned(x, y):
     """Samples of the image turned by half a turn: the places of every rank are far from its rows."""
-    return moved(x.flip(2, 3), y, 0.1) + F.grid_sample(x, -y[..., :2].tanh(), align_corners=True)
+    plain = -torch.eye(2, 3, dtype=x.dtype).expand(len(x), -1, -1)
+    return F.grid_sample(x, F.affine_grid(plain, (len(x), 1, *y.shape[1:-1])) + y / 9)
 
 
 def layouts(world):
@@ -63,28 +70,37 @@ def test_samples_near_and_far_are_those_of_the_whole_image(ranks, world):
     ranks(world, check_all, [*cases(world), *volumes(world)])
 
 
-def messages(reach, sizes, splits=(2,), mesh=(), **keywords):
-    """Calls forward and backward, and bytes that this rank sends forward to others, for an image (1, 2, 32, 8)."""
+def messages(function, *args, splits=(2,), sizes=None, mesh=()):
+    """Calls and bytes of function(x, y, *args), and calls of its backward pass. x: an image (1, 2, 32, 8)."""
     x = split(draw((1, 2, 32, 8), torch.float32, 0), X((1, 2, 32, 8), splits, sizes), domain_mesh(mesh))
-    places = tuple(d - 1 for d in splits)
-    y = split(draw((1, 32, 8, 2), torch.float32, 1), X((1, 32, 8, 2), places, sizes), domain_mesh(mesh))
+    y = X((1, 32, 8, 2), tuple(d - 1 for d in splits), sizes)
+    y = split(torch.zeros(y.shape).requires_grad_(), y, domain_mesh(mesh))
     with CollectiveCounter() as forward:
-        out = moved(x, y, reach, **keywords)
+        out = function(x, y, *args)
     with CollectiveCounter() as backward:
         local(out).sum().backward()
-    return dict(forward.calls), dict(backward.calls), forward.bytes["send"]
+    return dict(forward.calls), dict(forward.bytes), dict(backward.calls)
+
+
+ROW, NUMBERS = 2 * 8 * 4, 2 * 8  # bytes: a row of the image; two numbers for each rank
+EXCHANGE = {"send": 1, "recv": 1}
 
 
 def test_near_places_cost_two_numbers_and_the_rows_that_they_reach(ranks):
-    row = 2 * 8 * 4  # bytes
-    for forward, backward, sent in ranks(2, messages, 0.0, {0: (20, 12)}):  # of each place its row and the next
-        assert forward == {"all_gather": 1, "send": 1, "recv": 1}
-        assert backward == {"send": 1, "recv": 1}
-        assert sent == row
+    first, second = ranks(2, messages, shifted, sizes={0: (20, 12)})
+    assert first == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "send": 2 * ROW, "recv": 0}, EXCHANGE)
+    assert second == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "send": 3 * ROW, "recv": 0}, EXCHANGE)
+
+
+def test_on_tiles_one_message_agrees_on_rows_and_columns(ranks):
+    for forward, sent, _ in ranks(4, messages, shifted, splits=(2, 3), mesh=(2, 2)):
+        assert forward["all_gather"] == 1 and sent["all_gather"] == 3 * 2 * NUMBERS  # to three other ranks
+        assert forward["send"] in (1, 2) and sent["send"] < 4 * ROW
 
 
 def test_far_places_gather_the_image(ranks):
-    for forward, backward, sent in ranks(2, messages, 3.0, {0: (20, 12)}):
-        assert forward == {"all_gather": 2} and backward == {"all_reduce": 1} and not sent
-    for forward, _, _ in ranks(2, messages, 0.0, {0: (20, 12)}, mode="bicubic"):
-        assert forward == {"all_gather": 1}
+    for forward, sent, backward in ranks(2, messages, turned):
+        assert forward == {"all_gather": 2} and sent == {"all_gather": 16 * ROW + NUMBERS}
+        assert backward == {"all_reduce": 1}
+    for forward, sent, _ in ranks(2, messages, moved, 0.0, "bicubic"):  # needs no numbers
+        assert forward == {"all_gather": 1} and sent == {"all_gather": 16 * ROW}

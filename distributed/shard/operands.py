@@ -1,7 +1,7 @@
 """What rules do with their operands: sum up partial ones, prepare weights, bring tensors to one split, scatter them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from distributed.shard.redistribute import recut, sizes_over
 from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, over, part_of, spec_of, whole
 from distributed.shard.tensor import MaybeTensor, ShardTensor, local, no_rule, wrap
 
+Operand = TypeVar("Operand")
 redistributed = ShardTensor.redistribute
 replicated = ShardTensor.replicate
 
@@ -35,13 +36,15 @@ def written(x: ShardTensor) -> ShardTensor:
     return x
 
 
-def reduced(x: ShardTensor) -> ShardTensor:
-    """Sum up a partial ShardTensor, so that nonlinear operations may follow; return others unchanged."""
-    if not x.spec.partial:
+def reduced(x: Operand) -> Operand:
+    """Sum up a partial ShardTensor, so that nonlinear operations may follow; return anything else unchanged."""
+    if not isinstance(x, ShardTensor) or not x.spec.partial:
         return x
     if len(x.spec.partial) == len(x.spec.mesh.groups):  # over both mesh dimensions in one all-reduce
-        return wrap(reduce_from_region(local(x), x.spec.mesh.joint), x.spec.with_dims(x.spec.dims, ()))
-    return redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
+        found: Any = wrap(reduce_from_region(local(x), x.spec.mesh.joint), gradient_spec(x.spec))
+    else:
+        found = redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
+    return found
 
 
 def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:

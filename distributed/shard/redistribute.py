@@ -29,13 +29,13 @@ def redistribute(
     if len(placements) != len(spec.mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
     placements = [Shard(p.dim % len(spec.dims)) if isinstance(p, Shard) else p for p in placements]
+    targets = {m: p.dim for m, p in enumerate(placements) if isinstance(p, Shard)}
     # Gathering comes first.
     pending = sorted(
         range(len(placements)), key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard()
     )
     while pending:
-        # Those whose target dimension no other mesh dimension splits:
-        free = [m for m in pending if not isinstance(p := placements[m], Shard) or over(spec.dims[p.dim]) <= {m}]
+        free = [m for m in pending if over(spec.dims[targets[m]] if m in targets else ()) <= {m}]  # of others there
         m = (free or pending)[0]
         if not free and spec.placements[m].is_shard():  # two mesh dimensions swap their tensor dimensions
             local, spec = _gather(local, spec, m)

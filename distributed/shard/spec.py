@@ -77,9 +77,11 @@ class Spec:
     def __init__(self, mesh: Mesh, dims: tuple[Axes, ...], partial: tuple[int, ...] = ()):
         self.mesh, self.dims, self.partial = mesh, dims, partial
         self._derived: dict[tuple, Any] = {}
-        self.shape = torch.Size([_product(axes, [axis.size for axis in axes]) for axes in dims])  # global
+        ahead = [axes[0].ahead if axes else 0 for axes in dims]
+        self.shape = torch.Size([n + math.prod([a.size for a in axes]) for n, axes in zip(ahead, dims, strict=True)])
         self.local_shape = torch.Size([self.held(axes) for axes in dims])  # of this rank
         self.split_dims = tuple([dim for dim, axes in enumerate(dims) if over(axes)])
+        self.whole_from = max(self.split_dims, default=-1) + 1  # the dimensions that follow are whole
         used = over([axis for axes in dims for axis in axes]).union(partial)
         # Ranks that hold the same local tensor:
         self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])
@@ -171,15 +173,11 @@ class Spec:
 
     def held(self, axes: Axes, rank: int | None = None) -> int:
         """How many elements of a dimension with these axes a rank holds, by default this one."""
-        return _product(axes if self.is_first(axes, rank) else (), self.local_axes(axes, rank))
+        ahead = axes[0].ahead if axes and self.is_first(axes, rank) else 0
+        return ahead + math.prod(self.local_axes(axes, rank))
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
-
-
-def _product(axes, sizes):
-    """The elements of a dimension with these sizes of its axes, and those ahead of them."""
-    return math.prod(sizes) + (axes[0].ahead if axes else 0)
 
 
 def over(axes: Iterable[Axis]) -> set[int]:

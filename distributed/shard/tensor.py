@@ -180,6 +180,15 @@ def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     return tensor
 
 
+def renamed(tensor: Tensor, spec: Spec) -> Any:
+    """As `wrap`, for the result of one of torch's operations: nobody else has it, so it becomes a ShardTensor itself."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return wrap(tensor, spec)
+    tensor.__class__ = ShardTensor
+    tensor.spec = spec  # type: ignore[attr-defined]
+    return tensor
+
+
 def local(x: MaybeTensor) -> MaybeTensor:
     """The local part of a ShardTensor, anything else as it is."""
     if isinstance(x, ShardTensor):

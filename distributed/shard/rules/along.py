@@ -17,7 +17,7 @@ from distributed.shard.redistribute import sizes_over
 from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept_dims
 from distributed.shard.rules.windows import Window, no_outputs, request
 from distributed.shard.spec import Spec, whole
-from distributed.shard.tensor import ShardTensor, composed, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 # {name: (position of dim among the arguments, its default; None: all dimensions)}
 ALONG: dict[str, tuple[int, Dims]] = {
@@ -167,11 +167,11 @@ def fourier(
     return x
 
 
-@composed(torch.fft.fftshift, torch.fft.ifftshift)
-def fourier_shift(func: Callable, input: ShardTensor, dim: Dims = None) -> Tensor:
+@rule(torch.fft.fftshift, torch.fft.ifftshift)
+def fourier_shift(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
     """Roll the frequency 0 to the middle, and back."""
     dims, sign = dims_of(input.spec, dim), 1 if func is torch.fft.fftshift else -1
-    return input.roll([sign * (input.shape[d] // 2) for d in dims], dims)
+    return dispatch(torch.roll, input, [sign * (input.spec.shape[d] // 2) for d in dims], dims)
 
 
 @rule(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -190,7 +190,7 @@ def recurrent(
     parts = []
     for state in states:
         spec = of_states.with_axes(2, whole(global_shape(state)[2]))
-        parts.append(fitted(reduced(state) if isinstance(state, ShardTensor) else state, spec))
+        parts.append(fitted(reduced(state), spec))
     part, empty = local(x), x.spec.local_shape[batch] == 0
     if empty:  # a placeholder, because the plain function rejects a batch of nothing
         part, parts = part.sum(batch, keepdim=True), [state.sum(1, keepdim=True) for state in parts]

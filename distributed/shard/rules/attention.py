@@ -15,7 +15,7 @@ from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
 from distributed.shard.operands import copied, global_shape, reduced, replicated, shared, to_spec, used_apart
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.randomness import own_stream
+from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.windows import no_outputs, request
 from distributed.shard.spec import over, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, part_of, rule, wrap
@@ -55,7 +55,7 @@ def attention(
     if k.spec.dims[2] != v.spec.dims[2]:
         v = to_spec(v, v.spec.with_axes(2, k.spec.dims[2]))
     if k.spec.is_split(2) and (k.spec.dims[2] != q.spec.dims[2] or k.spec.shape[3] != v.spec.shape[3]):
-        k, v = _whole_tokens(k), _whole_tokens(v)
+        k, v = (x.redistribute([Replicate() if p == Shard(2) else p for p in x.spec.placements]) for x in (k, v))
     if dropout_p:
         with own_stream(q.spec, q.device):
             return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -105,10 +105,6 @@ def _beside(func, q, x, grouped):
     tokens = whole(spec.shape[2]) if taken else spec.dims[2]
     heads = rows.dims[1] if rows.is_split(1) else whole(spec.shape[1])
     return to_spec(x, spec.with_dims((rows.dims[0], heads, tokens, spec.dims[3])))
-
-
-def _whole_tokens(x):
-    return x.redistribute([Replicate() if p == Shard(2) else p for p in x.spec.placements])
 
 
 def _of_own_heads(mask, rows):

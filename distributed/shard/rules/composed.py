@@ -21,49 +21,21 @@ from networks.vit import PerAxis
 
 BODIES: list[Any] = [
     F.multi_head_attention_forward, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.local_response_norm, F.softmin,
-    F.gaussian_nll_loss, F.max_unpool1d, F.max_unpool2d, F.max_unpool3d,
+    F.gaussian_nll_loss, F.max_unpool1d, F.max_unpool2d, F.max_unpool3d, F.dropout1d, F.dropout2d, F.dropout3d,
+    F.feature_alpha_dropout,
 ]  # fmt: skip
 FORMULAS: dict[str, Callable[..., Any]] = {
-    "addmm baddbmm addmv": lambda input, x, y, *, beta=1, alpha=1: times(input, beta) + times(x @ y, alpha),
-    "adjoint": lambda input: input.transpose(-2, -1).conj(),
     "bilinear": lambda input1, input2, weight, bias=None: (
         torch.einsum("...i,oij,...j->...o", input1, weight, input2) + (0 if bias is None else bias)
     ),
     "channel_shuffle native_channel_shuffle": lambda input, groups: (
         input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
     ),
-    "chunk": lambda input, chunks, dim=0: input.split(
-        -(-n // chunks) if (n := input.shape[dim]) else [0] * chunks, dim
-    ),
-    "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: (unit(x1, dim, eps) * unit(x2, dim, eps)).sum(dim),
-    "count_nonzero": lambda input, dim=None: input.ne(0).sum(dim),
-    "index_select": lambda input, dim, index: at(input, dim, index.reshape(-1)),
-    "outer ger": lambda input, vec2: input[:, None] * vec2,
-    "pixel_shuffle": lambda input, factor: (  # (..., C r^2, H, W) -> (..., C, H r, W r)
-        input.unflatten(-3, (-1, factor, factor)).movedim((-4, -3), (-3, -1)).flatten(-4, -3).flatten(-2)
-    ),
-    "pixel_unshuffle": lambda input, factor: (
-        input.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor)).movedim((-3, -1), (-4, -3)).flatten(-5, -3)
-    ),
+    "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: (
+        F.normalize(x1, dim=dim, eps=eps) * F.normalize(x2, dim=dim, eps=eps)
+    ).sum(dim),
     "prelu": lambda input, weight: torch.where(input > 0, input, of_channels(weight, input) * input),
-    "ravel": lambda input: input.flatten(),
-    "select": lambda input, dim, index: at(input, dim, int(index)),
 }
-
-
-def at(x: Tensor, dim: int, item: Any) -> Tensor:
-    """The elements `item` of a dimension."""
-    return x[(*[slice(None)] * (dim % x.dim()), item)]
-
-
-def times(x: Tensor, factor: float) -> Tensor:
-    """The product, without an operation for 1."""
-    return x if factor == 1 else x * factor
-
-
-def unit(x: Tensor, dim: int, eps: float) -> Tensor:
-    """X divided by its norm along a dimension, or by eps if that is larger."""
-    return x / torch.linalg.vector_norm(x, 2, dim, True).clamp(min=eps)
 
 
 def of_channels(weight: Tensor, x: Tensor) -> Tensor:
@@ -201,34 +173,18 @@ def fold(
     return y.view(*input.shape[:-2], -1, *sizes)
 
 
-def channel_noise(x: ShardTensor, p: float, of_channels: bool) -> Tensor:
-    """1 / (1 - p) or 0, one number for each element or for each channel of each sample: (B, C, 1, ...)."""
-    spec = kept(x.spec, range(2, len(x.spec.dims)), True) if of_channels else x.spec
-    return F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)
-
-
-@composed(F.dropout1d, F.dropout2d, F.dropout3d, *named("feature_dropout"))
-def channel_dropout(
-    func: Callable, input: ShardTensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Drop whole channels, alike on all ranks that hold a part of them."""
+@composed(torch.feature_dropout, torch.feature_alpha_dropout)
+def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool) -> Tensor:
+    """Drop whole channels, alike on all ranks that hold a part of them; alpha: to the limit of SELU."""
     if p == 0 or not training:
         return input
-    if inplace or input.dim() < 3 or (func is F.dropout1d and input.dim() != 3):
-        raise no_rule(func, (input,), {}, "in place, or without samples")
-    return input * channel_noise(reduced(input), p, True)
-
-
-@composed(F.alpha_dropout, F.feature_alpha_dropout)
-def alpha_dropout(
-    func: Callable, input: ShardTensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
-    """Replace elements, or channels, by the limit of SELU, and keep mean and variance."""
-    if p == 0 or not training:
-        return input
-    if inplace or p == 1:
-        raise no_rule(func, (input,), {}, "in place, or of everything")
-    limit = -1.7580993408473766  # of SELU at minus infinity
-    kept_ones = channel_noise(reduced(input), p, func is F.feature_alpha_dropout) * (1 - p)
-    scale = ((1 - p) * (1 + p * limit**2)) ** -0.5
-    return (input * kept_ones + limit * (1 - kept_ones)) * scale - scale * p * limit
+    if input.dim() < 3:
+        raise no_rule(func, (input,), {}, "without samples")
+    x = reduced(input)
+    spec = kept(x.spec, range(2, len(x.spec.dims)), True)
+    left = F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)
+    if func is torch.feature_dropout:
+        return x * left
+    limit, left = -1.7580993408473766, left > 0  # of SELU at minus infinity
+    scale = 1.0 if p == 1 else ((1 - p) * (1 + p * limit**2)) ** -0.5  # keeps the variance
+    return torch.where(left, x, limit) * scale - scale * p * limit

@@ -158,7 +158,7 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     if spec.partial:
         raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
     if isinstance(value, Tensor):
-        value = reduced(value) if isinstance(value, ShardTensor) else value
+        value = reduced(value)
         while value.dim() > len(spec.dims) and global_shape(value)[0] == 1:
             value = getitem(func, value, 0) if isinstance(value, ShardTensor) else value[0]
         value = fitted(value, spec)
@@ -183,6 +183,20 @@ def _spec_of_target(func, x, index, value):
     return target.with_dims(dims)
 
 
+def at(x: ShardTensor, dim: int, item: Any) -> tuple:
+    """The index of `item` in a dimension of x."""
+    return (*[slice(None)] * (dim % len(x.spec.dims)), item)
+
+
+rule(*named("select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, int(index))))
+rule(*named("index_select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, index.reshape(-1))))
+rule(*named("chunk"))(
+    lambda func, input, chunks, dim=0: split(
+        func, input, -(-n // chunks) if (n := input.spec.shape[dim]) else [0] * chunks, dim
+    )
+)
+
+
 @rule(*named("narrow"))
 def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
     """A slice of rows. start may be a tensor with one number."""
@@ -191,7 +205,7 @@ def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int
     start = start + size if start < 0 else start
     if not 0 <= start <= start + length <= size:
         raise RuntimeError(f"narrow: rows {start} to {start + length} of {size}")
-    return getitem(func, input, (*[slice(None)] * dim, slice(start, start + length)))
+    return getitem(func, input, at(input, dim, slice(start, start + length)))
 
 
 @rule(*named("unbind"))
@@ -199,7 +213,7 @@ def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTenso
     """All rows, each without its dimension. Rows of a split dimension are partial tensors."""
     spec, dim = input.spec, dim % len(input.spec.dims)
     if spec.is_split(dim):
-        return tuple([getitem(func, input, (*[slice(None)] * dim, i)) for i in range(spec.shape[dim])])
+        return tuple([getitem(func, input, at(input, dim, i)) for i in range(spec.shape[dim])])
     left = spec.derived(("unbind", dim), lambda: spec.with_dims([*spec.dims[:dim], *spec.dims[dim + 1 :]]))
     return tuple([wrap(part, left) for part in input.unbind(dim)])
 
@@ -218,7 +232,7 @@ def split(
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
     if x.spec.is_split(dim):
-        return _between(func, x, dim, [0, *accumulate(sizes)])
+        return tensor_split(func, x, list(accumulate(sizes))[:-1], dim)
     parts = local(x).split(list(sizes), dim)
     return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
 
@@ -229,13 +243,7 @@ def tensor_split(
     sections: int | None = None, indices: Sequence[int] | None = None,
 ) -> tuple[ShardTensor, ...]:  # fmt: skip
     """Split into pieces as even as possible, or at given rows."""
-    size = input.spec.shape[dim]
-    cuts = next(c for c in (indices_or_sections, sections, indices) if c is not None)
-    if isinstance(cuts, int):
-        return split(func, input, shard_sizes(size, cuts), dim)
-    return _between(func, input, dim % len(input.spec.dims), [0, *cuts, size])
-
-
-def _between(func, x, dim, ends):
-    """The slices of a dimension between neighbouring ones of these rows."""
-    return tuple([getitem(func, x, (*[slice(None)] * dim, slice(*pair))) for pair in pairwise(ends)])
+    size, dim = input.spec.shape[dim], dim % len(input.spec.dims)
+    cuts: Any = next(c for c in (indices_or_sections, sections, indices) if c is not None)
+    ends = [0, *accumulate(shard_sizes(size, cuts))] if isinstance(cuts, int) else [0, *cuts, size]
+    return tuple([getitem(func, input, at(input, dim, slice(*pair))) for pair in pairwise(ends)])

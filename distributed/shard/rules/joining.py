@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distributed.collectives import Sizes
 from distributed.halo import Fetch, bounds
-from distributed.shard.operands import common_spec, fitted, global_shape, reduced
+from distributed.shard.operands import fitted, global_shape, reduced
 from distributed.shard.redistribute import redistribute
 from distributed.shard.rules.reductions import dims_of, numpy_rule
 from distributed.shard.spec import Axis, Spec, ahead_of, merged, over, shard_sizes, whole
@@ -20,20 +20,16 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     if len(specs) == len(tensors) and all(s.partial == specs[0].partial for s in specs):
         return list(tensors)
-    return [reduced(x) if isinstance(x, ShardTensor) else x for x in tensors]
+    return list(map(reduced, tensors))
 
 
 @numpy_rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
-    tensors = alike(tensors)
-    shapes = [tuple(global_shape(x)) for x in tensors]
-    if any(shape != shapes[0] for shape in shapes):
-        raise RuntimeError(f"stack expects each tensor to be equal size, not {shapes}")
-    spec = common_spec(tensors)
-    dim = dim % (len(spec.dims) + 1)
-    parts = [fitted(x, spec) for x in tensors]
-    return wrap(torch.stack(parts, dim), spec.with_dims((*spec.dims[:dim], whole(len(parts)), *spec.dims[dim:])))
+    if any(global_shape(x) != global_shape(tensors[0]) for x in tensors):
+        raise RuntimeError(f"stack expects each tensor to be equal size, not {[*map(global_shape, tensors)]}")
+    one = [dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim) for x in tensors]
+    return cat(func, one, dim)
 
 
 @numpy_rule(*named("cat", "concat", "concatenate"))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from distributed.shard.operands import global_shape, reduced, shared, split_alike, to_spec, used_apart
 from distributed.shard.rules.along import made_whole
 from distributed.shard.spec import Spec, over, part_of, whole
-from distributed.shard.tensor import ShardTensor, named, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, renamed, rule, wrap
 
 
 def contracted(
@@ -28,7 +28,7 @@ def contracted(
     result: labels of the result. bias: a plain tensor over its last dimension, passed as one more argument.
     """
     if sum(isinstance(x, ShardTensor) for x in operands) > 1:
-        operands = [reduced(x) if isinstance(x, ShardTensor) else x for x in operands]
+        operands = list(map(reduced, operands))
     parts = [(x.spec, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
     sizes = common_sizes(operands, labels)
     mesh, partial = parts[0][0].mesh, parts[0][0].partial
@@ -98,7 +98,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
     if out.copies > 1 or out.partial:
         weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
-    return wrap(F.linear(input, weight, bias), out)
+    return renamed(F.linear(input, weight, bias), out)
 
 
 @rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
@@ -126,6 +126,23 @@ def distances(func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, *args: Any
 def _batch(x):
     """Labels of the batch dimensions, numbered from the last one."""
     return [f"b{i}" for i in range(x.dim() - 2, 0, -1)]
+
+
+@rule(*named("addmm", "baddbmm", "addmv"))
+def add_product(
+    func: Callable, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
+) -> ShardTensor:
+    """The result of beta * input + alpha * first @ second."""
+    if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
+        raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
+    product = matmul(torch.matmul, first, second)
+    product = product if alpha == 1 else dispatch(torch.mul, product, alpha)
+    return dispatch(torch.add, product, input, **({} if beta == 1 else {"alpha": beta}))
+
+
+rule(*named("outer", "ger"))(
+    lambda func, input, vec2: contracted(torch.outer, (input, vec2), (["n"], ["m"]), ["n", "m"])
+)
 
 
 @rule(torch.einsum)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from distributed.collectives import all_gather
 from distributed.shard.operands import fitted, global_shape, redistributed, reduced, shared
 from distributed.shard.rules.along import made_whole, moved
-from distributed.shard.spec import Axis, merged, over, shard_sizes, whole
+from distributed.shard.spec import Axis, Spec, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -26,11 +26,16 @@ def gather(
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
     x = made_whole(input, (dim,))
-    if any(d != dim and size != x.spec.shape[d] for d, size in enumerate(global_shape(index))):
-        raise no_rule(func, (input, index), {}, "the indices must have the tensor's size in all other dimensions")
-    out = x.spec.with_axes(dim, whole(global_shape(index)[dim]))
-    index = fitted(reduced(index) if isinstance(index, ShardTensor) else index, out)
-    return wrap(local(x).gather(dim, index.expand(out.local_shape)), out)
+    places = beside(func, x.spec, dim, index)
+    return wrap(local(x).gather(dim, places), x.spec.with_axes(dim, whole(global_shape(index)[dim])))
+
+
+def beside(func: Callable, spec: Spec, dim: int, y: Tensor) -> Tensor:
+    """The local part of an operand with a size of its own along dim, split as a tensor with this spec."""
+    out = spec.with_axes(dim, whole(global_shape(y)[dim]))
+    if out.shape != global_shape(y):
+        raise no_rule(func, (y,), {}, "it must have the tensor's size in all other dimensions")
+    return fitted(reduced(y), out).expand(out.local_shape)
 
 
 SCATTERS = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill")
@@ -53,11 +58,8 @@ def scatter(
 
     def part(y: Any) -> Any:
         if not isinstance(y, Tensor) or y.dim() < 2 <= len(spec.dims):  # a number, or indices of rows
-            return local(reduced(y).full_tensor()) if isinstance(y, ShardTensor) else shared(y, spec)
-        shape = global_shape(y)
-        if any(d != dim and n != spec.shape[d] for d, n in enumerate(shape)):
-            raise no_rule(func, (input, index), {}, "they must have the tensor's size in all other dimensions")
-        return fitted(reduced(y) if isinstance(y, ShardTensor) else y, spec.with_axes(dim, whole(shape[dim])))
+            return y.full_tensor() if isinstance(y, ShardTensor) else shared(y, spec)
+        return beside(func, spec, dim, y)
 
     own = local(x) if like is input else part(input)
     out = func(input if func.__name__.endswith("_") else own, dim, part(index), part(source), *args, **kwargs)
@@ -88,8 +90,7 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
         raise no_rule(func, (input, mask), {}, "of a plain tensor, or by a mask that broadcasts")
     x, count = in_order(reduced(input), mask.dim()), mask.dim()
     spec, axes = x.spec, merged([axis for d in x.spec.dims[:count] for axis in d])
-    mask = reduced(mask) if isinstance(mask, ShardTensor) else mask
-    found = local(x)[fitted(mask, spec.with_dims(spec.dims[:count]))]
+    found = local(x)[fitted(reduced(mask), spec.with_dims(spec.dims[:count]))]
     new = whole(len(found))
     if over(axes):
         group = spec.mesh.groups[axes[0].mesh_dim]

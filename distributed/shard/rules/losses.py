@@ -130,8 +130,7 @@ def class_loss(
     """Loss over classes. input: (C,) or (B, C, ...), classes not split. target: indices (B, ...), or probabilities."""
     if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor):
         raise no_rule(func, (input, target, weight), {}, "the input must be a ShardTensor, the weight a plain tensor")
-    x = reduced(input)
-    target = reduced(target) if isinstance(target, ShardTensor) else target
+    x, target = reduced(input), reduced(target)
     reduction = named_reduction(reduction, size_average, reduce)
     spec, classes = x.spec, 0 if len(x.spec.dims) == 1 else 1
     if spec.is_split(classes):

@@ -12,7 +12,7 @@ from distributed.halo import Interval
 from distributed.shard.operands import fitted, reduced
 from distributed.shard.rules import windows
 from distributed.shard.rules.along import as_before, made_whole, on_parts
-from distributed.shard.rules.windows import Output, Splits, Window, count_of, request, spatial, whole_length
+from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, Window, request, spatial, whole_length
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, rule, wrap
 from networks.vit import PerAxis
 
@@ -22,7 +22,7 @@ def max_pool(
     padding: PerAxis = 0, dilation: PerAxis = 1, ceil_mode: bool = False,
 ) -> Output:  # fmt: skip
     """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
-    count, stride = count_of(func), stride or kernel_size
+    count, stride = DIMENSIONS[func], stride or kernel_size
     along, shape = pool_windows(func, x, splits, kernel_size, stride, padding, dilation, ceil_mode)
     left, new = list(spatial(padding, count)), {}
     lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
@@ -54,7 +54,7 @@ def avg_pool(
         ranges[dim] = first - row // w.stride, last - first
     if 0 in shape:
         return windows.no_outputs(x, shape), new
-    divisor = () if count_of(func) == 1 else (divisor_override,)
+    divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
     return windows.cropped(func(x, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor), ranges), new
 
 
@@ -64,7 +64,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, a
     Output j covers the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for all
     dimensions or one for each; None keeps the number of rows.
     """
-    count, dtype, new = count_of(func), x.dtype, {}
+    count, dtype, new = DIMENSIONS[func], x.dtype, {}
     shape = [*x.shape[: x.ndim - count], *spatial(output_size, count)]
     for dim in range(x.ndim - count, x.ndim):
         rows = whole_length(x, dim, splits)
@@ -117,7 +117,7 @@ def pool_windows(
     dilation: PerAxis, ceil_mode: bool,
 ) -> tuple[dict[int, Window], list[int]]:  # fmt: skip
     """{spatial dimension: its Window}, and the shape of the whole output."""
-    count, shape = count_of(func), list(x.shape)
+    count, shape = DIMENSIONS[func], list(x.shape)
     values = [spatial(v, count) for v in (kernel_size, stride, padding, padding, dilation)]
     along = {dim: Window(*v) for dim, v in enumerate(zip(*values, strict=True), x.ndim - count)}
     for dim, w in along.items():
@@ -147,7 +147,7 @@ rule(*windows.of_kind("adaptive_max_pool"))(partial(pooled, partial(adaptive_poo
 @rule(*windows.of_kind("adaptive_avg_pool"))
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
     """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
-    count = count_of(func)
+    count = DIMENSIONS[func]
     if output_size in (1, (1,) * count, [1] * count):
         # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
         return dispatch(torch.mean, input, tuple(windows.images(input, func)), keepdim=True)
@@ -168,7 +168,7 @@ def unpool(func: Callable, input: ShardTensor, indices: Tensor, output_size: Seq
     """Put values at places in the whole image, on whole images of some channels or samples."""
     dims = windows.images(input, func)
     x = made_whole(input, dims)
-    part, places = local(x), fitted(reduced(indices) if isinstance(indices, ShardTensor) else indices, x.spec)
+    part, places = local(x), fitted(reduced(indices), x.spec)
     out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
     y = func(part, places, output_size, *args) if part.numel() else windows.no_outputs(part, out.local_shape)
     return as_before(wrap(y, out), input.spec)

@@ -124,6 +124,11 @@ def mean(
     return wrap(out, reduced_spec(spec, dims, keepdim))
 
 
+rule(*named("count_nonzero"))(
+    lambda func, input, dim=None: dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)  # partial, as a sum is
+)
+
+
 @numpy_rule(*named("any", "all", "logsumexp"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""

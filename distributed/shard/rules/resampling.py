@@ -117,14 +117,10 @@ def wanted_lengths(
     return lengths, [None] * count if recompute_scale_factor else [float(scale) for scale in scales]
 
 
+@lru_cache(maxsize=256)
 @torch.compiler.assume_constant_result
 def nearest_rows(mode: str, rows: int, length: int, scale: float | None) -> tuple[int, ...]:
     """The row that each output copies, with the rounding of the plain operation."""
-    return _nearest_rows(mode, rows, length, scale)
-
-
-@lru_cache(maxsize=256)
-def _nearest_rows(mode, rows, length, scale):
     places = torch.arange(rows, dtype=torch.float64).view(1, 1, -1)
     return tuple(int(row) for row in NEAREST[mode][0](places, [length], scale).flatten())
 

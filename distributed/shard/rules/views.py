@@ -20,7 +20,7 @@ from distributed.shard.operands import global_shape
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.spec import Axes, Axis, Spec, merged, over, whole
-from distributed.shard.tensor import ShardTensor, composed, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, renamed, rule, wrap
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
@@ -111,7 +111,7 @@ def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTenso
 def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
     """The tensor in a new spec, after it is cut in other sizes; see reshaped_spec."""
     part = recut(local(x), x.spec, cut)[0] if cut else x
-    return wrap(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
+    return renamed(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
@@ -173,7 +173,7 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
         return spec.with_dims(dims)
 
-    return wrap(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
+    return renamed(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
 
 
 @rule(Tensor.mT.__get__, *named("t"))
@@ -186,7 +186,13 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
 
 
 rule(Tensor.T.__get__)(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
-composed(Tensor.H.__get__, Tensor.mH.__get__)(lambda func, input: input.adjoint())
+rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))(
+    lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1))
+)
+rule(*named("ravel"))(lambda func, input: flatten(func, input))
+rule(torch.broadcast_tensors)(
+    lambda func, *xs: [expand(func, x, torch.broadcast_shapes(*map(global_shape, xs))) for x in xs]
+)
 
 
 @rule(*named("view_as_real", "view_as_complex"))
@@ -247,9 +253,15 @@ def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> Shar
     return wrap(x.expand(sizes), x.spec.with_dims(dims))
 
 
-@rule(torch.broadcast_tensors)
-def broadcast_tensors(func: Callable, *tensors: ShardTensor) -> list[ShardTensor]:
-    """Broadcast ShardTensors against each other. Plain tensors among them have no rule."""
-    if not all(isinstance(x, ShardTensor) for x in tensors):
-        raise no_rule(func, tensors, {}, "of plain tensors too")
-    return [expand(func, x, torch.broadcast_shapes(*map(global_shape, tensors))) for x in tensors]
+@rule(*named("pixel_shuffle", "pixel_unshuffle"))
+def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
+    """(..., C r^2, H, W) -> (..., C, H r, W r), and the inverse."""
+    *ahead, channels, height, width = input.spec.shape
+    n, first = len(ahead), tuple(range(len(ahead)))
+    if func.__name__ == "pixel_shuffle":
+        x = reshaped(func, input, (*ahead, channels // factor**2, factor, factor, height, width))
+        x = permute(func, x, *first, n, n + 3, n + 1, n + 4, n + 2)
+        return reshaped(func, x, (*ahead, channels // factor**2, height * factor, width * factor))
+    x = reshaped(func, input, (*ahead, channels, height // factor, factor, width // factor, factor))
+    x = permute(func, x, *first, n, n + 2, n + 4, n + 1, n + 3)
+    return reshaped(func, x, (*ahead, channels * factor**2, height // factor, width // factor))

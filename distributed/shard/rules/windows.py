@@ -21,9 +21,11 @@ from torch import Tensor
 from distributed.collectives import Group, Sizes
 from distributed.halo import Fetch, Interval, bounds
 from distributed.shard.operands import reduced
-from distributed.shard.tensor import ShardTensor, local, wrap
+from distributed.shard.tensor import ShardTensor, local, named, wrap
 from networks.vit import PerAxis
 
+KINDS = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool"
+DIMENSIONS = {f: n for n in (1, 2, 3) for k in KINDS for f in named(f"{k}{n}d", f"{k}{n}d_with_indices")}
 Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (sizes of all ranks, Group)}
 Output = tuple[Tensor, dict[int, Sizes]]  # the local output, {dimension: its sizes on all ranks}
 
@@ -75,11 +77,6 @@ def of_kind(name: str) -> list[Callable]:
     """name1d, name2d, name3d in torch and torch.nn.functional."""
     homes = (torch, torch.nn.functional)
     return [f for n in (1, 2, 3) for home in homes if (f := getattr(home, f"{name}{n}d", None)) is not None]
-
-
-def count_of(func: Callable) -> int:
-    """The number of spatial dimensions of a function, by its name."""
-    return next(n for n in (1, 2, 3) if f"{n}d" in func.__name__)
 
 
 def spatial(values: PerAxis, count: int) -> tuple[int, ...]:
@@ -139,7 +136,7 @@ def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
 
 def images(x: ShardTensor, func: Callable) -> range:
     """The spatial dimensions of x, (B, C, ...) or (C, ...)."""
-    count, ndim = count_of(func), len(x.spec.dims)
+    count, ndim = DIMENSIONS[func], len(x.spec.dims)
     if ndim not in (count + 1, count + 2):
         raise ValueError(f"{func.__name__}: a tensor of {count + 1} or {count + 2} dimensions, not {ndim}")
     return range(ndim - count, ndim)
