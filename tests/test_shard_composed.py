@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed.shard_tensor import ShardTensor, local
-from tests.support.shard_parity import Case, X, check, domain_mesh, draw, split
+from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
 
 
 def evaluate(*tensors, code):
@@ -135,6 +135,48 @@ def check_or_refuse(world):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_composed_functions_give_what_the_whole_tensors_give(ranks, world):
     ranks(world, check_or_refuse, world)
+
+
+STRIDED = [  # x (3, 7, 4), in rows
+    "x.as_strided((3, 7, 4), (28, 4, 1))", "x.as_strided((3, 5, 3, 4), (28, 4, 4, 1))",
+    "x * x.as_strided((7, 4), (4, 1))", "torch.as_strided(x, (3, 4, 7), (28, 1, 4), 0)",
+    "x.as_strided((2, 4, 3), (0, 1, 28), 8)", "x.flatten(1).as_strided((3, 3, 14), (28, 7, 1))",
+    "x[0].as_strided((2, 3, 2), (12, 4, 2))",
+    "x.as_strided((3, 3, 1, 2, 4), (28, 8, 9, 4, 1))",
+]  # fmt: skip
+
+
+def strided_cases(world):
+    for sizes in {2: [(4, 3)], 3: [(2, 1, 4)]}[world]:
+        for dims, cut in (((1,), {0: sizes}), ((0,), None)):
+            x = X((3, 7, 4), dims, cut)
+            yield from (Case(evaluate, (x,), (), (), torch.float64, {"code": code}) for code in STRIDED)
+
+
+def refused_strides():
+    """What is not in row-major order on one of the ranks, or has been broken up, on all ranks alike."""
+    x = split(draw((3, 8, 4), torch.float64, 0), X((3, 8, 4), (1,)), domain_mesh())
+    columns = split(draw((3, 7, 4), torch.float64, 0), X((3, 7, 4), (2,)), domain_mesh())
+    for y in (x.transpose(1, 2), x[:, 4:], x[:, 1:], x[:, :, 1:]):
+        with pytest.raises(NotImplementedError, match=r"no rule for as_strided.*not in row-major order"):
+            y.as_strided((2, 2), (2, 1))
+    with pytest.raises(NotImplementedError, match=r"no rule for as_strided.*not in one piece"):
+        columns.as_strided((3, 5, 3, 4), (28, 4, 4, 1))
+    with pytest.raises(NotImplementedError, match=r"no rule for as_strided_"):
+        x.detach().as_strided_((2, 2), (2, 1))
+    with pytest.raises(RuntimeError, match="as_strided: sizes"):
+        x.as_strided((97,), (1,))
+    with pytest.raises(NotImplementedError, match="in place on what as_strided copied"):
+        x.detach().as_strided((2, 2), (2, 1)).add_(1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_windows_by_strides_are_those_of_the_whole_tensor(ranks, world):
+    ranks(world, check_all, list(strided_cases(world)))
+
+
+def test_strides_of_another_order_are_refused(ranks):
+    ranks(2, refused_strides)
 
 
 def dropped():

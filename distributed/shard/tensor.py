@@ -44,7 +44,7 @@ class ShardTensor(torch.Tensor):
         rule = RULES.get(func)
         try:
             if rule is None:
-                return _composed(func, args, kwargs or {})
+                return _composed(func, args, kwargs or {})  # of functions that have rules, or NoRule
             with LocalTensors():  # in a rule, ShardTensors behave as their local parts
                 return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
         except (NoRule, CannotSplit, AttributeError) as error:
@@ -181,7 +181,7 @@ def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
 
 
 def renamed(tensor: Tensor, spec: Spec) -> Any:
-    """As `wrap`, for the result of one of torch's operations: nobody else has it, so it becomes a ShardTensor itself."""
+    """As `wrap`, for the result of one of torch's operations: nobody else has it, and it becomes a ShardTensor."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return wrap(tensor, spec)
     tensor.__class__ = ShardTensor

@@ -97,7 +97,7 @@ def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
         places = part_of(places, spec.with_dims((spec.dims[dim],)))
         values, indices = best(part, places, dim, largest, *shared_by)
     left = kept(spec, dims, keepdim)
-    kind = torch.return_types.max if largest else torch.return_types.min
+    kind: Any = torch.return_types.max if largest else torch.return_types.min
     return kind([wrap(y if keepdim else y.squeeze(dim), left) for y in (values, indices)])
 
 

@@ -188,15 +188,6 @@ def at(x: ShardTensor, dim: int, item: Any) -> tuple:
     return (*[slice(None)] * (dim % len(x.spec.dims)), item)
 
 
-rule(*named("select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, int(index))))
-rule(*named("index_select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, index.reshape(-1))))
-rule(*named("chunk"))(
-    lambda func, input, chunks, dim=0: split(
-        func, input, -(-n // chunks) if (n := input.spec.shape[dim]) else [0] * chunks, dim
-    )
-)
-
-
 @rule(*named("narrow"))
 def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
     """A slice of rows. start may be a tensor with one number."""
@@ -247,3 +238,12 @@ def tensor_split(
     cuts: Any = next(c for c in (indices_or_sections, sections, indices) if c is not None)
     ends = [0, *accumulate(shard_sizes(size, cuts))] if isinstance(cuts, int) else [0, *cuts, size]
     return tuple([getitem(func, input, at(input, dim, slice(*pair))) for pair in pairwise(ends)])
+
+
+rule(*named("select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, int(index))))
+rule(*named("index_select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, index.reshape(-1))))
+rule(*named("chunk"))(
+    lambda func, input, chunks, dim=0: split(
+        func, input, -(-n // chunks) if (n := input.spec.shape[dim]) else [0] * chunks, dim
+    )
+)

@@ -177,9 +177,9 @@ def batch_norm(
         mean, var, weight, bias = (own(w, spec, (1,)) for w in (running_mean, running_var, weight, bias))
         return wrap(F.batch_norm(part, mean, var, weight, bias, False, momentum, eps), spec)
     weight, bias = own(weight, spec, (1,), channels), own(bias, spec, (1,), channels)
-    if not training:
-        mean, var = own(running_mean, spec, (1,), channels), own(running_var, spec, (1,), channels)
-        return wrap(normalize(part, weight, bias, dims, None, (mean, (var + eps).rsqrt())), spec)
+    if not training:  # a rank without elements
+        none = torch.zeros(channels[1:], dtype=part.dtype, device=part.device)
+        return wrap(normalize(part, weight, bias, dims, None, (none, none)), spec)
     shared_by = sharers(spec, dims)
     count = spec.shape.numel() // max(spec.shape[1], 1)
     if count <= 1:

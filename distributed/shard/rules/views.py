@@ -190,9 +190,6 @@ rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))(
     lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1))
 )
 rule(*named("ravel"))(lambda func, input: flatten(func, input))
-rule(torch.broadcast_tensors)(
-    lambda func, *xs: [expand(func, x, torch.broadcast_shapes(*map(global_shape, xs))) for x in xs]
-)
 
 
 @rule(*named("view_as_real", "view_as_complex"))
@@ -265,3 +262,8 @@ def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTenso
     x = reshaped(func, input, (*ahead, channels, height // factor, factor, width // factor, factor))
     x = permute(func, x, *first, n, n + 2, n + 4, n + 1, n + 3)
     return reshaped(func, x, (*ahead, channels * factor**2, height // factor, width // factor))
+
+
+rule(torch.broadcast_tensors)(
+    lambda func, *xs: [expand(func, x, torch.broadcast_shapes(*map(global_shape, xs))) for x in xs]
+)
