@@ -129,28 +129,38 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
     A rule is called as rule(function, *args, **kwargs). Inside a rule, ShardTensors behave as their local parts (the
     only way that torch.compile supports). x.spec has the global shape, and dispatch(function, *args) uses another rule.
     """
-    return _registered(RULES, functions)
 
-
-def composed(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors."""
-    return _registered(COMPOSED, functions)
-
-
-def _registered(table, functions):
-    def register(implementation):
+    def register(implementation: Rule) -> Rule:
         for function in functions:
-            table[function] = implementation
+            RULES[function] = implementation
             if isinstance(function, FunctionType) and vars(torch.Tensor).get(function.__name__) is function:
-                setattr(ShardTensor, function.__name__, _method(function))
+                setattr(ShardTensor, function.__name__, _method(implementation, function))
         return implementation
 
     return register
 
 
-def _method(function):
-    """A method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
-    return lambda self, *args, **kwargs: dispatch(function, self, *args, **kwargs)
+def composed(*functions: Callable) -> Callable[[Rule], Rule]:
+    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors."""
+
+    def register(implementation: Rule) -> Rule:
+        COMPOSED.update(dict.fromkeys(functions, implementation))
+        return implementation
+
+    return register
+
+
+def _method(implementation, function):
+    """The rule as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
+
+    def method(self, *args, **kwargs):
+        try:
+            with LocalTensors():
+                return implementation(function, self, *args, **kwargs)
+        except (NoRule, CannotSplit, AttributeError) as error:
+            return _refused(error, function, (self, *args), kwargs)
+
+    return method
 
 
 def _composed(func, args, kwargs):
