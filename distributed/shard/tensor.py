@@ -190,7 +190,7 @@ def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     return tensor
 
 
-def renamed(tensor: Tensor, spec: Spec) -> Any:
+def wrap_result(tensor: Tensor, spec: Spec) -> Any:
     """As `wrap`, for the result of one of torch's operations: nobody else has it, and it becomes a ShardTensor."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return wrap(tensor, spec)

@@ -19,7 +19,7 @@ from torch import Tensor
 from distributed.layers import rank_random
 from distributed.shard.operands import common_spec, fitted, reduced, written
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, renamed, rule, wrap
+from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap, wrap_result
 
 UNARY = named(
     "abs", "absolute", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
@@ -79,7 +79,7 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
             and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
         ):
             out = func(*args, **kwargs)  # the common case: all operands are split in the same way
-            return renamed(out, spec) if out is not args[0] else written(out)
+            return wrap_result(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
 
 

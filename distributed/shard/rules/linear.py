@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from distributed.shard.operands import global_shape, reduced, shared, split_alike, to_spec, used_apart
 from distributed.shard.rules.along import made_whole
 from distributed.shard.spec import Spec, over, part_of, whole
-from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, renamed, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
 
 
 def contracted(
@@ -98,7 +98,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
     if out.copies > 1 or out.partial:
         weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
-    return renamed(F.linear(input, weight, bias), out)
+    return wrap_result(F.linear(input, weight, bias), out)
 
 
 @rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))

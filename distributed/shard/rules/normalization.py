@@ -16,7 +16,7 @@ from distributed.collectives import Group, gather_from_region, reduce_from_regio
 from distributed.shard.operands import reduced, replicated, shared
 from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, sharers
 from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, renamed, rule, wrap
+from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
 Statistics = tuple[Tensor, Tensor]  # mean, 1 / deviation
 
@@ -99,7 +99,7 @@ def layer_norm(
         return _of_last(func, input, normalized_shape, weight, bias, eps)
     if spec.copies > 1:
         weight, bias = shared(weight, spec), shared(bias, spec)
-    return renamed(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
+    return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
 
 
 @rule(*named("rms_norm"))

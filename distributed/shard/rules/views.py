@@ -20,7 +20,7 @@ from distributed.shard.operands import global_shape
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.spec import Axes, Axis, Spec, merged, over, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, renamed, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
@@ -111,7 +111,7 @@ def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTenso
 def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
     """The tensor in a new spec, after it is cut in other sizes; see reshaped_spec."""
     part = recut(local(x), x.spec, cut)[0] if cut else x
-    return renamed(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
+    return wrap_result(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
@@ -173,7 +173,7 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
         return spec.with_dims(dims)
 
-    return renamed(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
+    return wrap_result(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
 
 
 @rule(Tensor.mT.__get__, *named("t"))
