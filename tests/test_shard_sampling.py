@@ -83,19 +83,19 @@ def messages(function, *args, splits=(2,), sizes=None, mesh=()):
 
 
 ROW, NUMBERS = 2 * 8 * 4, 2 * 8  # bytes: a row of the image; two numbers for each rank
-EXCHANGE = {"send": 1, "recv": 1}
+EXCHANGE = {"all_to_all": 1}
 
 
 def test_near_places_cost_two_numbers_and_the_rows_that_they_reach(ranks):
     first, second = ranks(2, messages, shifted, sizes={0: (20, 12)})
-    assert first == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "send": 2 * ROW, "recv": 0}, EXCHANGE)
-    assert second == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "send": 3 * ROW, "recv": 0}, EXCHANGE)
+    assert first == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "all_to_all": 2 * ROW}, EXCHANGE)
+    assert second == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "all_to_all": 3 * ROW}, EXCHANGE)
 
 
 def test_on_tiles_one_message_agrees_on_rows_and_columns(ranks):
     for forward, sent, _ in ranks(4, messages, shifted, splits=(2, 3), mesh=(2, 2)):
         assert forward["all_gather"] == 1 and sent["all_gather"] == 3 * 2 * NUMBERS  # to three other ranks
-        assert forward["send"] in (1, 2) and sent["send"] < 4 * ROW
+        assert forward["all_to_all"] in (1, 2) and sent["all_to_all"] < 4 * ROW
 
 
 def test_far_places_gather_the_image(ranks):

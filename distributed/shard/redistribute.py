@@ -125,7 +125,7 @@ def _exchange(local, spec, m, dim, sizes):
     axes, sizes = _new_split(unsplit, dim, m, sizes)
     new = unsplit.with_axes(dim, axes)
     if old == dim:
-        return Fetch(local, dim, before.sizes, bounds(sizes), group, method="all_to_all").rows(), new
+        return Fetch(local, dim, before.sizes, bounds(sizes), group).rows(), new
     blocks, shape = local.split(sizes, dim), new.local_shape
     shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]
     sent, received = tuple([b.numel() for b in blocks]), tuple(map(math.prod, shapes))

@@ -134,7 +134,7 @@ def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Sha
         if (split := spec.split(dim)) is not None:
             sizes, group = split
             spec = spec.resized({dim: sizes[::-1]})
-            part = Fetch(part, dim, sizes, bounds(sizes)[::-1], group, method="all_to_all").rows()
+            part = Fetch(part, dim, sizes, bounds(sizes)[::-1], group).rows()
     return wrap(part.flip(dims), spec)
 
 
@@ -155,7 +155,7 @@ def roll(
             sizes, group = split
             shift %= spec.shape[dim]
             rows = [(first - shift, last - shift) for first, last in bounds(sizes)]
-            coming = Fetch(part, dim, sizes, rows, group, periodic=True, method="all_to_all")
+            coming = Fetch(part, dim, sizes, rows, group, periodic=True)
             part = coming.rows() if coming.joined else part.clone()
     return wrap(part, spec)
 
