@@ -26,8 +26,6 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
 @numpy_rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
-    if any(global_shape(x) != global_shape(tensors[0]) for x in tensors):
-        raise RuntimeError(f"stack expects each tensor to be equal size, not {[*map(global_shape, tensors)]}")
     one = [dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim) for x in tensors]
     return cat(func, one, dim)
 
