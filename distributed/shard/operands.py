@@ -1,6 +1,6 @@
 """What rules do with their operands: sum up partial ones, prepare weights, bring tensors to one split, scatter them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -70,19 +70,27 @@ def common_spec(tensors: Sequence[Tensor]) -> Spec:
     """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     shape = torch.broadcast_shapes(*map(global_shape, tensors))
-    used: set[int] = set()
-    found: list[Axes | None] = [None] * len(shape)
-    for splits in (True, False):  # dimensions that no operand splits keep the axes of an operand
-        for spec in specs:
-            for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
-                by = over(axes)
-                fits = bool(by) == splits and not by & used and spec.shape[dim - len(shape)] == shape[dim]
-                if found[dim] is None and fits:
-                    found[dim] = axes
-                    used |= by
-    dims = [whole(n) if axes is None else axes for n, axes in zip(shape, found, strict=True)]
+    sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
+    axes = joint_axes([(s, range(-len(s.dims), 0)) for s in specs], sizes, set())
     partial = specs[0].partial if all(s.partial == specs[0].partial for s in specs) else ()
-    return Spec(specs[0].mesh, tuple(dims), partial)
+    return Spec(specs[0].mesh, tuple(axes.values()), partial)
+
+
+def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int], used: set[int]) -> dict[Any, Axes]:
+    """{label: axes} of dimensions that tensors share: each takes the first split that a tensor has there.
+
+    parts: (Spec, label of each dimension). sizes: {label: size}; a tensor with another size broadcasts. used: the mesh
+    dimensions that split something already; those of the axes are added.
+    """
+    axes = {name: whole(size) for name, size in sizes.items()}
+    for splits in (True, False):  # dimensions that no tensor splits keep the axes of a tensor
+        for spec, names in parts:
+            for name, size, own in zip(names, spec.shape, spec.dims, strict=True):
+                by = over(own)
+                if bool(by) == splits and not by & used and size == sizes[name] and not over(axes[name]):
+                    axes[name] = own
+                    used |= by
+    return axes
 
 
 def split_alike(spec: Spec, other: Spec) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.operands import global_shape, reduced, shared, split_alike, to_spec, used_apart
+from distributed.shard.operands import global_shape, joint_axes, reduced, shared, split_alike, to_spec, used_apart
 from distributed.shard.rules.along import made_whole
 from distributed.shard.spec import Spec, over, part_of, whole
 from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
@@ -32,15 +32,7 @@ def contracted(
     parts = [(x.spec, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
     sizes = common_sizes(operands, labels)
     mesh, partial = parts[0][0].mesh, parts[0][0].partial
-    axes, used = {name: whole(size) for name, size in sizes.items()}, set(partial)
-    for split in (True, False):  # split dimensions first; then the axes of whole ones
-        for spec, names in parts:
-            for dim, name in enumerate(names):
-                by = over(spec.dims[dim])
-                fits = bool(by) == split and not by & used and spec.shape[dim] == sizes[name]
-                if fits and not over(axes[name]):
-                    axes[name] = spec.dims[dim]
-                    used |= by
+    axes = joint_axes(parts, sizes, set(partial))
     summed = over([axis for name, a in axes.items() if name not in result for axis in a])
     out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted(summed.union(partial))))
     own = [_operand(x, [axes[name] for name in names], out) for x, names in zip(operands, labels, strict=True)]
