@@ -173,13 +173,13 @@ def fold(
     return y.view(*input.shape[:-2], -1, *sizes)
 
 
-@composed(torch.feature_dropout, torch.feature_alpha_dropout)
+@composed(*(getattr(torch, name + end) for name in ("feature_dropout", "feature_alpha_dropout") for end in ("", "_")))
 def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool) -> Tensor:
     """Drop whole channels, alike on all ranks that hold a part of them; alpha: to the limit of SELU."""
     if p == 0 or not training:
         return input
-    if input.dim() < 3:
-        raise no_rule(func, (input,), {}, "without samples")
+    if input.dim() < 3 or func.__name__.endswith("_"):
+        raise no_rule(func, (input,), {}, "in place, or without samples")
     x = reduced(input)
     spec = kept(x.spec, range(2, len(x.spec.dims)), True)
     left = F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)
