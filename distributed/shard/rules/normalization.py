@@ -94,8 +94,8 @@ def layer_norm(
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
     spec = input.spec
-    split = spec.whole_from + len(normalized_shape) > len(spec.dims) or spec.partial
-    if split or type(weight) is ShardTensor or type(bias) is ShardTensor:
+    common = type(input) is ShardTensor is not type(weight) and type(bias) is not ShardTensor and not spec.partial
+    if not common or spec.whole_from + len(normalized_shape) > len(spec.dims):
         return _of_last(func, input, normalized_shape, weight, bias, eps)
     if spec.copies > 1:
         weight, bias = shared(weight, spec), shared(bias, spec)
