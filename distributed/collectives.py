@@ -115,6 +115,16 @@ def alike_on_ranks(x: Tensor, group: Group) -> Tensor:
     return _apply(_identity, _times_size, x, group)
 
 
+def divided(x: Tensor, n: int) -> Tensor:
+    """Return x / n; backward passes on the gradient. The sum over n ranks is x: replicated -> partial."""
+    return _Pair.apply(x, _over, _identity, n)
+
+
+def divide_gradient(x: Tensor, n: int) -> Tensor:
+    """Return the same tensor; backward divides by n, because n ranks compute the whole gradient and not a part."""
+    return _Pair.apply(x, _identity, _over, n)
+
+
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Callable, backward: Callable, *args: Any) -> Tensor:
@@ -134,8 +144,12 @@ def _apply(forward, backward, x, group, *args):
     return _Pair.apply(x, forward, backward, group, *args)
 
 
-def _identity(x, group):
+def _identity(x, _):
     return x.view_as(x)
+
+
+def _over(x, n):
+    return x / n
 
 
 def _times_size(x, group):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed.shard_tensor import ShardTensor, local
-from tests.support.shard_parity import Case, X, check, domain_mesh, draw, split
+from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
 
 
 def evaluate(*tensors, code):
@@ -46,6 +46,12 @@ def scattered(x, index):
     return torch.zeros_like(x).scatter_add(1, index, x)
 
 
+def zeroed(x, mask):
+    out = x * 1
+    out[mask] = 0.0
+    return out * x
+
+
 TOKENS = [  # x (3, 7, 4), y (3, 7, 4), z plain (2, 4)
     "layer(mha(), x, x, x)", "layer(mha(), x, x, x, need_weights=False)[0]",
     "layer(mha(), x, y, y, need_weights=False)[0]", "layer(mha(), x, x, x, attn_mask=causal(7))",
@@ -82,10 +88,11 @@ TOKENS = [  # x (3, 7, 4), y (3, 7, 4), z plain (2, 4)
     "torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0], dtype=x.dtype))",
     "x * x.new_ones(3, 1, 1) + x.new_tensor([1.0, 2, 3, 4])", "x + x.new_zeros(x.shape) + x.new_full((4,), 2.0)",
     "torch.ones_like(x) * x", "x[0][x[0] > 0]", "x[:1][y[:1] > 0]", "x[0].masked_select(x[0] > 9)",
-    "x[0][y[0, :, 0] > 0]", "F.gaussian_nll_loss(x, y, x.square())",
+    "x[0][y[0, :, 0] > 0]", "x[y > 0]", "x[x[..., 0] > 0]", "x.transpose(1, 2)[y.transpose(1, 2) > 0]",
+    "x.flatten(1)[y.flatten(1) > 0] * 2", "x.flatten()[y.flatten() > 0]", "x[(z[0] > 9) & (y > 0)]", "zeroed(x, y > 0)",
+    "x.masked_select(torch.arange(84).view(3, 7, 4) % 3 == 1)", "F.gaussian_nll_loss(x, y, x.square())",
 ]  # fmt: skip
-MAY_BE_REFUSED = {  # masks, if columns are split; in place along a split dimension
-    "x[0][x[0] > 0]", "x[:1][y[:1] > 0]", "x[0][y[0, :, 0] > 0]", "x[0].masked_select(x[0] > 9)",
+MAY_BE_REFUSED = {  # in place along a split dimension
     "(x * 1).index_fill_(2, torch.tensor([1]), 0)",
 }  # fmt: skip
 IMAGES = [  # x (2, 4, 9, 8), y (2, 4, 9, 8), z plain (4,)
@@ -93,6 +100,7 @@ IMAGES = [  # x (2, 4, 9, 8), y (2, 4, 9, 8), z plain (4,)
     "F.unfold(x, 3)", "F.unfold(x, (3, 2), padding=1, stride=2)", "F.unfold(x, 2, dilation=2)",
     "F.unfold(x, 3, stride=3, padding=(0, 2))", "F.fold(F.unfold(x, 3, padding=1), (9, 8), 3, padding=1)",
     "F.fold(F.unfold(x, 2, stride=2), (9, 8), 2, stride=2)", "F.dropout2d(x, 0.0)", "F.dropout2d(x, 0.5, False)",
+    "F.dropout2d(x * 1, 0.0, True, True)",
     "F.alpha_dropout(x, 0.3, False)", "F.interpolate(x, (18, 16), mode='bicubic')",
     "F.interpolate(x, (5, 11), mode='bicubic', align_corners=True)",
     "F.interpolate(x, (4, 5), mode='bilinear', antialias=True)",
@@ -128,6 +136,49 @@ def check_or_refuse(world):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_composed_functions_give_what_the_whole_tensors_give(ranks, world):
     ranks(world, check_or_refuse, world)
+
+
+STRIDED = [  # x (3, 7, 4), in rows
+    "x.as_strided((3, 7, 4), (28, 4, 1))", "x.as_strided((3, 5, 3, 4), (28, 4, 4, 1))",
+    "torch.as_strided(x, (3, 4, 7), (28, 1, 4), 0)",
+    "x.as_strided((2, 4, 3), (0, 1, 28))", "x.flatten(1).as_strided((3, 3, 14), (28, 7, 1))",
+    "x[0].as_strided((2, 3, 2), (12, 4, 2))",
+    "x.as_strided((3, 3, 1, 2, 4), (28, 8, 9, 4, 1))",
+]  # fmt: skip
+
+
+def strided_cases(world):
+    for sizes in {2: [(4, 3)], 3: [(2, 1, 4)]}[world]:
+        for dims, cut in (((1,), {0: sizes}), ((0,), None)):
+            x = X((3, 7, 4), dims, cut)
+            yield from (Case(evaluate, (x,), (), (), torch.float64, {"code": code}) for code in STRIDED)
+
+
+def refused_strides():
+    """What is not in row-major order on one of the ranks, or has been broken up, on all ranks alike."""
+    x = split(draw((3, 8, 4), torch.float64, 0), X((3, 8, 4), (1,)), domain_mesh())
+    columns = split(draw((3, 7, 4), torch.float64, 0), X((3, 7, 4), (2,)), domain_mesh())
+    for y in (x.transpose(1, 2), x[:, 4:], x[:, 1:], x[:, :, 1:]):
+        with pytest.raises(NotImplementedError, match=r"no rule for as_strided.*not in row-major order"):
+            y.as_strided((2, 2), (2, 1))
+    for y, sizes, strides in ((columns, (3, 5, 3, 4), (28, 4, 4, 1)), (x, (8, 4), (4, 1))):
+        with pytest.raises(NotImplementedError, match=r"no rule for as_strided.*not in one piece"):
+            y.as_strided(sizes, strides)
+    with pytest.raises(NotImplementedError, match=r"no rule for as_strided_"):
+        x.detach().as_strided_((2, 2), (2, 1))
+    with pytest.raises(RuntimeError, match="as_strided: sizes"):
+        x.as_strided((97,), (1,))
+    with pytest.raises(NotImplementedError, match="in place on what as_strided copied"):
+        x.detach().as_strided((3, 8, 4), (32, 4, 1)).add_(1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_windows_by_strides_are_those_of_the_whole_tensor(ranks, world):
+    ranks(world, check_all, list(strided_cases(world)))
+
+
+def test_strides_of_another_order_are_refused(ranks):
+    ranks(2, refused_strides)
 
 
 def dropped():

@@ -1,9 +1,11 @@
 """Pooling, interpolation and padding of images that are split, against the whole."""
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-from tests.support.shard_parity import check_all
-from tests.support.spatial_cases import cases, check_all_of
+from tests.support.shard_parity import Case, X, check_all
+from tests.support.spatial_cases import cases, check_all_of, images
 
 MAX = [
     {"kernel_size": 2},
@@ -46,6 +48,33 @@ def test_adaptive_pooling(ranks, world):
     options = {f"adaptive_{kind}_pool{n}d": them[n] for kind in ("avg", "max") for n in (1, 2, 3)}
     options["adaptive_avg_pool2d"] = [*them[2], {"output_size": 1}]
     check_all_of(ranks, world, options)
+
+
+def pooled_and_put_back(x, name, **options):
+    """Maxima, their places, and an image with the maxima at their places."""
+    count = x.dim() - 2
+    y, places = getattr(F, f"{name}_pool{count}d")(x, return_indices=True, **options)
+    if "kernel_size" not in options:
+        return y, places
+    unpool = getattr(F, f"max_unpool{count}d")
+    stride, padding = options.get("stride", options["kernel_size"]), options.get("padding", 0)
+    return y, places, unpool(y * y, places, options["kernel_size"], stride, padding, x.shape)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_places_of_maxima_are_those_in_the_whole_image_and_lead_back(ranks, world):
+    found = []
+    for count in (1, 2, 3):
+        for x, mesh in images(world, count):
+            for options in ({"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1}, {"output_size": 3}):
+                keywords = {"name": "max" if "kernel_size" in options else "adaptive_max"} | options
+                found.append(Case(pooled_and_put_back, (x,), (), mesh, torch.float64, keywords))
+    channels = X((2, 4, 9, 6), (1, 3), {1: (4, 2)}), X((3, 4, 9, 6), (0, 2), {0: (2, 1), 1: (5, 4)})
+    one = X((1, 1, 9, 6), (2, 3), {0: (5, 4)})  # no other dimension can be split instead
+    if world == 4:
+        keywords = {"name": "max", "kernel_size": 2}
+        found += [Case(pooled_and_put_back, (x,), (), (2, 2), torch.float64, keywords) for x in (*channels, one)]
+    ranks(world, check_all, found)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

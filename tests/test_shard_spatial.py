@@ -153,8 +153,6 @@ def check_refusals():
     tokens = split(torch.randn(2, 4, 8, 6), X((), (3,)), mesh).flatten(2)  # each rank has a piece of every row
     weight = torch.randn(4, 4, 3, 3)
     for refused, why in (
-        (lambda: F.max_pool2d(image, 2, return_indices=True), "return_indices"),
-        (lambda: F.adaptive_max_pool2d(image, 2, return_indices=True), "return_indices"),
         (lambda: F.conv2d(channels, weight), "channels are split"),
         (lambda: F.conv1d(tokens, weight[0]), r"product of axes \[8, 6\]"),
         (lambda: F.pad(tokens, (1, 1)), r"product of axes \[8, 6\]"),

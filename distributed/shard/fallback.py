@@ -28,6 +28,8 @@ OF_MEMORY = {
     "_typed_storage",
     "__dlpack__",
     "set_",
+    "as_strided",
+    "as_strided_",
     "backward",
     "grad",
 }

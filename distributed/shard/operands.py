@@ -1,28 +1,27 @@
-"""What rules do with their operands: sum up partial ones, prepare weights, bring tensors to one split."""
+"""What rules do with their operands: sum up partial ones, prepare weights, bring tensors to one split, scatter them."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from distributed.collectives import copy_to_region, reduce_from_region
-from distributed.shard.redistribute import recut, redistribute, sizes_over
-from distributed.shard.spec import Axes, Axis, Pieces, Spec, part_of, whole
+from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
+from distributed.shard.redistribute import recut, sizes_over
+from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, over, part_of, spec_of, whole
 from distributed.shard.tensor import MaybeTensor, ShardTensor, local, no_rule, wrap
+
+Operand = TypeVar("Operand")
+redistributed = ShardTensor.redistribute
+replicated = ShardTensor.replicate
 
 
 def global_shape(x: Tensor) -> torch.Size:
     """The shape of a ShardTensor or of a plain tensor, for use in rules."""
     return x.spec.shape if isinstance(x, ShardTensor) else x.shape
-
-
-def one_axis(func: Callable, x: ShardTensor, dim: int) -> Axis:
-    """The only axis of a split dimension. Raises no_rule for a dimension of several axes."""
-    if len(x.spec.dims[dim]) > 1:
-        raise no_rule(func, (x,), {}, f"dimension {dim} is not in one piece")
-    return x.spec.dims[dim][0]
 
 
 def gradient_spec(spec: Spec) -> Spec:
@@ -37,23 +36,15 @@ def written(x: ShardTensor) -> ShardTensor:
     return x
 
 
-def redistributed(x: ShardTensor, placements: Sequence[Placement], sizes: Pieces | None = None) -> ShardTensor:
-    """The ShardTensor with other `placements`; sizes: {mesh dimension: sizes of its ranks}, see redistribute."""
-    return wrap(*redistribute(local(x), x.spec, placements, sizes))
-
-
-def replicated(x: ShardTensor) -> ShardTensor:
-    """The ShardTensor as a whole copy on every rank."""
-    return redistributed(x, [Replicate()] * len(x.spec.mesh.groups))
-
-
-def reduced(x: ShardTensor) -> ShardTensor:
-    """Sum up a partial ShardTensor, so that nonlinear operations may follow; return others unchanged."""
-    if not x.spec.partial:
+def reduced(x: Operand) -> Operand:
+    """Sum up a partial ShardTensor, so that nonlinear operations may follow; return anything else unchanged."""
+    if not isinstance(x, ShardTensor) or not x.spec.partial:
         return x
     if len(x.spec.partial) == len(x.spec.mesh.groups):  # over both mesh dimensions in one all-reduce
-        return wrap(reduce_from_region(local(x), x.spec.mesh.joint), x.spec.with_dims(x.spec.dims, ()))
-    return redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
+        found: Any = wrap(reduce_from_region(local(x), x.spec.mesh.joint), gradient_spec(x.spec))
+    else:
+        found = redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
+    return found
 
 
 def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
@@ -63,19 +54,8 @@ def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     gradient is then divided by the number of copies, so that the sum over the ranks stays right.
     """
     if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor) and spec.copies > 1 and x.requires_grad:
-        return _Share.apply(x, spec.copies)
+        return divide_gradient(x, spec.copies)
     return x
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.copies, None
 
 
 def copied(x: Tensor, spec: Spec) -> ShardTensor:
@@ -89,22 +69,28 @@ def copied(x: Tensor, spec: Spec) -> ShardTensor:
 def common_spec(tensors: Sequence[Tensor]) -> Spec:
     """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
-    shape = torch.broadcast_shapes(*(x.spec.shape if isinstance(x, ShardTensor) else x.shape for x in tensors))
-    used: set[int] = set()
-    found: list[Axes | None] = [None] * len(shape)
-    for spec in specs:
-        for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
-            over = {a.mesh_dim for a in axes if a.sizes is not None}
-            if found[dim] is None and over and not over & used and spec.shape[dim - len(shape)] == shape[dim]:
-                found[dim] = axes
-                used |= over
-    for spec in specs:  # dimensions that no operand splits keep the axes of an operand
-        for dim, axes in enumerate(spec.dims, len(shape) - len(spec.dims)):
-            if found[dim] is None and spec.shape[dim - len(shape)] == shape[dim] and not any(a.sizes for a in axes):
-                found[dim] = axes
-    dims = [whole(n) if axes is None else axes for n, axes in zip(shape, found, strict=True)]
+    shape = torch.broadcast_shapes(*map(global_shape, tensors))
+    sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
+    axes = joint_axes([(s, range(-len(s.dims), 0)) for s in specs], sizes, set())
     partial = specs[0].partial if all(s.partial == specs[0].partial for s in specs) else ()
-    return Spec(specs[0].mesh, tuple(dims), partial)
+    return Spec(specs[0].mesh, tuple(axes.values()), partial)
+
+
+def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int], used: set[int]) -> dict[Any, Axes]:
+    """{label: axes} of dimensions that tensors share: each takes the first split that a tensor has there.
+
+    parts: (Spec, label of each dimension). sizes: {label: size}; a tensor with another size broadcasts. used: the mesh
+    dimensions that split something already; those of the axes are added.
+    """
+    axes = {name: whole(size) for name, size in sizes.items()}
+    for splits in (True, False):  # dimensions that no tensor splits keep the axes of a tensor
+        for spec, names in parts:
+            for name, size, own in zip(names, spec.shape, spec.dims, strict=True):
+                by = over(own)
+                if bool(by) == splits and not by & used and size == sizes[name] and not over(axes[name]):
+                    axes[name] = own
+                    used |= by
+    return axes
 
 
 def split_alike(spec: Spec, other: Spec) -> bool:
@@ -124,13 +110,17 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
         if split_alike(new, spec):
             return wrap(part, spec)
     if all(len(axes) < 2 for axes in spec.dims):
-        sizes = {m: sizes_over(spec, m) for m in range(len(spec.placements))}
-        return redistributed(x, spec.placements, sizes)
-    part = local(replicated(x))
-    for mesh_dim, placement in enumerate(spec.placements):
-        if placement.is_shard():
-            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
-    return wrap(part_of(part, spec), spec)
+        return redistributed(x, spec.placements, {m: sizes_over(spec, m) for m in range(len(spec.placements))})
+    return wrap(part_of(used_apart(replicated(x), spec), spec), spec)
+
+
+def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
+    """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
+    part = local(x)
+    for group, own, other in zip(spec.mesh.groups, x.spec.placements, spec.placements, strict=True):
+        if own.is_replicate() and not other.is_replicate():
+            part = copy_to_region(part, group)
+    return part
 
 
 def fitted(x: Tensor, spec: Spec) -> Tensor:
@@ -146,8 +136,33 @@ def fitted(x: Tensor, spec: Spec) -> Tensor:
             for n, size, a in zip(x.spec.shape, aligned.shape, aligned.dims, strict=True)
         ]
     )
-    part = local(x if split_alike(x.spec, wanted) else to_spec(x, wanted))
-    for mesh_dim, (p, q) in enumerate(zip(wanted.placements, spec.placements, strict=True)):
-        if p.is_replicate() and not q.is_replicate():  # each rank uses its copy with another part
-            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
-    return part
+    return used_apart(x if split_alike(x.spec, wanted) else to_spec(x, wanted), spec)
+
+
+def scatter_tensor(
+    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
+) -> ShardTensor:
+    """A ShardTensor from the data of one rank: every other rank receives only its own part.
+
+    x: the whole tensor on rank `src` of the mesh (counted in row-major order), ignored elsewhere. placements, sizes:
+    Shard or Replicate, as for ShardTensor.from_local; sizes are as even as possible by default. Differentiable: src
+    receives the gradient. All ranks call this together. Raises ValueError on every rank if sizes do not fit.
+    """
+    mesh = as_mesh(mesh)
+    group = mesh.joint
+    process_group = dist.distributed_c10d._resolve_process_group(dist.GroupName(group.name))
+    here = group.rank == src
+    facts: list[Any] = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
+    dist.broadcast_object_list(facts, src=dist.get_global_rank(process_group, src), group=process_group)
+    shape, dtype, device, differentiable = facts[0]
+    spec = spec_of(mesh, shape, placements, sizes)
+    if spec.partial:
+        raise ValueError("scatter_tensor: a tensor cannot be scattered as Partial()")
+    if here:
+        parts = [part_of(x, spec, rank).contiguous() for rank in range(group.size)]
+        flat, sent = torch.cat([part.flatten() for part in parts]), tuple(part.numel() for part in parts)
+    else:
+        flat, sent = torch.empty(0, dtype=dtype, device=device, requires_grad=differentiable), (0,) * group.size
+    received = tuple(spec.local_shape.numel() if rank == src else 0 for rank in range(group.size))
+    part = all_to_all(flat, sent, received, group).view(spec.local_shape)
+    return wrap(shared(part, spec), spec)

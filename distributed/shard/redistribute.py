@@ -6,22 +6,15 @@ gradient, on every rank.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distributed.collectives import (
-    Sizes,
-    all_to_all,
-    gather_from_region,
-    reduce_from_region,
-    reduce_scatter,
-    scatter_to_region,
-    shard_sizes,
-)
-from distributed.shard.spec import Axis, CannotSplit, Pieces, Spec, merged, spec_of, whole
+from distributed import collectives
+from distributed.collectives import Sizes, all_to_all, gather_from_region, shard_sizes
+from distributed.halo import Fetch, bounds
+from distributed.shard.spec import Axis, CannotSplit, Pieces, Spec, merged, over, spec_of, whole
 
 
 def redistribute(
@@ -36,25 +29,20 @@ def redistribute(
     if len(placements) != len(spec.mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
     placements = [Shard(p.dim % len(spec.dims)) if isinstance(p, Shard) else p for p in placements]
+    targets = {m: p.dim for m, p in enumerate(placements) if isinstance(p, Shard)}
     # Gathering comes first.
     pending = sorted(
         range(len(placements)), key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard()
     )
     while pending:
-        m = next((m for m in pending if _is_free(spec, placements[m], m)), pending[0])
-        if (
-            not _is_free(spec, placements[m], m) and spec.placements[m].is_shard()
-        ):  # two mesh dimensions swap their tensor dimensions
+        free = [m for m in pending if over(spec.dims[targets[m]] if m in targets else ()) <= {m}]  # of others there
+        m = (free or pending)[0]
+        if not free and spec.placements[m].is_shard():  # two mesh dimensions swap their tensor dimensions
             local, spec = _gather(local, spec, m)
             continue
         pending.remove(m)
         local, spec = _change(local, spec, m, placements[m], sizes.get(m))
     return local, spec
-
-
-def _is_free(spec, target, m):
-    """Whether no other mesh dimension splits the target dimension of mesh dimension m."""
-    return not target.is_shard() or all(axis.mesh_dim in (None, m) for axis in spec.dims[target.dim])
 
 
 def _change(local, spec, m, target, sizes):
@@ -66,13 +54,13 @@ def _change(local, spec, m, target, sizes):
         return _exchange(local, spec, m, target.dim, sizes)
     if source.is_shard():
         local, spec = _gather(local, spec, m)
-        return (local, spec) if target.is_replicate() else _to_partial(local, spec, m)
+        return (local, spec) if target.is_replicate() else _change(local, spec, m, target, sizes)
     if target.is_partial():
-        return _to_partial(local, spec, m)
+        return collectives.divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
     if target.is_replicate():
-        return reduce_from_region(local, group), without
+        return collectives.reduce_from_region(local, group), without
     axes, sizes = _new_split(spec, target.dim, m, sizes)
-    split = reduce_scatter if source.is_partial() else scatter_to_region
+    split = collectives.reduce_scatter if source.is_partial() else collectives.scatter_to_region
     return split(local, target.dim, sizes, group), without.with_axes(target.dim, axes)
 
 
@@ -84,7 +72,7 @@ def sizes_over(spec: Spec, m: int) -> Sizes | None:
 def _new_split(spec, dim, m, sizes):
     """(axes, sizes) of a dimension after mesh dimension m splits it."""
     size = spec.shape[dim]
-    if any(axis.sizes for axis in spec.dims[dim]):
+    if over(spec.dims[dim]):
         raise CannotSplit(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
     sizes = tuple(sizes or shard_sizes(size, spec.mesh.groups[m].size))
     if sum(sizes) != size:
@@ -135,46 +123,15 @@ def _exchange(local, spec, m, dim, sizes):
     (before,) = spec.dims[old]
     unsplit = spec.with_axes(old, whole(before.size))
     axes, sizes = _new_split(unsplit, dim, m, sizes)
-    me, starts, old_starts = group.rank, _starts(sizes), _starts(before.sizes)
-    if old == dim:  # other sizes: a block is the overlap of an old and a new piece
-
-        def overlap(i: int, j: int) -> tuple[int, int]:
-            """(first row in the old piece, number of rows) of what an old and a new piece have in common."""
-            first, last = max(old_starts[i], starts[j]), min(old_starts[i] + before.sizes[i], starts[j] + sizes[j])
-            return (first - old_starts[i], last - first) if last > first else (0, 0)
-
-        blocks = [local.narrow(dim, *overlap(me, j)) for j in range(group.size)]
-        shapes = [_with(local.shape, dim, overlap(i, me)[1]) for i in range(group.size)]
-    else:
-        blocks = [local.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
-        shapes = [_with(_with(local.shape, old, n), dim, sizes[me]) for n in before.sizes]
-    sent, received = tuple(b.numel() for b in blocks), tuple(map(math.prod, shapes))
+    new = unsplit.with_axes(dim, axes)
+    if old == dim:
+        return Fetch(local, dim, before.sizes, bounds(sizes), group).rows(), new
+    blocks, shape = local.split(sizes, dim), new.local_shape
+    shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]
+    sent, received = tuple([b.numel() for b in blocks]), tuple(map(math.prod, shapes))
     flat = all_to_all(torch.cat([b.flatten() for b in blocks]), sent, received, group)
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
-    return torch.cat(parts, old), unsplit.with_axes(dim, axes)
-
-
-def _starts(sizes):
-    return [sum(sizes[:i]) for i in range(len(sizes))]
-
-
-def _with(shape, dim, size):
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _to_partial(local, spec, m):
-    """Divide a copy by the number of ranks: the sum of the parts is then the tensor."""
-    return _Part.apply(local, spec.mesh.groups[m].size), spec.with_dims(spec.dims, (*spec.partial, m))
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
-        return x / parts
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return torch.cat(parts, old), new
 
 
 def to_dtensor(local: Tensor, spec: Spec) -> DTensor:

@@ -77,27 +77,14 @@ class Spec:
     def __init__(self, mesh: Mesh, dims: tuple[Axes, ...], partial: tuple[int, ...] = ()):
         self.mesh, self.dims, self.partial = mesh, dims, partial
         self._derived: dict[tuple, Any] = {}
-        groups, shape, local, split, used = mesh.groups, [], [], [], []
-        for dim, axes in enumerate(dims):
-            size = own = 1
-            for axis in axes:
-                size *= axis.size
-                if axis.sizes is None:
-                    own *= axis.size
-                else:
-                    own *= axis.sizes[groups[axis.mesh_dim].rank]
-                    used.append(axis.mesh_dim)
-                    if dim not in split:
-                        split.append(dim)
-            ahead = axes[0].ahead if axes else 0
-            shape.append(size + ahead)
-            local.append(own + ahead if ahead and self.is_first(axes) else own)
-        self.shape, self.local_shape = torch.Size(shape), torch.Size(local)  # global, of this rank
-        self.split_dims = tuple(split)
-        self.copies = 1  # ranks that hold the same local tensor
-        for mesh_dim, group in enumerate(groups):
-            if mesh_dim not in used and mesh_dim not in partial:
-                self.copies *= group.size
+        ahead = [axes[0].ahead if axes else 0 for axes in dims]
+        self.shape = torch.Size([n + math.prod([a.size for a in axes]) for n, axes in zip(ahead, dims, strict=True)])
+        self.local_shape = torch.Size([self.held(axes) for axes in dims])  # of this rank
+        self.split_dims = tuple([dim for dim, axes in enumerate(dims) if over(axes)])
+        self.whole_from = max(self.split_dims, default=-1) + 1  # the dimensions that follow are whole
+        used = over([axis for axes in dims for axis in axes]).union(partial)
+        # Ranks that hold the same local tensor:
+        self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])
 
     def __eq__(self, other: Any) -> bool:
         return self is other or (
@@ -122,9 +109,9 @@ class Spec:
         """Whether a rank (by default this one) is the first of those among which axes are split."""
         return all(axis.sizes is None or self.coordinate(axis.mesh_dim, rank) == 0 for axis in axes)
 
-    def local_axes(self, axes: Iterable[Axis]) -> list[int]:
-        """The sizes of axes on this rank."""
-        return [a.size if a.sizes is None else a.sizes[self.mesh.groups[a.mesh_dim].rank] for a in axes]
+    def local_axes(self, axes: Iterable[Axis], rank: int | None = None) -> list[int]:
+        """The sizes of axes on a rank, by default this one."""
+        return [a.size if a.sizes is None else a.sizes[self.coordinate(a.mesh_dim, rank)] for a in axes]
 
     def coordinate(self, mesh_dim: int, rank: int | None = None) -> int:
         """The coordinate along a mesh dimension of this rank, or of a rank counted in row-major order."""
@@ -145,7 +132,7 @@ class Spec:
         axes = self.dims[dim]
         if len(axes) == 1 and axes[0].sizes is not None:
             return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
-        if any(axis.sizes is not None for axis in axes):
+        if over(axes):
             raise CannotSplit(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
         return None
 
@@ -174,25 +161,28 @@ class Spec:
 
     def shares(self, *dims: int) -> tuple[Sizes, Group]:
         """(elements of dims on each rank, Group) of the ranks among which dims, not all of them whole, are split."""
-        over = {axis.mesh_dim for dim in dims for axis in self.dims[dim] if axis.sizes is not None}
-        group = self.mesh.joint if len(over) == len(self.mesh.groups) else self.mesh.groups[next(iter(over))]
+        split = over([axis for dim in dims for axis in self.dims[dim]])
+        group = self.mesh.joint if len(split) == len(self.mesh.groups) else self.mesh.groups[min(split)]
         return tuple([math.prod([self.held(self.dims[d], r) for d in dims]) for r in self.ranks(*dims)]), group
 
     def ranks(self, *dims: int) -> list[int]:
         """The ranks among which dims are split, counted in row-major order; [0] if they are whole."""
-        over = {axis.mesh_dim for dim in dims for axis in self.dims[dim] if axis.sizes is not None}
-        found = [0]
-        for mesh_dim, group in enumerate(self.mesh.groups):
-            found = [rank * group.size + i for rank in found for i in range(group.size if mesh_dim in over else 1)]
-        return found
+        split = over([axis for dim in dims for axis in self.dims[dim]])
+        others = [m for m in range(len(self.mesh.groups)) if m not in split]
+        return [r for r in range(self.mesh.joint.size) if not any(self.coordinate(m, r) for m in others)]
 
-    def held(self, axes: Axes, rank: int) -> int:
-        """How many elements of a dimension with these axes a rank holds."""
-        sizes = [a.size if a.sizes is None else a.sizes[self.coordinate(a.mesh_dim, rank)] for a in axes]
-        return math.prod(sizes) + (axes[0].ahead if axes and self.is_first(axes, rank) else 0)
+    def held(self, axes: Axes, rank: int | None = None) -> int:
+        """How many elements of a dimension with these axes a rank holds, by default this one."""
+        ahead = axes[0].ahead if axes and self.is_first(axes, rank) else 0
+        return ahead + math.prod(self.local_axes(axes, rank))
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
+
+
+def over(axes: Iterable[Axis]) -> set[int]:
+    """The mesh dimensions that split axes."""
+    return {axis.mesh_dim for axis in axes if axis.sizes is not None}
 
 
 def whole(size: int) -> Axes:

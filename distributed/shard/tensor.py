@@ -27,6 +27,7 @@ from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dte
 from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of  # noqa: F401
 
 RULES: dict[Callable, Callable] = {}
+COMPOSED: dict[Callable, Callable] = {}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 Rule = TypeVar("Rule", bound=Callable)
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)  # None stays None
@@ -43,7 +44,7 @@ class ShardTensor(torch.Tensor):
         rule = RULES.get(func)
         try:
             if rule is None:
-                raise no_rule(func, args, kwargs or {})
+                return _composed(func, args, kwargs or {})  # of functions that have rules, or NoRule
             with LocalTensors():  # in a rule, ShardTensors behave as their local parts
                 return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
         except (NoRule, CannotSplit, AttributeError) as error:
@@ -110,9 +111,13 @@ class ShardTensor(torch.Tensor):
         """
         return wrap(*redistribute(local(self), self.spec, placements, sizes))
 
+    def replicate(self) -> "ShardTensor":
+        """The same tensor as a whole copy on every rank."""
+        return self.redistribute([Replicate()] * len(self.spec.mesh.groups))
+
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank, as a plain tensor. The gradient of it must be the same on every rank."""
-        return local(self.redistribute([Replicate()] * len(self.spec.mesh.groups)))
+        return local(self.replicate())
 
     def __repr__(self):
         return f"ShardTensor({self.spec}, local={local(self.detach())})"
@@ -135,6 +140,16 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
     return register
 
 
+def composed(*functions: Callable) -> Callable[[Rule], Rule]:
+    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors."""
+
+    def register(implementation: Rule) -> Rule:
+        COMPOSED.update(dict.fromkeys(functions, implementation))
+        return implementation
+
+    return register
+
+
 def _method(implementation, function):
     """The rule as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
 
@@ -146,6 +161,15 @@ def _method(implementation, function):
             return _refused(error, function, (self, *args), kwargs)
 
     return method
+
+
+def _composed(func, args, kwargs):
+    if func not in COMPOSED:
+        raise no_rule(func, args, kwargs)
+    if torch._C._is_torch_function_enabled():
+        return COMPOSED[func](func, *args, **kwargs)
+    with torch._C._EnableTorchFunction():  # from within a rule
+        return COMPOSED[func](func, *args, **kwargs)
 
 
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +187,15 @@ def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     """Make a ShardTensor of a local tensor and its spec. Nothing is checked or communicated."""
     tensor = tensor.as_subclass(ShardTensor)
     tensor.spec = spec
+    return tensor
+
+
+def wrap_result(tensor: Tensor, spec: Spec) -> Any:
+    """As `wrap`, for the result of one of torch's operations: nobody else has it, and it becomes a ShardTensor."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return wrap(tensor, spec)
+    tensor.__class__ = ShardTensor
+    tensor.spec = spec  # type: ignore[attr-defined]
     return tensor
 
 
@@ -204,6 +237,8 @@ def _refused(error, func, args, kwargs):
         if error.name != "spec":  # an error of another kind
             raise error
         error = no_rule(func, args, kwargs, "a plain tensor in the place of a ShardTensor")
+    elif isinstance(error, CannotSplit):
+        error = no_rule(func, args, kwargs, str(error))
     if on_refusal is None:
         raise error
     return on_refusal(func, args, kwargs, error)

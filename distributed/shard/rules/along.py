@@ -1,4 +1,4 @@
-"""Operations along one dimension, alike for all others: sorting, cumulative products, Fourier transforms.
+"""Operations along one dimension, alike for all others: sorting, cumulative products, Fourier and recurrent layers.
 
 Where that dimension is whole, each rank computes its part and nothing is communicated. A split one is made whole: its
 split moves to another dimension by one all-to-all, and moves back if the result has rows to split.
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distributed.halo import Fetch, bounds
-from distributed.shard.operands import one_axis, redistributed, reduced
+from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
 from distributed.shard.redistribute import sizes_over
 from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept_dims
-from distributed.shard.rules.windows import Window, no_outputs
+from distributed.shard.rules.windows import Window, no_outputs, request
 from distributed.shard.spec import Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -37,10 +36,15 @@ def made_whole(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
     x, dims = reduced(x), tuple(dims)
     for m, placement in enumerate(x.spec.placements):
         if isinstance(placement, Shard) and placement.dim in dims:
-            free = [d for d, n in enumerate(x.spec.shape) if d not in dims and not x.spec.is_split(d) and n > 1]
-            target: Placement = Shard(max(free, key=x.spec.shape.__getitem__)) if free else Replicate()
-            x = redistributed(x, [target if i == m else p for i, p in enumerate(x.spec.placements)])
+            x = moved(x, m, dims)
     return x
+
+
+def moved(x: ShardTensor, m: int, dims: Iterable[int]) -> ShardTensor:
+    """The tensor of which mesh dimension m splits the longest whole dimension that is not among dims, or none."""
+    free = [d for d, n in enumerate(x.spec.shape) if d not in dims and not x.spec.is_split(d) and n > 1]
+    target: Placement = Shard(max(free, key=x.spec.shape.__getitem__)) if free else Replicate()
+    return redistributed(x, [target if i == m else p for i, p in enumerate(x.spec.placements)])
 
 
 def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
@@ -123,14 +127,13 @@ def unfold(func: Callable, input: ShardTensor, dimension: int, size: int, step: 
     x, dim = reduced(input), dimension % len(input.spec.dims)
     spec, part, window = x.spec, local(x), Window(size, step)
     count = window.length(spec.shape[dim])
-    if not spec.is_split(dim) or count < 1:  # the plain function says what is wrong
+    split: Any = spec.split(dim)
+    if split is None or count < 1:  # the plain function says what is wrong
         return wrap(part.unfold(dim, size, step), spec.with_dims((*spec.resized({dim: count}).dims, whole(size))))
-    one_axis(func, x, dim)  # or no rule
-    sizes, group = spec.shares(dim)
-    cut = window.output_sizes(sizes, count)
-    part = Fetch(part, dim, sizes, [window.interval(*b) for b in bounds(cut)], group, fill=None).rows()
-    out = spec.with_dims((*spec.resized({dim: cut}).dims, whole(size)))
-    return wrap(part.unfold(dim, size, step) if cut[group.rank] else no_outputs(part, out.local_shape), out)
+    cut = window.output_sizes(split[0], count)
+    coming, (first, last), _ = request(part, dim, split, cut, window.interval, fill=None)
+    out, part = spec.with_dims((*spec.resized({dim: cut}).dims, whole(size))), coming.rows()
+    return wrap(part.unfold(dim, size, step) if first < last else no_outputs(part, out.local_shape), out)
 
 
 FOURIER = [getattr(torch.fft, i + r + "fft" + n) for i in ("", "i") for r in ("", "r") for n in ("", "2", "n")]
@@ -167,6 +170,34 @@ def fourier(
 @rule(torch.fft.fftshift, torch.fft.ifftshift)
 def fourier_shift(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
     """Roll the frequency 0 to the middle, and back."""
-    dims, shape = dims_of(input.spec, dim), input.spec.shape
-    shifts = [shape[d] // 2 if func is torch.fft.fftshift else -(shape[d] // 2) for d in dims]
-    return dispatch(torch.roll, input, shifts, dims)
+    dims, sign = dims_of(input.spec, dim), 1 if func is torch.fft.fftshift else -1
+    return dispatch(torch.roll, input, [sign * (input.spec.shape[d] // 2) for d in dims], dims)
+
+
+@rule(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+def recurrent(
+    func: Callable, input: Tensor, hx: Any, weights: Any, biases: Any, layers: Any = None, dropout: Any = 0.0,
+    train: Any = False, bidirectional: Any = False, batch_first: Any = False,
+) -> tuple[ShardTensor, ...]:  # fmt: skip
+    """(B, T, D) or (T, B, D) -> the same with other features, and the last states (layers, B, D)."""
+    states: Sequence[Tensor] = [hx] if isinstance(hx, Tensor) else list(hx)
+    if not isinstance(weights, list | tuple) or not isinstance(train, bool) or (dropout and train):
+        raise no_rule(func, (input, *states), {}, "packed sequences, or dropout between layers")
+    batch = 0 if batch_first else 1
+    like = next(x for x in (input, *states) if isinstance(x, ShardTensor))
+    x = made_whole(copied(input, like.spec), (1 - batch, 2))
+    of_states = x.spec.with_dims((whole(global_shape(states[0])[0]), x.spec.dims[batch], ()))
+    parts = []
+    for state in states:
+        spec = of_states.with_axes(2, whole(global_shape(state)[2]))
+        parts.append(fitted(reduced(state), spec))
+    part, empty = local(x), x.spec.local_shape[batch] == 0
+    if empty:  # a placeholder, because the plain function rejects a batch of nothing
+        part, parts = part.sum(batch, keepdim=True), [state.sum(1, keepdim=True) for state in parts]
+    own = [shared(weight, x.spec) for weight in weights]
+    first = parts[0] if isinstance(hx, Tensor) else parts
+    y, *last = func(part, first, own, biases, layers, dropout, train, bidirectional, batch_first)
+    if empty:
+        y, last = y.narrow(batch, 0, 0), [state.narrow(1, 0, 0) for state in last]
+    out = wrap(y, x.spec.with_axes(2, whole(y.shape[2])))
+    return out, *[wrap(state, of_states.with_axes(2, whole(state.shape[2]))) for state in last]

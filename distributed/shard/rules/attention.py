@@ -1,4 +1,4 @@
-"""Attention over split tokens, by the methods of distributed/attention.py."""
+"""Attention over split tokens, by the methods of distributed/attention.py, and in windows of a split grid."""
 
 # mypy: allow-redefinition
 # (q, k and v are ShardTensors, then their local parts)
@@ -13,11 +13,14 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
-from distributed.shard.operands import copied, global_shape, replicated, shared, to_spec
+from distributed.shard.operands import copied, global_shape, reduced, replicated, shared, to_spec, used_apart
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.randomness import own_stream
-from distributed.shard.spec import whole
+from distributed.shard.rules.elementwise import own_stream
+from distributed.shard.rules.windows import no_outputs, request
+from distributed.shard.spec import over, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, part_of, rule, wrap
+from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
+from networks.vit import PerAxis
 
 _chosen = "gather"
 
@@ -52,7 +55,7 @@ def attention(
     if k.spec.dims[2] != v.spec.dims[2]:
         v = to_spec(v, v.spec.with_axes(2, k.spec.dims[2]))
     if k.spec.is_split(2) and (k.spec.dims[2] != q.spec.dims[2] or k.spec.shape[3] != v.spec.shape[3]):
-        k, v = _whole_tokens(k), _whole_tokens(v)
+        k, v = (x.redistribute([Replicate() if p == Shard(2) else p for p in x.spec.placements]) for x in (k, v))
     if dropout_p:
         with own_stream(q.spec, q.device):
             return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -98,27 +101,17 @@ def _beside(func, q, x, grouped):
         return x
     if spec.shape[1] != rows.shape[1] and (rows.is_split(1) or spec.is_split(1)):
         raise no_rule(func, (q, x), {}, "split heads of which several share keys")
-    used = {axis.mesh_dim for axes in rows.dims[:2] for axis in axes}
-    tokens = spec.dims[2] if not any(a.mesh_dim in used for a in spec.dims[2] if a.sizes) else whole(spec.shape[2])
+    taken = over(spec.dims[2]) & over(rows.dims[0] + rows.dims[1])
+    tokens = whole(spec.shape[2]) if taken else spec.dims[2]
     heads = rows.dims[1] if rows.is_split(1) else whole(spec.shape[1])
     return to_spec(x, spec.with_dims((rows.dims[0], heads, tokens, spec.dims[3])))
-
-
-def _whole_tokens(x):
-    return x.redistribute([Replicate() if p == Shard(2) else p for p in x.spec.placements])
 
 
 def _of_own_heads(mask, rows):
     """The mask of this rank's samples and heads, and of all queries and keys, as a plain tensor."""
     if mask is None:
         return None
-    if isinstance(mask, ShardTensor):
-        mask = local(replicated(mask))
-        for group, placement in zip(rows.mesh.groups, rows.placements, strict=True):
-            if placement.is_shard():  # each rank uses the mask of its own queries
-                mask = copy_to_region(mask, group)
-    else:
-        mask = shared(mask, rows)
+    mask = used_apart(replicated(mask), rows) if isinstance(mask, ShardTensor) else shared(mask, rows)
     return part_of(mask, rows.with_dims(rows.dims[4 - mask.dim() : 2]))
 
 
@@ -141,3 +134,36 @@ def _own_rows(mask, rows):
     if mask is None or mask.shape[-2] == 1:
         return mask
     return mask.narrow(-2, sum(sizes[: group.rank]), sizes[group.rank])
+
+
+@rule(neighborhood_attention)
+def attend(
+    func: Callable, q: ShardTensor, k: ShardTensor, v: ShardTensor, kernel_size: PerAxis, dilation: PerAxis = 1,
+    scale: float | None = None,
+) -> ShardTensor:  # fmt: skip
+    """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way."""
+    if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
+        raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
+    q, k, v = reduced(q), reduced(k), reduced(v)
+    spec, count = q.spec, len(q.spec.dims) - 3
+    if k.spec != spec or v.spec.dims[:-1] != spec.dims[:-1] or spec.is_split(-1) or v.spec.is_split(-1):
+        raise no_rule(func, (q, k, v), {}, "they must be split in the same way, and not along features")
+    q, keys = local(q), torch.cat([local(k), local(v)], -1)  # one exchange for both
+    starts = []
+    for dim, kernel, step in zip(
+        range(2, 2 + count), per_axis(kernel_size, count), per_axis(dilation, count), strict=True
+    ):
+        first = window_starts(spec.shape[dim], kernel, step)
+        if (split := spec.split(dim)) is not None:
+
+            def seen(low, high, first=first, reach=(kernel - 1) * step + 1):
+                return min(first[low:high]), max(first[low:high]) + reach
+
+            coming, own, (start, _) = request(keys, dim, split, split[0], seen, fill=None)
+            keys, first = coming.rows(), [row - start for row in first[slice(*own)]]
+        starts.append(first)
+    out = v.spec
+    if not all(starts):
+        return wrap(no_outputs(keys, out.local_shape, q), out)
+    k, v = keys.split([q.shape[-1], keys.shape[-1] - q.shape[-1]], -1)
+    return wrap(attend_windows(q, k, v, kernel_size, starts, dilation, scale), out)

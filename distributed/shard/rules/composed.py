@@ -1,6 +1,6 @@
 """Functions made of other functions, which have rules.
 
-Those of BODIES are Python functions of torch: their bodies run as they are. The others are written here.
+Those of BODIES are Python functions of torch: their bodies run as they are. Those of FORMULAS fit on a line or two.
 """
 
 import math
@@ -12,30 +12,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.collectives import reduce_from_region
 from distributed.shard.operands import reduced
 from distributed.shard.rules.reductions import kept
 from distributed.shard.rules.windows import Window, spatial
-from distributed.shard.tensor import Rule, ShardTensor, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import NoRule, ShardTensor, composed, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
 BODIES: list[Any] = [
     F.multi_head_attention_forward, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.local_response_norm, F.softmin,
-    F.gaussian_nll_loss,
+    F.gaussian_nll_loss, F.max_unpool1d, F.max_unpool2d, F.max_unpool3d, F.dropout1d, F.dropout2d, F.dropout3d,
+    F.feature_alpha_dropout,
 ]  # fmt: skip
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "bilinear": lambda input1, input2, weight, bias=None: (
+        torch.einsum("...i,oij,...j->...o", input1, weight, input2) + (0 if bias is None else bias)
+    ),
+    "channel_shuffle native_channel_shuffle": lambda input, groups: (
+        input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    ),
+    "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: (
+        F.normalize(x1, dim=dim, eps=eps) * F.normalize(x2, dim=dim, eps=eps)
+    ).sum(dim),
+    "prelu": lambda input, weight: torch.where(input > 0, input, of_channels(weight, input) * input),
+}
 
 
-def composed(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: a rule in which ShardTensors are ShardTensors, so that it is written as on whole tensors."""
+def of_channels(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight of one number, or of one for each channel of x (B, C, ...), in a shape that broadcasts."""
+    return weight.view(-1, *[1] * (x.dim() - 2)) if weight.numel() > 1 and x.dim() > 2 else weight
 
-    def register(implementation: Rule) -> Rule:
-        def run(func: Callable, *args: Any, **kwargs: Any) -> Any:
-            with torch._C._EnableTorchFunction():
-                return implementation(func, *args, **kwargs)
 
-        rule(*functions)(run)
-        return implementation
+def _register(functions, function):
+    composed(*functions)(lambda func, *args, **kwargs: function(*args, **kwargs))
 
-    return register
+
+for _names, _formula in FORMULAS.items():
+    _register(named(*_names.split()), _formula)
 
 
 def body(function: FunctionType) -> FunctionType:
@@ -47,13 +60,8 @@ def body(function: FunctionType) -> FunctionType:
     return copy
 
 
-def _run_body(function):
-    copy = body(function)
-    composed(function)(lambda func, *args, **kwargs: copy(*args, **kwargs))
-
-
 for _function in BODIES:
-    _run_body(_function)
+    _register([_function], body(_function))
 
 
 @rule(*named("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"))
@@ -62,19 +70,6 @@ def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor
     if any(isinstance(x, ShardTensor) for x in args):  # new_tensor would copy the part
         raise no_rule(func, (input, *args), kwargs, "it copies numbers, of which a rank has a part")
     return func(local(input), *args, **kwargs)
-
-
-@composed(*named("prelu"))
-def prelu(func: Callable, input: Tensor, weight: Tensor) -> Tensor:
-    """The weight is one number, or one for each channel, dimension 1."""
-    weight = weight.view(-1, *[1] * (input.dim() - 2)) if weight.numel() > 1 and input.dim() > 2 else weight
-    return torch.where(input > 0, input, weight * input)
-
-
-@composed(*named("channel_shuffle", "native_channel_shuffle"))
-def channel_shuffle(func: Callable, input: Tensor, groups: int) -> Tensor:
-    """(B, groups x n, ...) -> (B, n x groups, ...)."""
-    return input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
 
 
 @composed(*named("rot90"))
@@ -111,18 +106,41 @@ def trapezoid(func: Callable, y: Tensor, x: Tensor | None = None, *, dx: float =
     return ((y.narrow(dim, 1, rows - 1) + y.narrow(dim, 0, rows - 1)) * steps / 2).sum(dim)
 
 
-@composed(*named("cosine_similarity"))
-def cosine_similarity(func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """The product of two unit vectors."""
-    x1, x2 = (x / torch.linalg.vector_norm(x, 2, dim, True).clamp(min=eps) for x in (x1, x2))
-    return (x1 * x2).sum(dim)
+@composed(*named("as_strided"))
+def as_strided(
+    func: Callable, input: ShardTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> ShardTensor:
+    """Windows of the elements of a tensor in row-major order, each dimension a view or an unfold of those inside it.
 
-
-@composed(*named("bilinear"))
-def bilinear(func: Callable, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., I) x (O, I, J) x (..., J) -> (..., O)."""
-    y = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
-    return y if bias is None else y + bias
+    Whether the whole tensor would be in this order the ranks agree on in one message, which the host reads. Refused for
+    tensors in another order, and where the ranks' pieces would be broken up. It is a copy, not a view.
+    """
+    group, part = input.spec.mesh.joint, local(input)
+    ordered = part.stride() == torch.empty(part.shape, device="meta").stride()
+    ordered = ordered and (storage_offset is None or part.storage_offset() == 0)
+    if reduce_from_region(torch.tensor(int(ordered), device=part.device), group).item() < group.size or 0 in size:
+        raise no_rule(func, (input,), {}, "it is empty, or not in row-major order")
+    x, reach = input.flatten(), sum([(n - 1) * s for n, s in zip(size, stride, strict=True)])
+    x = x.narrow(0, storage_offset or 0, x.shape[0] - (storage_offset or 0))
+    if reach >= x.shape[0]:
+        raise RuntimeError(f"as_strided: sizes {list(size)} and strides {list(stride)} of {x.shape[0]} elements")
+    moving = sorted([d for d, n in enumerate(size) if n > 1 and stride[d]], key=lambda d: -stride[d])
+    try:
+        for d in moving:
+            n, step = size[d], stride[d]
+            reach -= (n - 1) * step
+            if reach < step and n * step <= x.shape[-1]:
+                x = x.narrow(-1, 0, n * step).unflatten(-1, (n, step))
+            else:
+                x = x.narrow(-1, 0, reach + 1 + (n - 1) * step).unfold(-1, reach + 1, step)
+    except NoRule as broken:
+        raise no_rule(func, (input,), {}, str(broken)) from broken
+    x = x[..., 0].permute([moving.index(d) for d in sorted(moving)])
+    for d in [d for d in range(len(size)) if d not in moving]:
+        x = x.unsqueeze(d)
+    found = cast(ShardTensor, x.expand(size))
+    found.copied_from = "as_strided"
+    return found
 
 
 @composed(F.unfold)
@@ -155,34 +173,18 @@ def fold(
     return y.view(*input.shape[:-2], -1, *sizes)
 
 
-def channel_noise(x: ShardTensor, p: float, of_channels: bool) -> Tensor:
-    """1 / (1 - p) or 0, one number for each element or for each channel of each sample: (B, C, 1, ...)."""
-    spec = kept(x.spec, range(2, len(x.spec.dims)), True) if of_channels else x.spec
-    return F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)
-
-
-@composed(F.dropout1d, F.dropout2d, F.dropout3d, *named("feature_dropout"))
-def channel_dropout(
-    func: Callable, input: ShardTensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Drop whole channels, alike on all ranks that hold a part of them."""
+@composed(*(getattr(torch, name + end) for name in ("feature_dropout", "feature_alpha_dropout") for end in ("", "_")))
+def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool) -> Tensor:
+    """Drop whole channels, alike on all ranks that hold a part of them; alpha: to the limit of SELU."""
     if p == 0 or not training:
         return input
-    if inplace or input.dim() < 3 or (func is F.dropout1d and input.dim() != 3):
+    if input.dim() < 3 or func.__name__.endswith("_"):
         raise no_rule(func, (input,), {}, "in place, or without samples")
-    return input * channel_noise(reduced(input), p, True)
-
-
-@composed(F.alpha_dropout, F.feature_alpha_dropout)
-def alpha_dropout(
-    func: Callable, input: ShardTensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
-    """Replace elements, or channels, by the limit of SELU, and keep mean and variance."""
-    if p == 0 or not training:
-        return input
-    if inplace or p == 1:
-        raise no_rule(func, (input,), {}, "in place, or of everything")
-    limit = -1.7580993408473766  # of SELU at minus infinity
-    kept_ones = channel_noise(reduced(input), p, func is F.feature_alpha_dropout) * (1 - p)
-    scale = ((1 - p) * (1 + p * limit**2)) ** -0.5
-    return (input * kept_ones + limit * (1 - kept_ones)) * scale - scale * p * limit
+    x = reduced(input)
+    spec = kept(x.spec, range(2, len(x.spec.dims)), True)
+    left = F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)
+    if func is torch.feature_dropout:
+        return x * left
+    limit, left = -1.7580993408473766, left > 0  # of SELU at minus infinity
+    scale = 1.0 if p == 1 else ((1 - p) * (1 + p * limit**2)) ** -0.5  # keeps the variance
+    return torch.where(left, x, limit) * scale - scale * p * limit

@@ -5,25 +5,18 @@ at the ends of the whole dimension, and calls the plain operation.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import Sizes
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.rules.windows import (
-    Output,
-    Splits,
-    Window,
-    cropped,
-    cut,
-    is_empty,
-    no_outputs,
-    spatial,
-    whole_length,
-)
+from distributed.shard.operands import reduced, shared
+from distributed.shard.rules import windows
+from distributed.shard.rules.windows import Output, Splits, Window, request, spatial, whole_length
+from distributed.shard.tensor import ShardTensor, no_rule, rule
 from networks.vit import PerAxis
 
 Padding = PerAxis | Literal["same", "valid"]
@@ -41,23 +34,21 @@ def convolve(
     """
     count = weight.ndim - 2
     x, ahead = autocast(x), x.ndim - count
-    windows = conv_windows(weight.shape[2:], stride, padding, dilation, count)
+    along = dict(enumerate(conv_windows(weight.shape[2:], stride, padding, dilation, count), ahead))
     new, left, shape = {}, [0] * count, [*x.shape[: ahead - 1], weight.shape[0]]
-    for i, w in enumerate(windows):
-        length = w.length(whole_length(x, ahead + i, splits))
+    for dim, w in along.items():
+        rows = whole_length(x, dim, splits)
+        length, padded = w.length(rows), w.before + w.after
         if length < 1:
-            rows = whole_length(x, ahead + i, splits)
-            raise ValueError(
-                f"{func.__name__}: a window of {w.reach + 1} rows on {rows}, padded by {w.before + w.after}"
-            )
-        if ahead + i in splits:
-            sizes, group = splits[ahead + i]
-            new[ahead + i] = w.output_sizes(sizes, length)
-            length = new[ahead + i][group.rank]
+            raise ValueError(f"{func.__name__}: a window of {w.reach + 1} rows on {rows}, padded by {padded}")
+        if dim in splits:
+            sizes, group = splits[dim]
+            new[dim] = w.output_sizes(sizes, length)
+            length = new[dim][group.rank]
         elif w.before == w.after:
-            left[i] = w.before
+            left[dim - ahead] = w.before
         else:
-            x = F.pad(x, [0, 0] * (count - 1 - i) + [w.before, w.after])
+            x = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [w.before, w.after])
         shape.append(length)
 
     def compute(part: Tensor) -> Tensor:
@@ -65,20 +56,20 @@ def convolve(
 
     *others, last = sorted(splits)
     for dim in others:
-        x = request(x, dim, splits, new, windows[dim - ahead]).rows()
-    w, coming = windows[last - ahead], request(x, last, splits, new, windows[last - ahead])
-    if is_empty(shape, new):
-        return no_outputs(coming.rows(), shape, weight, bias), new
-    sizes, group = splits[last]
-    outputs = bounds(new[last])[group.rank]
-    inner = inside(w, bounds(sizes)[group.rank], outputs)
+        x = request(x, dim, splits[dim], new[dim], along[dim].interval)[0].rows()
+    w, (sizes, group) = along[last], splits[last]
+    coming, outputs, _ = request(x, last, splits[last], new[last], w.interval)
+    if 0 in shape:
+        return windows.no_outputs(coming.rows(), shape, weight, bias), new
+    own = bounds(sizes)[group.rank]
+    inner = inside(w, own, outputs)
     if overlap is None:
         # On a CPU the exchange uses the same cores as the computation. A compiler orders the operations itself.
         overlap = x.device.type != "cpu" and not torch.compiler.is_compiling()
         overlap = overlap and 4 * (inner[1] - inner[0]) > 3 * (outputs[1] - outputs[0])
     if not (overlap and coming.traffic and inner[0] < inner[1] and inner != outputs):
         return compute(coming.rows()), new
-    return overlapped(compute, coming, w, last, bounds(sizes)[group.rank][0], outputs, inner), new
+    return overlapped(compute, coming, w, last, own[0], outputs, inner), new
 
 
 def overlapped(
@@ -94,12 +85,6 @@ def overlapped(
     if inner[1] < outputs[1]:
         parts.append(compute(coming.rows(*window.interval(inner[1], outputs[1]))))
     return torch.cat(parts, dim)
-
-
-def request(x: Tensor, dim: int, splits: Splits, new: dict[int, Sizes], window: Window) -> Fetch:
-    """Begin to fetch the rows that the outputs of every rank need."""
-    sizes, group = splits[dim]
-    return Fetch(x, dim, sizes, [window.interval(*outputs) for outputs in bounds(new[dim])], group)
 
 
 def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
@@ -140,26 +125,25 @@ def convolve_transposed(
         if extras[i] >= max(s, d) or length < 1:
             raise ValueError(f"{func.__name__}: {length} rows, output_padding {extras[i]}, stride {s}")
         if dim in splits:
-            sizes, group = splits[dim]
             # Row j contributes to the outputs j * s - p + d * t; its rank holds those around their middle.
             middle = reach // 2 - (s - 1) // 2 - p
-            new[dim] = cut(sizes, length, lambda end, s=s, middle=middle: end * s + middle)
-            outputs = [(first + p, last + p) for first, last in bounds(new[dim])]
-            intervals = [spread_over(*b, s, reach) if b[0] < b[1] else (0, 0) for b in outputs]
-            x = Fetch(x, dim, sizes, intervals, group).rows()
-            (first, last), (row, end) = outputs[group.rank], intervals[group.rank]
-            ahead_of, behind = first - row * s, (end - 1) * s + reach + 1 - last  # surplus outputs
+            new[dim] = windows.cut(splits[dim][0], length, lambda end, s=s, middle=middle: end * s + middle)
+            rows = partial(spread_over, stride=s, reach=reach, crop=p)
+            coming, (first, last), (row, end) = request(x, dim, splits[dim], new[dim], rows)
+            x = coming.rows()
+            ahead_of, behind = first + p - row * s, (end - 1) * s + reach + 1 - last - p  # surplus outputs
             crops[i], extras[i] = max(0, min(ahead_of, behind)), max(0, -behind)
             surplus[dim], length = ahead_of - crops[i], last - first
         shape.append(length)
-    if is_empty(shape, new):
-        return no_outputs(x, shape, weight, bias), new
+    if 0 in shape:
+        return windows.no_outputs(x, shape, weight, bias), new
     y = func(x, weight, bias, stride, crops, extras, groups, dilation)
-    return cropped(y, {dim: (surplus[dim], shape[dim]) for dim in new}), new
+    return windows.cropped(y, {dim: (surplus[dim], shape[dim]) for dim in new}), new
 
 
-def spread_over(first: int, last: int, stride: int, reach: int) -> Interval:
-    """The input rows [a, b) that an unpadded transposed convolution needs for the outputs [first, last)."""
+def spread_over(first: int, last: int, stride: int, reach: int, crop: int) -> Interval:
+    """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
+    first, last = first + crop, last + crop
     return max(0, min(-((reach - first) // stride), first // stride)), (last - 1) // stride + 1
 
 
@@ -167,3 +151,21 @@ def autocast(x: Tensor) -> Tensor:
     """Convert to the dtype of the convolution under autocast, so that rows travel with half the bytes."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x
+
+
+def convolved(
+    implementation: Callable[..., Output], func: Callable, input: ShardTensor, weight: Tensor,
+    bias: Tensor | None = None, *args: Any, **kwargs: Any,
+) -> ShardTensor:  # fmt: skip
+    """Convolve with one of the functions above. Raises no_rule for split channels or weights."""
+    if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        raise no_rule(func, (input, weight, bias), {}, "the weights of a layer are plain tensors")
+    x = reduced(input)
+    if x.spec.is_split(windows.images(x, func)[0] - 1):
+        raise no_rule(func, (x,), {}, "channels are split")
+    weights = shared(weight, x.spec), shared(bias, x.spec)
+    return windows.spatially(implementation, func, x, *weights, *args, **kwargs)
+
+
+rule(*windows.of_kind("conv"))(partial(convolved, convolve))
+rule(*windows.of_kind("conv_transpose"))(partial(convolved, convolve_transposed))

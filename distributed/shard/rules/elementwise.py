@@ -1,17 +1,25 @@
-"""Elementwise operations: operands are redistributed to one common split, then each rank computes its own part."""
+"""Elementwise operations: operands are redistributed to one common split, then each rank computes its own part.
+
+Random numbers: each part of a split tensor has a stream of its own, and copies have the same numbers. The default
+generators must be alike on all ranks that share an image; they are alike afterwards too. What a model draws into plain
+tensors is therefore the same on all of them. Compiled code cannot change generators: there every part draws from the
+default one, so that parts of one size have the same numbers.
+"""
 
 # mypy: disable-error-code="attr-defined"
 # (mypy takes Tensor.real for a value of the class, and a plain tensor for what it was before it became a ShardTensor)
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distributed.layers import rank_random
 from distributed.shard.operands import common_spec, fitted, reduced, written
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap
+from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap, wrap_result
 
 UNARY = named(
     "abs", "absolute", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
@@ -48,6 +56,9 @@ ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
+DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
+DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
+DRAWN_INTO = set(named("dropout_", "bernoulli_", "normal_", "uniform_"))
 
 
 @rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__, Tensor.real.__get__, Tensor.imag.__get__)
@@ -68,7 +79,7 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
             and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
         ):
             out = func(*args, **kwargs)  # the common case: all operands are split in the same way
-            return wrap(out, spec) if out is not args[0] else written(out)
+            return wrap_result(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
 
 
@@ -85,13 +96,15 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
     if in_place and not isinstance(args[0], ShardTensor):
         spec = common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
         if is_for_all(spec, args):  # running statistics
-            return func(*[local(reduced(x)) if isinstance(x, ShardTensor) else x for x in args], **kwargs)
+            return func(*[local(reduced(x)) for x in args], **kwargs)
         adopt(func, args[0], spec)
-    if kwargs or not all_partial_sums(func, args):  # rounding_mode= is not linear
+    adds = func in ADDING and len(args) == 2 and all(isinstance(x, ShardTensor) for x in args)
+    linear = func in LINEAR or scales(func, args) or (adds and args[0].spec == args[1].spec)
+    if kwargs or not linear:  # rounding_mode= is not linear
         if in_place and isinstance(args[0], ShardTensor) and args[0].spec.partial:
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
-        args = [reduced(x) if isinstance(x, ShardTensor) else x for x in args]
-        kwargs = {key: reduced(x) if isinstance(x, ShardTensor) else x for key, x in kwargs.items()}
+        args = list(map(reduced, args))
+        kwargs = {key: reduced(x) for key, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
     fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
@@ -118,14 +131,6 @@ def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
     plain.spec = spec.with_dims(spec.dims, ())
 
 
-def all_partial_sums(func: Callable, args: Sequence[Any]) -> bool:
-    """Whether func is linear and its operands are partial in the same way, so that the result may stay partial."""
-    if func in LINEAR or scales(func, args):
-        return True
-    found = [x.spec if isinstance(x, ShardTensor) else None for x in args[:2]]
-    return func in ADDING and len(args) == 2 and all(s is not None for s in found) and found[0] == found[1]
-
-
 @rule(*CASTS)
 def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Convert to another dtype or device."""
@@ -135,3 +140,30 @@ def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if x.spec.partial and isinstance(out, Tensor) and not out.is_floating_point():  # parts of a sum must not be rounded
         return cast(func, reduced(x), *args, **kwargs)
     return wrap(out, x.spec) if isinstance(out, Tensor) else out
+
+
+def own_stream(spec: Spec, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context in which the default generators draw this rank's part of a tensor."""
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    part = 0
+    for placement, group in zip(spec.placements, spec.mesh.groups, strict=True):
+        part = part * group.size + (group.rank if placement.is_shard() else 0)
+    return rank_random(device, part)
+
+
+@rule(*DROPOUT, *DRAWING)
+def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Draw this rank's part, with parameters that are numbers."""
+    drops = {**dict(zip(("p", "training", "inplace"), args, strict=False)), **kwargs}
+    if func in DROPOUT and not (drops.get("p", 0.5) and drops.get("training", True) and drops.get("train", True)):
+        out = func(x, *args, **kwargs)
+        return wrap(out, x.spec) if out is not x else x
+    if "out" in kwargs or kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
+        raise no_rule(func, (x, *args), kwargs, "with out=, a generator, or a tensor of parameters")
+    if x.spec.partial and (func in DRAWN_INTO or kwargs.get("inplace") or args[2:] == (True,)):
+        raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
+    x = reduced(x)
+    with own_stream(x.spec, x.device):
+        out = func(x, *args, **kwargs)
+    return written(x) if out is x else wrap(out, x.spec)

@@ -1,7 +1,7 @@
 """Maximum and minimum, with and without their indices."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +11,6 @@ from distributed.shard.operands import reduced
 from distributed.shard.rules.reductions import Dims, dims_of, gathered, kept, numpy_rule, reduce_by, sharers
 from distributed.shard.spec import part_of
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, wrap
-
-
-class Found(NamedTuple):
-    """The result of max and min along a dimension."""
-
-    values: Any
-    indices: Any
 
 
 @numpy_rule(*named("amax", "amin"))
@@ -61,7 +54,7 @@ class _Shared(torch.autograd.Function):
 @numpy_rule(*named("max", "min"))
 def max_or_min(
     func: Callable, input: Any, dim: int | Tensor | None = None, keepdim: bool = False, *, other: Tensor | None = None
-) -> ShardTensor | Found:
+) -> Any:
     """Maximum or minimum of all elements, of two tensors, or along a dimension with the index of the first extremum."""
     largest = func.__name__ == "max"
     if isinstance(dim, Tensor) or other is not None:
@@ -91,7 +84,7 @@ def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: boo
     return wrap(index.view([1] * len(spec.dims) if keepdim else []), kept(spec, dims, keepdim))
 
 
-def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Found:
+def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
     """The extremum along one dimension and its index; one gather of both if the dimension is split."""
     x = reduced(x)
     spec, part = x.spec, local(x)
@@ -104,7 +97,8 @@ def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Found:
         places = part_of(places, spec.with_dims((spec.dims[dim],)))
         values, indices = best(part, places, dim, largest, *shared_by)
     left = kept(spec, dims, keepdim)
-    return Found(*(wrap(y if keepdim else y.squeeze(dim), left) for y in (values, indices)))
+    kind: Any = torch.return_types.max if largest else torch.return_types.min
+    return kind([wrap(y if keepdim else y.squeeze(dim), left) for y in (values, indices)])
 
 
 def best(x: Tensor, places: Tensor, dim: int, largest: bool, group: Group, counts: Sizes) -> tuple[Tensor, Tensor]:

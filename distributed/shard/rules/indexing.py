@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.shard.operands import fitted, global_shape, one_axis, reduced, written
+from distributed.halo import bounds
+from distributed.shard.operands import fitted, global_shape, reduced, written
 from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.elementwise import adopt, is_for_all
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
-from distributed.shard.spec import Axis, ahead_of, shard_sizes, whole
+from distributed.shard.rules.windows import no_outputs
+from distributed.shard.spec import Axis, ahead_of, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -32,22 +34,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     spec, own = _located(func, x, index)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
-    if own is None:
-        return wrap(_Zeros.apply(local(x), spec.local_shape), spec)
-    return wrap(x[own], spec)
-
-
-class _Zeros(torch.autograd.Function):
-    """Zeros of a shape that depend on x in the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: torch.Size) -> Tensor:
-        ctx.shape = x.shape
-        return x.new_zeros(shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.shape), None
+    return wrap(no_outputs(local(x), spec.local_shape) if own is None else x[own], spec)
 
 
 def _located(func, x, index):
@@ -71,7 +58,7 @@ def _located(func, x, index):
             size = spec.shape[dim]
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
-            partial += [axis.mesh_dim for axis in spec.dims[dim] if axis.sizes is not None]
+            partial += over(spec.dims[dim])
             item = _place(spec, dim, item % size)
             owned = owned and item is not None
             own.append(0 if item is None else item)
@@ -127,15 +114,14 @@ def _sliced(func, x, dim, item):
     if start <= ahead and stop == spec.shape[dim] and step == 1 and ahead:
         left = spec.dims[dim][0]._replace(ahead=ahead - start)
         return (left, *spec.dims[dim][1:]), slice(start if first else 0, None)
-    axis = one_axis(func, x, dim)
-    sizes, pieces, end = [], [], 0
-    for rank_size in axis.sizes:
-        begin, end = end, end + rank_size
+    old, group = spec.split(dim)
+    sizes, pieces = [], []
+    for begin, end in bounds(old):
         first = start if start >= begin else begin + (start - begin) % step  # the first selected row of the piece
         last = min(stop, end)
         sizes.append(len(range(first, last, step)))
         pieces.append(slice(first - begin, max(last, first) - begin, step))
-    return (Axis(size, axis.mesh_dim, tuple(sizes)),), pieces[spec.mesh.groups[axis.mesh_dim].rank]
+    return (Axis(size, spec.dims[dim][0].mesh_dim, tuple(sizes)),), pieces[group.rank]
 
 
 def _place(spec, dim, index):
@@ -165,13 +151,16 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
         adopt(func, x, _spec_of_target(func, x, index, value.spec))
     if not isinstance(x, ShardTensor) or x.spec.partial:
         raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
+    if (mask := mask_of(x, index)) is not None and mask.dim() == x.dim() and not isinstance(value, Tensor):
+        dispatch(Tensor.masked_fill_, x, mask, value)
+        return
     spec, own = _located(func, x, index)
     if spec.partial:
         raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
     if isinstance(value, Tensor):
-        value = reduced(value) if isinstance(value, ShardTensor) else value
+        value = reduced(value)
         while value.dim() > len(spec.dims) and global_shape(value)[0] == 1:
-            value = select(func, value, 0, 0) if isinstance(value, ShardTensor) else value[0]
+            value = getitem(func, value, 0) if isinstance(value, ShardTensor) else value[0]
         value = fitted(value, spec)
     x[own] = value
     written(x)
@@ -185,7 +174,7 @@ def _spec_of_target(func, x, index, value):
         raise no_rule(func, (wrap(x.detach(), target),), {}, "into a plain tensor, by a tensor of indices")
     dims, left = list(target.dims), [dim for dim, item in enumerate(items) if isinstance(item, slice)]
     for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
-        if any(axis.sizes is not None for axis in axes):
+        if over(axes):
             size, m = x.shape[dim], axes[0].mesh_dim
             if math.prod([axis.size for axis in axes]) == size:
                 dims[dim] = axes
@@ -194,10 +183,9 @@ def _spec_of_target(func, x, index, value):
     return target.with_dims(dims)
 
 
-@rule(*named("select"))
-def select(func: Callable, input: ShardTensor, dim: int, index: int) -> ShardTensor:
-    """One row, without its dimension. A row of a split dimension is a partial tensor."""
-    return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), int(index)))
+def at(x: ShardTensor, dim: int, item: Any) -> tuple:
+    """The index of `item` in a dimension of x."""
+    return (*[slice(None)] * (dim % len(x.spec.dims)), item)
 
 
 @rule(*named("narrow"))
@@ -208,15 +196,7 @@ def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int
     start = start + size if start < 0 else start
     if not 0 <= start <= start + length <= size:
         raise RuntimeError(f"narrow: rows {start} to {start + length} of {size}")
-    return getitem(func, input, (*[slice(None)] * dim, slice(start, start + length)))
-
-
-@rule(*named("index_select"))
-def index_select(func: Callable, input: Tensor, dim: int, index: Tensor) -> ShardTensor:
-    """Select rows by plain indices."""
-    if not isinstance(input, ShardTensor):
-        raise no_rule(func, (input, index), {}, "of a plain tensor")
-    return getitem(func, input, (*[slice(None)] * (dim % len(input.spec.dims)), index.reshape(-1)))
+    return getitem(func, input, at(input, dim, slice(start, start + length)))
 
 
 @rule(*named("unbind"))
@@ -224,7 +204,7 @@ def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTenso
     """All rows, each without its dimension. Rows of a split dimension are partial tensors."""
     spec, dim = input.spec, dim % len(input.spec.dims)
     if spec.is_split(dim):
-        return tuple([select(func, input, dim, i) for i in range(spec.shape[dim])])
+        return tuple([getitem(func, input, at(input, dim, i)) for i in range(spec.shape[dim])])
     left = spec.derived(("unbind", dim), lambda: spec.with_dims([*spec.dims[:dim], *spec.dims[dim + 1 :]]))
     return tuple([wrap(part, left) for part in input.unbind(dim)])
 
@@ -243,16 +223,9 @@ def split(
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
     if x.spec.is_split(dim):
-        return _between(func, x, dim, [0, *accumulate(sizes)])
+        return tensor_split(func, x, list(accumulate(sizes))[:-1], dim)
     parts = local(x).split(list(sizes), dim)
     return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
-
-
-@rule(*named("chunk"))
-def chunk(func: Callable, input: ShardTensor, chunks: int, dim: int = 0) -> tuple[ShardTensor, ...]:
-    """Split into pieces of one size; the last may be shorter. Each rank holds its own part of every piece."""
-    size = input.spec.shape[dim]
-    return split(func, input, -(-size // chunks) if size else [0] * chunks, dim)
 
 
 @rule(*named("tensor_split"))
@@ -261,13 +234,16 @@ def tensor_split(
     sections: int | None = None, indices: Sequence[int] | None = None,
 ) -> tuple[ShardTensor, ...]:  # fmt: skip
     """Split into pieces as even as possible, or at given rows."""
-    size = input.spec.shape[dim]
-    cuts = next(c for c in (indices_or_sections, sections, indices) if c is not None)
-    if isinstance(cuts, int):
-        return split(func, input, shard_sizes(size, cuts), dim)
-    return _between(func, input, dim % len(input.spec.dims), [0, *cuts, size])
+    size, dim = input.spec.shape[dim], dim % len(input.spec.dims)
+    cuts: Any = next(c for c in (indices_or_sections, sections, indices) if c is not None)
+    ends = [0, *accumulate(shard_sizes(size, cuts))] if isinstance(cuts, int) else [0, *cuts, size]
+    return tuple([getitem(func, input, at(input, dim, slice(*pair))) for pair in pairwise(ends)])
 
 
-def _between(func, x, dim, ends):
-    """The slices of a dimension between neighbouring ones of these rows."""
-    return tuple([getitem(func, x, (*[slice(None)] * dim, slice(*pair))) for pair in pairwise(ends)])
+rule(*named("select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, int(index))))
+rule(*named("index_select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, index.reshape(-1))))
+rule(*named("chunk"))(
+    lambda func, input, chunks, dim=0: split(
+        func, input, -(-n // chunks) if (n := input.spec.shape[dim]) else [0] * chunks, dim
+    )
+)

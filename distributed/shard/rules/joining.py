@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import Sizes, all_to_all
-from distributed.shard.operands import common_spec, fitted, global_shape, one_axis, reduced
+from distributed.collectives import Sizes
+from distributed.halo import Fetch, bounds
+from distributed.shard.operands import fitted, global_shape, reduced
 from distributed.shard.redistribute import redistribute
-from distributed.shard.rules.reductions import numpy_rule
-from distributed.shard.spec import Axis, Spec, ahead_of, merged, shard_sizes, whole
+from distributed.shard.rules.reductions import dims_of, numpy_rule
+from distributed.shard.spec import Axis, Spec, ahead_of, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -19,20 +20,14 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     if len(specs) == len(tensors) and all(s.partial == specs[0].partial for s in specs):
         return list(tensors)
-    return [reduced(x) if isinstance(x, ShardTensor) else x for x in tensors]
+    return list(map(reduced, tensors))
 
 
 @numpy_rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
-    tensors = alike(tensors)
-    shapes = [tuple(global_shape(x)) for x in tensors]
-    if any(shape != shapes[0] for shape in shapes):
-        raise RuntimeError(f"stack expects each tensor to be equal size, not {shapes}")
-    spec = common_spec(tensors)
-    dim = dim % (len(spec.dims) + 1)
-    parts = [fitted(x, spec) for x in tensors]
-    return wrap(torch.stack(parts, dim), spec.with_dims((*spec.dims[:dim], whole(len(parts)), *spec.dims[dim:])))
+    one = [dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim) for x in tensors]
+    return cat(func, one, dim)
 
 
 @numpy_rule(*named("cat", "concat", "concatenate"))
@@ -56,8 +51,9 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
         return wrap(out, base.with_axes(dim, whole(out.size(dim))))
     if len(cut[-1].spec.dims[dim]) > 1:
         return put_ahead(func, tensors, dim, base)
-    axes = [one_axis(func, x, dim) for x in cut]
-    mesh_dim = axes[0].mesh_dim
+    for x in cut:
+        x.spec.split(dim)  # or CannotSplit
+    mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
     return joined(tensors, dim, mesh_dim, _new_sizes(tensors, dim, mesh_dim, base), base)
 
 
@@ -79,14 +75,13 @@ def put_ahead(func: Callable, tensors: Sequence[Tensor], dim: int, base: Spec) -
 
 def _others(parts, dim, base):
     """The spec `base`, with its whole dimensions split as in another of the tensors."""
-    used = {axis.mesh_dim for axes in base.dims for axis in axes if axis.sizes is not None}
-    dims = list(base.dims)
+    used, dims = over([axis for axes in base.dims for axis in axes]), list(base.dims)
     for x in parts:
         for d, axes in enumerate(x.spec.dims):
-            over = {axis.mesh_dim for axis in axes if axis.sizes is not None}
-            if d != dim and over and not base.is_split(d) and not over & used:
+            by = over(axes)
+            if d != dim and by and not base.is_split(d) and not by & used:
                 dims[d] = axes
-                used |= over
+                used |= by
     return base.with_dims(dims)
 
 
@@ -98,7 +93,7 @@ def _brought(x, spec):
 def _new_sizes(tensors, dim, mesh_dim, base):
     """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
     size, group = sum(global_shape(x)[dim] for x in tensors), base.mesh.groups[mesh_dim]
-    cut = [isinstance(x, ShardTensor) and any(a.mesh_dim == mesh_dim for a in x.spec.dims[dim]) for x in tensors]
+    cut = [isinstance(x, ShardTensor) and mesh_dim in over(x.spec.dims[dim]) for x in tensors]
     lengths = [global_shape(x)[dim] + 1 if own else 0 for x, own in zip(tensors, cut, strict=True)]
     largest = lengths.index(max(lengths))
     kept = global_shape(tensors[largest])[dim]
@@ -129,26 +124,16 @@ def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, bas
 
 @rule(*named("flip"))
 def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
-    """Reverse dimensions, given as numbers or as one tuple."""
+    """Reverse dimensions, given as numbers or as one tuple. Ranks of a split one send their piece to the opposite."""
     dims = dims or tuple(keywords.values())
     dims = dims[0] if dims and not isinstance(dims[0], int) else dims
-    for dim in dims:
-        input = flipped(func, input, dim % len(input.spec.dims))
-    return input
-
-
-def flipped(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
-    """Reverse one dimension. If it is split, each rank sends its piece to the opposite rank."""
-    spec, part = x.spec, local(x)
-    part = part.flip(dim)
-    if spec.is_split(dim):
-        one_axis(func, x, dim)  # or no rule
-        sizes, group = spec.shares(dim)
-        spec = spec.resized({dim: sizes[::-1]})
-        sent, received = [0] * group.size, [0] * group.size
-        sent[-1 - group.rank], received[-1 - group.rank] = part.numel(), spec.local_shape.numel()
-        part = all_to_all(part.reshape(-1), tuple(sent), tuple(received), group).view(spec.local_shape)
-    return wrap(part, spec)
+    spec, part = input.spec, local(input)
+    for dim in dims_of(spec, dims) if dims else ():
+        if (split := spec.split(dim)) is not None:
+            sizes, group = split
+            spec = spec.resized({dim: sizes[::-1]})
+            part = Fetch(part, dim, sizes, bounds(sizes)[::-1], group).rows()
+    return wrap(part.flip(dims), spec)
 
 
 @rule(*named("roll"))
@@ -159,22 +144,18 @@ def roll(
     if dims is None or dims == ():
         flat = dispatch(torch.flatten, input)
         return dispatch(torch.reshape, roll(func, flat, shifts, 0), input.spec.shape)
-    shifts, dims = ((v,) if isinstance(v, int) else v for v in (shifts, dims))
-    for shift, dim in zip(shifts, dims, strict=True):
-        input = rolled(func, input, shift, dim % len(input.spec.dims))
-    return input
-
-
-def rolled(func: Callable, x: ShardTensor, shift: int, dim: int) -> ShardTensor:
-    """Shift rows cyclically along one dimension; the ranks' pieces keep their sizes."""
-    spec, size = x.spec, x.spec.shape[dim]
-    if not spec.is_split(dim):
-        return wrap(local(x).roll(shift, dim), spec)
-    axis = one_axis(func, x, dim)
-    if not size:
-        return x
-    head, tail = dispatch(torch.split, x, [size - shift % size, shift % size], dim)
-    return joined([tail, head], dim, axis.mesh_dim, spec.shares(dim)[0], spec)
+    spec, part = input.spec, local(input)
+    shifts = (shifts,) if isinstance(shifts, int) else shifts
+    for shift, dim in zip(shifts, dims_of(spec, dims), strict=True):
+        if (split := spec.split(dim)) is None:
+            part = part.roll(shift, dim)
+        elif spec.shape[dim]:
+            sizes, group = split
+            shift %= spec.shape[dim]
+            rows = [(first - shift, last - shift) for first, last in bounds(sizes)]
+            coming = Fetch(part, dim, sizes, rows, group, periodic=True)
+            part = coming.rows() if coming.joined else part.clone()
+    return wrap(part, spec)
 
 
 @rule(*named("repeat", "tile"))
@@ -213,7 +194,7 @@ def repeat_interleave(
 def triangle(func: Callable, input: ShardTensor, diagonal: int = 0) -> ShardTensor:
     """Lower or upper triangle of the whole matrix, whose rows and columns may be split."""
     spec = input.spec
-    if any(len(axes) > 1 and any(axis.sizes for axis in axes) for axes in spec.dims[-2:]):
+    if any(len(axes) > 1 and over(axes) for axes in spec.dims[-2:]):
         raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
     row, column = (sum(spec.offset(axis) for axis in axes) for axes in spec.dims[-2:])
     return wrap((torch.tril if func.__name__ == "tril" else torch.triu)(input, diagonal + row - column), spec)

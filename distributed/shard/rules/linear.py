@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import copy_to_region
-from distributed.shard.operands import global_shape, reduced, shared, split_alike, to_spec
+from distributed.shard.operands import global_shape, joint_axes, reduced, shared, split_alike, to_spec, used_apart
 from distributed.shard.rules.along import made_whole
-from distributed.shard.spec import Spec, part_of, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.spec import Spec, over, part_of, whole
+from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
 
 
 def contracted(
@@ -29,22 +28,14 @@ def contracted(
     result: labels of the result. bias: a plain tensor over its last dimension, passed as one more argument.
     """
     if sum(isinstance(x, ShardTensor) for x in operands) > 1:
-        operands = [reduced(x) if isinstance(x, ShardTensor) else x for x in operands]
+        operands = list(map(reduced, operands))
     parts = [(x.spec, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
     sizes = common_sizes(operands, labels)
     mesh, partial = parts[0][0].mesh, parts[0][0].partial
-    axes, used = {name: whole(size) for name, size in sizes.items()}, set(partial)
-    for split in (True, False):  # split dimensions first; then the axes of whole ones
-        for spec, names in parts:
-            for dim, name in enumerate(names):
-                over = {axis.mesh_dim for axis in spec.dims[dim] if axis.sizes is not None}
-                taken = any(axis.sizes is not None for axis in axes[name])
-                if bool(over) == split and not taken and not over & used and spec.shape[dim] == sizes[name]:
-                    axes[name] = spec.dims[dim]
-                    used |= over
-    summed = {axis.mesh_dim for name, a in axes.items() if name not in result for axis in a if axis.sizes is not None}
-    out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted({*partial, *summed})))
-    own = [_operand(x, [axes[name] for name in names], out, used) for x, names in zip(operands, labels, strict=True)]
+    axes = joint_axes(parts, sizes, set(partial))
+    summed = over([axis for name, a in axes.items() if name not in result for axis in a])
+    out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted(summed.union(partial))))
+    own = [_operand(x, [axes[name] for name in names], out) for x, names in zip(operands, labels, strict=True)]
     if bias is not None:
         own.append(own_bias(bias, out))
     return wrap(compute(*own), out)
@@ -62,18 +53,14 @@ def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) ->
     return sizes
 
 
-def _operand(x, axes, out, used):
+def _operand(x, axes, out):
     """The local part of an operand, after its dimensions are split as in `axes`."""
     grown = [n == 1 and math.prod([b.size for b in a]) != 1 for n, a in zip(global_shape(x), axes, strict=True)]
     wanted = [() if grows else a for grows, a in zip(grown, axes, strict=True)]
     if not isinstance(x, ShardTensor):
         return part_of(shared(x, out), out.with_dims(wanted, ()))
     spec = x.spec.with_dims(wanted)
-    part = local(x if split_alike(x.spec, spec) else to_spec(x, spec))
-    for mesh_dim in sorted(used):
-        if spec.placements[mesh_dim].is_replicate():  # each rank uses its copy with another part
-            part = copy_to_region(part, spec.mesh.groups[mesh_dim])
-    return part
+    return used_apart(x if split_alike(x.spec, spec) else to_spec(x, spec), out)
 
 
 def own_bias(bias: Tensor, out: Spec) -> Tensor:
@@ -103,7 +90,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
     if out.copies > 1 or out.partial:
         weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
-    return wrap(F.linear(input, weight, bias), out)
+    return wrap_result(F.linear(input, weight, bias), out)
 
 
 @rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
@@ -141,17 +128,13 @@ def add_product(
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
         raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
     product = matmul(torch.matmul, first, second)
-    if alpha != 1:
-        product = dispatch(torch.mul, product, alpha)
-    if beta != 1:
-        input = dispatch(torch.mul, input, beta) if isinstance(input, ShardTensor) else input * beta
-    return dispatch(torch.add, product, input)
+    product = product if alpha == 1 else dispatch(torch.mul, product, alpha)
+    return dispatch(torch.add, product, input, **({} if beta == 1 else {"alpha": beta}))
 
 
-@rule(*named("outer", "ger"))
-def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
-    """(N,) x (M,) -> (N, M)."""
-    return contracted(torch.outer, (input, vec2), (["n"], ["m"]), ["n", "m"])
+rule(*named("outer", "ger"))(
+    lambda func, input, vec2: contracted(torch.outer, (input, vec2), (["n"], ["m"]), ["n", "m"])
+)
 
 
 @rule(torch.einsum)

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
-from distributed.shard.operands import fitted, global_shape, reduced, shared
-from distributed.shard.rules.along import made_whole
-from distributed.shard.spec import Axis, merged, whole
+from distributed.shard.operands import fitted, global_shape, redistributed, reduced, shared
+from distributed.shard.rules.along import made_whole, moved
+from distributed.shard.spec import Axis, Spec, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -25,11 +26,16 @@ def gather(
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
     x = made_whole(input, (dim,))
-    if any(d != dim and size != x.spec.shape[d] for d, size in enumerate(global_shape(index))):
-        raise no_rule(func, (input, index), {}, "the indices must have the tensor's size in all other dimensions")
-    out = x.spec.with_axes(dim, whole(global_shape(index)[dim]))
-    index = fitted(reduced(index) if isinstance(index, ShardTensor) else index, out)
-    return wrap(local(x).gather(dim, index.expand(out.local_shape)), out)
+    places = beside(func, x.spec, dim, index)
+    return wrap(local(x).gather(dim, places), x.spec.with_axes(dim, whole(global_shape(index)[dim])))
+
+
+def beside(func: Callable, spec: Spec, dim: int, y: Tensor) -> Tensor:
+    """The local part of an operand with a size of its own along dim, split as a tensor with this spec."""
+    out = spec.with_axes(dim, whole(global_shape(y)[dim]))
+    if out.shape != global_shape(y):
+        raise no_rule(func, (y,), {}, "it must have the tensor's size in all other dimensions")
+    return fitted(reduced(y), out).expand(out.local_shape)
 
 
 SCATTERS = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill")
@@ -52,11 +58,8 @@ def scatter(
 
     def part(y: Any) -> Any:
         if not isinstance(y, Tensor) or y.dim() < 2 <= len(spec.dims):  # a number, or indices of rows
-            return local(reduced(y).full_tensor()) if isinstance(y, ShardTensor) else shared(y, spec)
-        shape = global_shape(y)
-        if any(d != dim and n != spec.shape[d] for d, n in enumerate(shape)):
-            raise no_rule(func, (input, index), {}, "they must have the tensor's size in all other dimensions")
-        return fitted(reduced(y) if isinstance(y, ShardTensor) else y, spec.with_axes(dim, whole(shape[dim])))
+            return y.full_tensor() if isinstance(y, ShardTensor) else shared(y, spec)
+        return beside(func, spec, dim, y)
 
     own = local(x) if like is input else part(input)
     out = func(input if func.__name__.endswith("_") else own, dim, part(index), part(source), *args, **kwargs)
@@ -82,27 +85,35 @@ def mask_of(x: Any, index: Any) -> Tensor | None:
 
 @rule(*named("masked_select"))
 def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
-    """The elements that a mask of the first dimensions selects: (selected, ...), one gather of their numbers.
-
-    The pieces must follow each other in the flattened dimensions: bands of the first that is longer than 1.
-    """
-    if not isinstance(input, ShardTensor):
-        raise no_rule(func, (input, mask), {}, "of a plain tensor")
-    x = reduced(input)
-    spec, count = x.spec, mask.dim()
-    axes = merged([axis for d in spec.dims[:count] for axis in d])
-    if tuple(global_shape(mask)) != tuple(spec.shape[:count]) or len(axes) > 1:
-        raise no_rule(func, (input, mask), {}, "the parts that a mask selects do not follow each other")
-    found = local(x)[
-        fitted(reduced(mask) if isinstance(mask, ShardTensor) else mask, spec.with_dims(spec.dims[:count]))
-    ]
+    """The elements that a mask of the first dimensions selects: (selected, ...), one gather of their numbers."""
+    if not isinstance(input, ShardTensor) or tuple(global_shape(mask)) != tuple(input.spec.shape[: mask.dim()]):
+        raise no_rule(func, (input, mask), {}, "of a plain tensor, or by a mask that broadcasts")
+    x, count = in_order(reduced(input), mask.dim()), mask.dim()
+    spec, axes = x.spec, merged([axis for d in x.spec.dims[:count] for axis in d])
+    found = local(x)[fitted(reduced(mask), spec.with_dims(spec.dims[:count]))]
     new = whole(len(found))
-    if axes and axes[0].sizes is not None:
+    if over(axes):
         group = spec.mesh.groups[axes[0].mesh_dim]
         number = torch.tensor([len(found)], device=found.device)
         sizes = tuple(all_gather(number, 0, (1,) * group.size, group).tolist())
         new = (Axis(sum(sizes), axes[0].mesh_dim, sizes),)
     return wrap(found, spec.with_dims((new, *spec.dims[count:])))
+
+
+def in_order(x: ShardTensor, count: int) -> ShardTensor:
+    """The tensor whose parts follow each other when the first `count` dimensions are flattened.
+
+    One mesh dimension splits the first of these that is longer than 1, into bands; others split none of them.
+    """
+    if len(merged([axis for d in x.spec.dims[:count] for axis in d])) < 2:
+        return x
+    lead = next(d for d in range(count) if x.spec.shape[d] > 1)
+    splits = [m for m, p in enumerate(x.spec.placements) if isinstance(p, Shard) and p.dim < count]
+    kept = min(splits, key=lambda m: x.spec.placements[m] != Shard(lead))
+    for m in splits:
+        x = x if m == kept else moved(x, m, range(count))
+    even = shard_sizes(x.spec.shape[lead], x.spec.mesh.groups[kept].size) if len(x.spec.dims[lead]) > 1 else None
+    return redistributed(x, [Shard(lead) if m == kept else p for m, p in enumerate(x.spec.placements)], {kept: even})
 
 
 def rows_of_plain(func: Callable, x: Tensor, index: Any) -> ShardTensor:

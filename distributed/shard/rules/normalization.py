@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from distributed.collectives import Group, gather_from_region, reduce_from_region
 from distributed.shard.operands import reduced, replicated, shared
-from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, numpy_rule, sharers
+from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, sharers
 from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
 Statistics = tuple[Tensor, Tensor]  # mean, 1 / deviation
 
@@ -46,7 +46,7 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.dims, ctx.group, ctx.count, ctx.centered = dims, group, count, centered
         ctx.bias = bias is not None and (bias.shape, bias.dtype)
-        out = _normalized(x, mean, scale)
+        out = (at_least_float32(x) - mean) * scale
         if weight is not None:
             out = out * weight
         if bias is not None:
@@ -56,7 +56,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        normal, grad = _normalized(x, mean, scale), at_least_float32(grad)
+        normal, grad = (at_least_float32(x) - mean) * scale, at_least_float32(grad)
         grad_weight = grad_bias = None
         if weight is not None and ctx.needs_input_grad[1]:
             grad_weight = (grad * normal).sum_to_size(weight.shape).to(weight.dtype)
@@ -72,10 +72,6 @@ class _Normalize(torch.autograd.Function):
         return (back * scale).to(x.dtype), grad_weight, grad_bias, None, None, None, None, None, None
 
 
-def _normalized(x, mean, scale):
-    return (at_least_float32(x) - mean) * scale
-
-
 def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor, int]:
     """((mean, 1 / deviation), sum of squared deviations, number of elements), without gradients: see _Normalize."""
     with torch.no_grad():
@@ -83,73 +79,56 @@ def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float)
         return (mean, (deviations / count + eps).rsqrt()), deviations, count
 
 
-def own(weight: MaybeTensor, spec: Spec, dims: Sequence[int]) -> MaybeTensor:
-    """This rank's part of a plain weight for dims of a tensor."""
-    return None if weight is None else part_of(shared(weight, spec), spec.with_dims([spec.dims[d] for d in dims]))
-
-
-def viewed(weight: MaybeTensor, shape: Sequence[int]) -> MaybeTensor:
-    """A weight viewed in a shape that broadcasts; None stays None."""
-    return None if weight is None else weight.view(shape)
+def own(weight: MaybeTensor, spec: Spec, dims: Sequence[int], shape: Sequence[int] | None = None) -> MaybeTensor:
+    """This rank's part of a plain weight for dims of a tensor, viewed in a shape if one is given; None stays None."""
+    if weight is None:
+        return None
+    weight = part_of(shared(weight, spec), spec.with_dims([spec.dims[d] for d in dims]))
+    return weight if shape is None else weight.view(shape)
 
 
 @rule(*named("layer_norm"))
 def layer_norm(
-    func: Callable, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
-    if type(input) is ShardTensor and type(weight) is not ShardTensor and type(bias) is not ShardTensor:
-        spec, shape = input.spec, tuple(normalized_shape)
-        if spec.derived(("layer", shape), lambda: _is_whole(spec, shape)):  # the common case
-            if spec.copies > 1:
-                weight, bias = shared(weight, spec), shared(bias, spec)
-            return wrap(torch.layer_norm(input, shape, weight, bias, eps), spec)
-    x, dims = _layer(func, input, normalized_shape, weight, bias)
-    spec, part = x.spec, local(x)
-    weight, bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
-    if shared_by is None:
-        return wrap(F.layer_norm(part, normalized_shape, weight, bias, eps), spec)
-    found, _, _ = statistics(part, dims, shared_by, eps)
-    return wrap(normalize(part, weight, bias, dims, shared_by, found), spec)
+    spec = input.spec
+    common = type(input) is ShardTensor is not type(weight) and type(bias) is not ShardTensor and not spec.partial
+    if not common or spec.whole_from + len(normalized_shape) > len(spec.dims):
+        return _of_last(func, input, normalized_shape, weight, bias, eps)
+    if spec.copies > 1:
+        weight, bias = shared(weight, spec), shared(bias, spec)
+    return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
 
 
 @rule(*named("rms_norm"))
 def rms_norm(
-    func: Callable,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
+    func: Callable, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
-) -> ShardTensor:
+) -> ShardTensor:  # fmt: skip
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
-    x, dims = _layer(func, input, normalized_shape, weight)
-    spec, part = x.spec, local(x)
-    weight, shared_by = own(weight, spec, dims), sharers(spec, dims)
+    return _of_last(func, input, normalized_shape, weight, None, eps)
+
+
+def _of_last(func, input, normalized_shape, weight, bias, eps):
+    x, first = reduced(_plain_weights(func, input, weight, bias)), len(input.spec.dims) - len(normalized_shape)
+    (spec, part), dims = (x.spec, local(x)), tuple(range(first, len(x.spec.dims)))
+    if spec.shape[first:] != tuple(normalized_shape):
+        raise RuntimeError(f"{func.__name__}: normalized_shape {list(normalized_shape)} of {list(spec.shape)}")
+    own_weight, own_bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
     if shared_by is None:
-        return wrap(F.rms_norm(part, normalized_shape, weight, eps), spec)
+        weights = (own_weight, own_bias) if func.__name__ == "layer_norm" else (own_weight,)
+        return wrap(func(part, normalized_shape, *weights, eps), spec)
+    if func.__name__ == "layer_norm":
+        found, _, _ = statistics(part, dims, shared_by, eps)
+        return wrap(normalize(part, own_weight, own_bias, dims, shared_by, found), spec)
     with torch.no_grad():
         wide = at_least_float32(part)
         square = reduce_from_region(wide.square().sum(dims, keepdim=True), shared_by[0]) / sum(shared_by[1])
         scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     found = torch.zeros_like(scale), scale
-    return wrap(normalize(part, weight, None, dims, shared_by, found, centered=False), spec)
-
-
-def _is_whole(spec, shape):
-    """Whether the last dimensions have this shape, and none of them is split."""
-    first = len(spec.dims) - len(shape)
-    return not spec.partial and spec.shape[first:] == shape and all(dim < first for dim in spec.split_dims)
-
-
-def _layer(func, x, normalized_shape, *weights):
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    x = reduced(_plain_weights(func, x, *weights))
-    first = len(x.spec.dims) - len(normalized_shape)
-    if tuple(x.spec.shape[first:]) != tuple(normalized_shape):
-        raise RuntimeError(f"{func.__name__}: normalized_shape {list(normalized_shape)} of {list(x.spec.shape)}")
-    return x, tuple(range(first, len(x.spec.dims)))
+    return wrap(normalize(part, own_weight, None, dims, shared_by, found, centered=False), spec)
 
 
 def _plain_weights(func, x, *weights):
@@ -171,15 +150,14 @@ def group_norm(
     size = spec.shape[1] // num_groups
     if spec.is_split(1) and any(n % size for n in spec.shares(1)[0]):
         raise no_rule(func, (input,), {}, "a group of channels is split")
-    spatial = tuple(range(2, len(spec.dims)))
-    shared_by, (weight, bias) = sharers(spec, spatial), (own(w, spec, (1,)) for w in (weight, bias))
-    groups = part.shape[1] // size
+    spatial, groups = tuple(range(2, len(spec.dims))), part.shape[1] // size
+    shared_by = sharers(spec, spatial)
     if shared_by is None and part.numel():
-        return wrap(F.group_norm(part, groups, weight, bias, eps), spec)
+        return wrap(F.group_norm(part, groups, own(weight, spec, (1,)), own(bias, spec, (1,)), eps), spec)
     if shared_by is not None:
         shared_by = shared_by[0], tuple([n * size for n in shared_by[1]])
-    part = part.unflatten(1, (groups, size))
-    weight, bias = (viewed(w, (groups, size, *[1] * len(spatial))) for w in (weight, bias))
+    part, shape = part.unflatten(1, (groups, size)), (groups, size, *[1] * len(spatial))
+    weight, bias = own(weight, spec, (1,), shape), own(bias, spec, (1,), shape)
     dims = tuple(range(2, part.dim()))
     found, _, _ = statistics(part, dims, shared_by, eps)
     return wrap(normalize(part, weight, bias, dims, shared_by, found).flatten(1, 2), spec)
@@ -194,15 +172,14 @@ def batch_norm(
     """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
     x = reduced(_plain_weights(func, input, running_mean, running_var, weight, bias))
     spec, part = x.spec, local(x)
-    weight, bias = own(weight, spec, (1,)), own(bias, spec, (1,))
     channels, dims = (-1, *[1] * (len(spec.dims) - 2)), (0, *range(2, len(spec.dims)))
-    if not training:
-        mean, var = own(running_mean, spec, (1,)), own(running_var, spec, (1,))
-        if part.numel() or mean is None or var is None:  # for None it raises
-            return wrap(F.batch_norm(part, mean, var, weight, bias, False, momentum, eps), spec)
-        found = mean.view(channels), (var + eps).rsqrt().view(channels)
-        weight, bias = viewed(weight, channels), viewed(bias, channels)
-        return wrap(normalize(part, weight, bias, dims, None, found), spec)
+    if not training and (part.numel() or running_mean is None or running_var is None):  # for None it raises
+        mean, var, weight, bias = (own(w, spec, (1,)) for w in (running_mean, running_var, weight, bias))
+        return wrap(F.batch_norm(part, mean, var, weight, bias, False, momentum, eps), spec)
+    weight, bias = own(weight, spec, (1,), channels), own(bias, spec, (1,), channels)
+    if not training:  # a rank without elements
+        none = torch.zeros(channels[1:], dtype=part.dtype, device=part.device)
+        return wrap(normalize(part, weight, bias, dims, None, (none, none)), spec)
     shared_by = sharers(spec, dims)
     count = spec.shape.numel() // max(spec.shape[1], 1)
     if count <= 1:
@@ -215,7 +192,6 @@ def batch_norm(
                 every = gather_from_region(every, 0, *split)
             for running, new in zip((running_mean, running_var), every.unbind(1), strict=True):
                 running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
-    weight, bias = viewed(weight, channels), viewed(bias, channels)
     return wrap(normalize(part, weight, bias, dims, shared_by, found), spec)
 
 
@@ -236,7 +212,7 @@ def instance_norm(
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 
-@numpy_rule(F.normalize)
+@rule(F.normalize)
 def to_unit_norm(
     func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
     out: Tensor | None = None,

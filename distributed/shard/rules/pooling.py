@@ -1,25 +1,19 @@
-"""Pooling of a tensor with split spatial dimensions: see windows.py."""
+"""Pooling of a tensor with split spatial dimensions: see windows.py. With indices the images become whole."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributed.collectives import tensor_on
-from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.rules.windows import (
-    DIMENSIONS,
-    Output,
-    Splits,
-    Window,
-    cropped,
-    in_proportion,
-    is_empty,
-    no_outputs,
-    spatial,
-    whole_length,
-)
+from distributed.halo import Interval
+from distributed.shard.operands import fitted, reduced
+from distributed.shard.rules import windows
+from distributed.shard.rules.along import as_before, made_whole, on_parts
+from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, Window, request, spatial, whole_length
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, rule, wrap
 from networks.vit import PerAxis
 
 
@@ -29,19 +23,15 @@ def max_pool(
 ) -> Output:  # fmt: skip
     """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
     count, stride = DIMENSIONS[func], stride or kernel_size
-    windows, lengths = pool_windows(func, x, splits, kernel_size, stride, padding, dilation, ceil_mode)
-    ahead, left, new, shape = x.ndim - count, list(spatial(padding, count)), {}, list(x.shape)
+    along, shape = pool_windows(func, x, splits, kernel_size, stride, padding, dilation, ceil_mode)
+    left, new = list(spatial(padding, count)), {}
     lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     for dim in sorted(splits):
-        (sizes, group), w = splits[dim], windows[dim - ahead]
-        new[dim] = w.output_sizes(sizes, lengths[dim])
-        intervals = [w.interval(*b) for b in bounds(new[dim])]
-        x = Fetch(x, dim, sizes, intervals, group, fill=lowest).rows()
-        left[dim - ahead] = 0
-        lengths[dim] = new[dim][group.rank]
-    shape[ahead:] = lengths[ahead:]
-    if is_empty(shape, new):
-        return no_outputs(x, shape), new
+        new[dim] = along[dim].output_sizes(splits[dim][0], shape[dim])
+        coming, (first, last), _ = request(x, dim, splits[dim], new[dim], along[dim].interval, fill=lowest)
+        x, shape[dim], left[dim - x.ndim] = coming.rows(), last - first, 0
+    if 0 in shape:
+        return windows.no_outputs(x, shape), new
     return func(x, kernel_size, stride, left, dilation, ceil_mode), new
 
 
@@ -50,26 +40,22 @@ def avg_pool(
     padding: PerAxis = 0, ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Output:  # fmt: skip
     """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
-    count, stride = DIMENSIONS[func], stride or kernel_size
-    windows, lengths = pool_windows(func, x, splits, kernel_size, stride, padding, 1, ceil_mode)
-    ahead, new, ranges, shape = x.ndim - count, {}, {}, list(x.shape)
+    stride, new, ranges = stride or kernel_size, {}, {}
+    along, shape = pool_windows(func, x, splits, kernel_size, stride, padding, 1, ceil_mode)
     for dim in sorted(splits):
-        (sizes, group), w = splits[dim], windows[dim - ahead]
-        new[dim] = w.output_sizes(sizes, lengths[dim])
+        (sizes, _), w = splits[dim], along[dim]
+        new[dim] = w.output_sizes(sizes, shape[dim])
         # The plain operation must see the ends of the whole dimension to know which part of a window counts. It
         # therefore pads every part; the rows begin a whole number of strides after the first row, and outputs that
         # read padding inside the whole dimension are cropped.
-        outputs = bounds(new[dim])
-        intervals = [w.interval(*b) for b in outputs]
-        intervals = [whole_strides(w, max(first, 0), last, sum(sizes)) for first, last in intervals]
-        x = Fetch(x, dim, sizes, intervals, group, fill=None).rows()
-        lengths[dim] = new[dim][group.rank]
-        ranges[dim] = outputs[group.rank][0] - intervals[group.rank][0] // w.stride, lengths[dim]
-    shape[ahead:] = lengths[ahead:]
-    if is_empty(shape, new):
-        return no_outputs(x, shape), new
-    divisor = () if count == 1 else (divisor_override,)
-    return cropped(func(x, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor), ranges), new
+        rows = partial(whole_strides, w, rows=sum(sizes))
+        coming, (first, last), (row, _) = request(x, dim, splits[dim], new[dim], rows, fill=None)
+        x, shape[dim] = coming.rows(), last - first
+        ranges[dim] = first - row // w.stride, last - first
+    if 0 in shape:
+        return windows.no_outputs(x, shape), new
+    divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
+    return windows.cropped(func(x, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor), ranges), new
 
 
 def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, average: bool) -> Output:
@@ -78,35 +64,31 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, a
     Output j covers the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for all
     dimensions or one for each; None keeps the number of rows.
     """
-    count = DIMENSIONS[func]
-    ahead, dtype, new = x.ndim - count, x.dtype, {}
-    wanted = list(spatial(output_size, count))
-    for dim in range(ahead, x.ndim):
+    count, dtype, new = DIMENSIONS[func], x.dtype, {}
+    shape = [*x.shape[: x.ndim - count], *spatial(output_size, count)]
+    for dim in range(x.ndim - count, x.ndim):
         rows = whole_length(x, dim, splits)
-        length = wanted[dim - ahead] = rows if wanted[dim - ahead] is None else wanted[dim - ahead]
+        length = shape[dim] = rows if shape[dim] is None else shape[dim]
         if dim not in splits:
             continue
-        sizes, group = splits[dim]
-        new[dim] = in_proportion(sizes, length)
-        outputs = bounds(new[dim])
-        windows = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        intervals = [(windows[a][0], windows[b - 1][1]) if a < b else (0, 0) for a, b in outputs]
-        x = Fetch(x, dim, sizes, intervals, group).rows()
-        wanted[dim - ahead] = new[dim][group.rank]
-        if rows % length and wanted[dim - ahead]:
-            start = intervals[group.rank][0]
-            mine = [(a - start, b - start) for a, b in windows[slice(*outputs[group.rank])]]
+        new[dim] = windows.in_proportion(splits[dim][0], length)
+        covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
+        interval = lambda a, b, covered=covered: (covered[a][0], covered[b - 1][1])  # noqa: E731
+        coming, (first, last), (start, _) = request(x, dim, splits[dim], new[dim], interval)
+        x, shape[dim] = coming.rows(), last - first
+        if rows % length and first < last:
+            mine = [(a - start, b - start) for a, b in covered[first:last]]
             x = (averages if average else spread)(x, dim, mine)
-    shape = [*x.shape[:ahead], *wanted]
-    if is_empty(shape, new):
-        return no_outputs(x.to(dtype), shape), new
-    return func(x, wanted).to(dtype), new
+    if 0 in shape:
+        return windows.no_outputs(x.to(dtype), shape), new
+    return func(x, shape[x.ndim - count :]).to(dtype), new
 
 
 def whole_strides(window: Window, first: int, last: int, rows: int) -> Interval:
-    """Extend an interval to begin at a multiple of the stride and to be as long as the kernel, for avg_pool3d."""
-    first = first // window.stride * window.stride
-    if last > first:
+    """The rows that outputs read, extended to begin at a multiple of the stride and to be as long as the kernel."""
+    first, last = window.interval(first, last)
+    first = max(first, 0) // window.stride * window.stride
+    if last > first:  # avg_pool3d rejects shorter ones
         last = min(rows, max(last, first + window.kernel))
         first = max(0, min(first, (last - window.kernel) // window.stride * window.stride))
     return first, last
@@ -133,20 +115,60 @@ def averages(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
 def pool_windows(
     func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis,
     dilation: PerAxis, ceil_mode: bool,
-) -> tuple[list[Window], list[int]]:  # fmt: skip
-    """The Window of every spatial dimension, and the lengths of the whole output."""
-    count = DIMENSIONS[func]
+) -> tuple[dict[int, Window], list[int]]:  # fmt: skip
+    """{spatial dimension: its Window}, and the shape of the whole output."""
+    count, shape = DIMENSIONS[func], list(x.shape)
     values = [spatial(v, count) for v in (kernel_size, stride, padding, padding, dilation)]
-    windows = [Window(*v) for v in zip(*values, strict=True)]
-    ahead, lengths = x.ndim - count, list(x.shape)
-    for dim, w in enumerate(windows, ahead):
+    along = {dim: Window(*v) for dim, v in enumerate(zip(*values, strict=True), x.ndim - count)}
+    for dim, w in along.items():
         rows = whole_length(x, dim, splits)
         if 2 * w.before > w.reach + 1:
             raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
-        lengths[dim] = w.length(rows)
+        shape[dim] = w.length(rows)
         if ceil_mode:  # an incomplete last window counts unless it begins in the padding
             more = -(-(rows + 2 * w.before - w.reach - 1) // w.stride) + 1
-            lengths[dim] = more - ((more - 1) * w.stride >= rows + w.before)
-        if lengths[dim] < 1:
+            shape[dim] = more - ((more - 1) * w.stride >= rows + w.before)
+        if shape[dim] < 1:
             raise ValueError(f"{func.__name__}: a window of {w.reach + 1} rows on {rows}, padded by {2 * w.before}")
-    return windows, lengths
+    return along, shape
+
+
+def pooled(implementation: Callable[..., Output], func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    """Pool with one of the functions above, of values without indices."""
+    kwargs.pop("return_indices", None)
+    return windows.spatially(implementation, func, input, *args, **kwargs)
+
+
+rule(*windows.of_kind("max_pool"))(partial(pooled, max_pool))
+rule(*windows.of_kind("avg_pool"))(partial(pooled, avg_pool))
+rule(*windows.of_kind("adaptive_max_pool"))(partial(pooled, partial(adaptive_pool, average=False)))
+
+
+@rule(*windows.of_kind("adaptive_avg_pool"))
+def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
+    """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
+    count = DIMENSIONS[func]
+    if output_size in (1, (1,) * count, [1] * count):
+        # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
+        return dispatch(torch.mean, input, tuple(windows.images(input, func)), keepdim=True)
+    return pooled(partial(adaptive_pool, average=True), func, input, output_size)
+
+
+@rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
+@rule(torch.adaptive_max_pool1d)  # always returns indices
+def with_indices(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> tuple[ShardTensor, ...]:
+    """(maxima, their places in the whole image): each rank has whole images of some channels or samples meanwhile."""
+    dims = windows.images(input, func)
+    found = on_parts(made_whole(input, dims), dims, lambda part: func(part, *args, **kwargs))
+    return tuple([as_before(y, input.spec) for y in found])
+
+
+@rule(torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d)
+def unpool(func: Callable, input: ShardTensor, indices: Tensor, output_size: Sequence[int], *args: Any) -> ShardTensor:
+    """Put values at places in the whole image, on whole images of some channels or samples."""
+    dims = windows.images(input, func)
+    x = made_whole(input, dims)
+    part, places = local(x), fitted(reduced(indices), x.spec)
+    out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
+    y = func(part, places, output_size, *args) if part.numel() else windows.no_outputs(part, out.local_shape)
+    return as_before(wrap(y, out), input.spec)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Group, Sizes, all_gather, gather_from_region, tensor_on
-from distributed.shard.operands import one_axis, reduced
+from distributed.shard.operands import reduced
 from distributed.shard.spec import Axes, Spec
 from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -124,17 +124,15 @@ def mean(
     return wrap(out, reduced_spec(spec, dims, keepdim))
 
 
-@rule(*named("count_nonzero"))
-def count_nonzero(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
-    """Number of elements that are not 0, a partial tensor as a sum is."""
-    return dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)
+rule(*named("count_nonzero"))(
+    lambda func, input, dim=None: dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)  # partial, as a sum is
+)
 
 
-@numpy_rule(*named("any", "all"))
-def any_or_all(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
-    """One gather of the value of each rank."""
-    reduce = torch.any if func.__name__ == "any" else torch.all
-    dims = dims_of(input.spec, dim)
+@numpy_rule(*named("any", "all", "logsumexp"))
+def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
+    """One gather of the value of each rank, and the same function of these."""
+    reduce, dims = getattr(torch, func.__name__), dims_of(input.spec, dim)
     return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
 
 
@@ -152,13 +150,6 @@ def prod(
 
     input = input if dtype is None else dispatch(Tensor.to, input, dtype)
     return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))
-
-
-@numpy_rule(*named("logsumexp"))
-def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
-    """One gather of the value of each rank."""
-    dims = dims_of(input.spec, dim)
-    return reduce_by(input, dims, keepdim, lambda x: x.logsumexp(dims, True), lambda parts: parts.logsumexp(0))
 
 
 @numpy_rule(torch.linalg.vector_norm)
@@ -265,8 +256,8 @@ def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype |
     spec, part = input.spec, local(input)
     (dim,) = dims_of(spec, dim)
     out = part.cumsum(dim)
-    if spec.is_split(dim):
-        group = spec.mesh.groups[one_axis(func, input, dim).mesh_dim]
+    if (split := spec.split(dim)) is not None:
+        _, group = split
         sums = all_gather(part.sum(dim, keepdim=True)[None], 0, (1,) * group.size, group)
         out = out + sums[: group.rank].sum(0)
     return wrap(out, spec)

@@ -1,8 +1,8 @@
 """Interpolation and padding of a tensor with split spatial dimensions: see windows.py."""
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -11,16 +11,11 @@ from torch.nn import functional as F
 
 from distributed.collectives import Group, Sizes, tensor_on
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.rules.windows import (
-    Output,
-    Splits,
-    cut,
-    in_proportion,
-    is_empty,
-    no_outputs,
-    spatial,
-    whole_length,
-)
+from distributed.shard.operands import reduced
+from distributed.shard.rules import windows
+from distributed.shard.rules.pooling import adaptive_avg_pooling
+from distributed.shard.rules.windows import Output, Splits, request, spatial, whole_length
+from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule
 from networks.vit import PerAxis
 
 aten = torch.ops.aten
@@ -37,44 +32,35 @@ LINEAR = {
 Number = TypeVar("Number", float, Tensor)
 
 
-def interpolate(
-    x: Tensor, splits: Splits, size: PerAxis | None = None, scale_factor: float | Sequence[float] | None = None,
-    mode: str = "nearest", align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
-) -> Output:  # fmt: skip
+def by_rows(
+    x: Tensor, splits: Splits, lengths: list[int], scales: list[float | None], mode: str, align_corners: bool | None
+) -> Output:
     """F.interpolate with mode nearest, nearest-exact, linear, bilinear or trilinear: x (B, C, ...)."""
-    count, dtype, new = x.ndim - 2, x.dtype, {}
-    lengths, scales = wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor)
-    resampled = False
+    count, dtype, new, resampled = x.ndim - 2, x.dtype, {}, False
     for dim in sorted(splits):
-        (sizes, group), i = splits[dim], dim - 2
-        rows, length, scale = sum(sizes), lengths[i], scales[i]
-        new[dim] = in_proportion(sizes, length)
+        rows, length, scale = sum(splits[dim][0]), lengths[dim - 2], scales[dim - 2]
+        new[dim] = windows.in_proportion(splits[dim][0], length)
         source = nearest_rows(mode, rows, length, scale) if mode in NEAREST else None
-        step = linear_step(rows, length, scale, align_corners)
+        place = partial(linear_place, rows=rows, length=length, scale=scale, align_corners=align_corners)
 
-        def rows_read(first, last, rows=rows, step=step, source=source):
-            if first >= last:
-                return 0, 0
+        def rows_read(first, last, place=place, source=source):
             if source is not None:
                 return source[first], source[last - 1] + 1
-            low, high = (linear_place(j, step, rows, align_corners) for j in (first, last - 1))
-            return math.floor(low), math.ceil(high) + 1
+            return math.floor(place(first)), math.ceil(place(last - 1)) + 1
 
-        outputs = bounds(new[dim])
-        intervals = [rows_read(*b) for b in outputs]
-        x = Fetch(x, dim, sizes, intervals, group).rows()
-        (first, last), lengths[i], scales[i] = outputs[group.rank], new[dim][group.rank], None
+        coming, (first, last), interval = request(x, dim, splits[dim], new[dim], rows_read)
+        x, lengths[dim - 2], scales[dim - 2] = coming.rows(), last - first, None
         if first == last:
             continue
         if source is None:
-            x, resampled = linear(x, dim, first, last, step, intervals[group.rank], align_corners), True
+            x, resampled = linear(x, dim, first, last, place, interval), True
         else:
-            mine = tuple(row - intervals[group.rank][0] for row in source[first:last])
+            mine = tuple([row - interval[0] for row in source[first:last]])
             if mine != nearest_rows(mode, x.shape[dim], last - first, None):
                 x, resampled = x.index_select(dim, tensor_on(x.device, mine)), True
     shape = (*x.shape[:2], *lengths)
-    if is_empty(shape, new):
-        return no_outputs(x.to(dtype), shape), new
+    if 0 in shape:
+        return windows.no_outputs(x.to(dtype), shape), new
     if not resampled or x.shape != shape or scales != [None] * count:
         if mode in NEAREST:
             x = NEAREST[mode][count - 1](x, lengths, *scales)
@@ -84,24 +70,23 @@ def interpolate(
 
 
 def by_matrix(
-    x: Tensor, splits: Splits, size: PerAxis | None, scale_factor: float | Sequence[float] | None, mode: str,
-    align_corners: bool | None, recompute_scale_factor: bool | None, antialias: bool,
+    x: Tensor, splits: Splits, lengths: list[int], scales: list[float | None], mode: str, align_corners: bool | None,
+    antialias: bool,
 ) -> Output:  # fmt: skip
     """F.interpolate of images in any mode that weights rows and columns one after the other: bicubic, antialiased."""
-    lengths, scales = wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor)
     new = {}
     for dim in range(2, x.ndim):
         rows, length = whole_length(x, dim, splits), lengths[dim - 2]
         weights = row_weights(mode, rows, length, scales[dim - 2], align_corners, antialias)
         if dim in splits:
-            sizes, group = splits[dim]
-            new[dim] = in_proportion(sizes, length)
-            outputs, intervals = bounds(new[dim]), []
-            for first, last in outputs:
-                read = weights[first:last].any(0).nonzero().flatten().tolist() or [0, -1]
-                intervals.append((read[0], read[-1] + 1))
-            x = Fetch(x, dim, sizes, intervals, group).rows()
-            weights = weights[slice(*outputs[group.rank]), slice(*intervals[group.rank])]
+            new[dim] = windows.in_proportion(splits[dim][0], length)
+
+            def rows_read(first, last, weights=weights):
+                read = weights[first:last].any(0).nonzero().flatten().tolist()
+                return read[0], read[-1] + 1
+
+            coming, outputs, interval = request(x, dim, splits[dim], new[dim], rows_read)
+            x, weights = coming.rows(), weights[slice(*outputs), slice(*interval)]
         x = (x.movedim(dim, -1) @ weights.to(x).mT).movedim(-1, dim)
     return x, new
 
@@ -115,11 +100,6 @@ def row_weights(
     units = torch.eye(rows, dtype=torch.float64).view(1, rows, rows, 1).repeat(1, 1, 1, 2)
     how = {"size": (length, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
     return F.interpolate(units, mode=mode, align_corners=align_corners, antialias=antialias, **how)[0, :, :, 0].mT
-
-
-def supported(mode: str, count: int) -> bool:
-    """Whether interpolate has this mode for this number of spatial dimensions."""
-    return mode in NEAREST or list(LINEAR)[count - 1] == mode
 
 
 def wanted_lengths(
@@ -137,63 +117,77 @@ def wanted_lengths(
     return lengths, [None] * count if recompute_scale_factor else [float(scale) for scale in scales]
 
 
+@lru_cache(maxsize=256)
 @torch.compiler.assume_constant_result
 def nearest_rows(mode: str, rows: int, length: int, scale: float | None) -> tuple[int, ...]:
     """The row that each output copies, with the rounding of the plain operation."""
-    return _nearest_rows(mode, rows, length, scale)
-
-
-@lru_cache(maxsize=256)
-def _nearest_rows(mode, rows, length, scale):
     places = torch.arange(rows, dtype=torch.float64).view(1, 1, -1)
     return tuple(int(row) for row in NEAREST[mode][0](places, [length], scale).flatten())
 
 
-def linear_step(rows: int, length: int, scale: float | None, align_corners: bool | None) -> float:
-    """Rows from one output to the next."""
-    if align_corners:
-        return (rows - 1) / (length - 1) if length > 1 else 0.0
-    return 1 / scale if scale else rows / length
-
-
-def linear_place(output: Number, step: float, rows: int, align_corners: bool | None) -> Number:
+def linear_place(output: Number, rows: int, length: int, scale: float | None, align_corners: bool | None) -> Number:
     """The position of an output, or of a tensor of outputs, among the rows."""
-    place = output * step if align_corners else (output + 0.5) * step - 0.5
+    if align_corners:
+        place = output * ((rows - 1) / (length - 1) if length > 1 else 0.0)
+    else:
+        place = (output + 0.5) * (1 / scale if scale else rows / length) - 0.5
     return place.clamp(0, rows - 1) if isinstance(place, torch.Tensor) else min(max(place, 0.0), rows - 1.0)
 
 
-def linear(
-    x: Tensor, dim: int, first: int, last: int, step: float, interval: Interval, align_corners: bool | None
-) -> Tensor:
+def linear(x: Tensor, dim: int, first: int, last: int, place: Callable[[Tensor], Tensor], interval: Interval) -> Tensor:
     """Interpolate the outputs [first, last) from x, the rows `interval` of the whole; at least in float32."""
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     outputs = torch.arange(first, last, device=x.device, dtype=x.dtype)
-    place = linear_place(outputs, step, interval[1], align_corners).clamp(min=interval[0]) - interval[0]
-    low = place.floor().long()
-    weight = (place - low).view(-1, *[1] * (x.ndim - 1 - dim))
+    at = place(outputs).clamp(interval[0], interval[1] - 1) - interval[0]
+    low = at.floor().long()
+    weight = (at - low).view(-1, *[1] * (x.ndim - 1 - dim))
     high = (low + 1).clamp(max=x.shape[dim] - 1)
     return torch.lerp(x.index_select(dim, low), x.index_select(dim, high), weight)
 
 
-def pad(
-    x: Tensor, splits: Splits, padding: Sequence[int], mode: str = "constant", value: float | None = None
-) -> Output:
-    """F.pad: the first and the last rank with rows hold the padding.
+@rule(F.interpolate)
+def interpolate(
+    func: Callable, input: ShardTensor, size: PerAxis | None = None,
+    scale_factor: float | Sequence[float] | None = None, mode: str = "nearest", align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> ShardTensor:  # fmt: skip
+    """Every mode; of split images with two rows of weights a row, bilinear and bicubic, antialiased too."""
+    x, count = reduced(input), len(input.spec.dims) - 2
+    splits, part = windows.splits_of(x, range(2, count + 2)), local(x)
+    if not splits:
+        y = func(part, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return windows.resulting(x, y, {})
+    lengths, scales = wanted_lengths(part, splits, size, scale_factor, recompute_scale_factor)
+    if mode == "area":
+        return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), x, lengths)
+    if count == 2 and (mode == "bicubic" or antialias):
+        return windows.resulting(x, *by_matrix(part, splits, lengths, scales, mode, align_corners, antialias))
+    if antialias or mode not in (*NEAREST, list(LINEAR)[count - 1]):
+        raise no_rule(func, (x,), {}, f"mode '{mode}'" + antialias * " with antialias")
+    return windows.resulting(x, *by_rows(part, splits, lengths, scales, mode, align_corners))
 
-    padding: (before, after) of the last dimension, then of the one before it, ...
+
+@rule(*named("pad"))
+def pad(
+    func: Callable, input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> ShardTensor:
+    """Pad. In a split dimension the first and the last rank with rows hold the padding.
+
     Raises ValueError if padding for reflect, replicate or circular is longer than the plain operation allows.
     """
-    left, new = list(padding), {}
-    for i in range(0, len(padding), 2):
-        dim, (before, after) = x.ndim - 1 - i // 2, padding[i : i + 2]
-        if dim not in splits or before == after == 0:
+    given = reduced(input)
+    x, left, new = local(given), list(pad), {}
+    for i in range(0, len(pad), 2):
+        dim, (before, after) = x.ndim - 1 - i // 2, pad[i : i + 2]
+        if before == after == 0 or not given.spec.is_split(dim):
             continue
+        ((sizes, group),) = windows.splits_of(given, [dim]).values()
         left[i] = left[i + 1] = 0
-        (sizes, group), rows = splits[dim], sum(splits[dim][0])
+        rows = sum(sizes)
         most = {"circular": rows, "reflect": rows - 1}.get(mode, math.inf)
         if before + after + rows < 0 or (mode != "constant" and not (0 <= before <= most and 0 <= after <= most)):
             raise ValueError(f"pad: {mode} of {rows} rows by {before} before and {after} after")
-        new[dim] = cut(sizes, rows + before + after, lambda end, before=before: end + before)
+        new[dim] = windows.cut(sizes, rows + before + after, lambda end, before=before: end + before)
         intervals = [(first - before, last - before) for first, last in bounds(new[dim])]
         if mode in ("reflect", "replicate"):
             x = mirrored(x, dim, sizes, group, intervals, mode)
@@ -201,7 +195,8 @@ def pad(
             coming = Fetch(x, dim, sizes, intervals, group, mode == "circular", value or 0)
             x = coming.rows() if coming.joined else coming.rows().clone()
     mode = mode if x.numel() else "constant"  # other modes reject empty tensors
-    return (F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x), new
+    x = F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x
+    return windows.resulting(given, x, new)
 
 
 def mirrored(x: Tensor, dim: int, sizes: Sizes, group: Group, intervals: Sequence[Interval], mode: str) -> Tensor:

@@ -18,8 +18,9 @@ from torch import Tensor
 from distributed.collectives import Sizes
 from distributed.shard.operands import global_shape
 from distributed.shard.redistribute import recut
-from distributed.shard.spec import Axes, Axis, Spec, merged, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.rules.reductions import dims_of
+from distributed.shard.spec import Axes, Axis, Spec, merged, over, whole
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
@@ -54,7 +55,7 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int], cut: Cut) -> tuple[Axe
             else:
                 return None
         dims.append(taken)
-    if any(axis.sizes is not None for axis in left):  # a split axis of size 1 at the end
+    if over(left):  # a split axis of size 1 at the end
         if not dims:
             return None
         dims[-1] += left[::-1]
@@ -71,7 +72,7 @@ def _regrouped_behind(dims, shape, at, cut):
     front = math.prod([axis.size for axes in dims[:at] for axis in axes])
     place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == front and shape[i] != 1), None)
     axes, behind = [axis for axes in dims[at:] for axis in axes], [axis for axes in dims[at + 1 :] for axis in axes]
-    if place is None or any(axis.sizes is not None for axis in behind):
+    if place is None or over(behind):
         return None
     inner, ahead = math.prod(shape[place + 1 :]), axes[0].ahead * math.prod([axis.size for axis in behind])
     outer = math.prod([axis.size for axis in axes]) // max(inner, 1)
@@ -110,7 +111,7 @@ def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTenso
 def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
     """The tensor in a new spec, after it is cut in other sizes; see reshaped_spec."""
     part = recut(local(x), x.spec, cut)[0] if cut else x
-    return wrap(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
+    return wrap_result(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
@@ -144,10 +145,8 @@ def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -
 @rule(*named("unflatten"))
 def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) -> ShardTensor:
     """Distribute the axes of one dimension over several. One size may be -1."""
-    shape, dim = x.spec.shape, dim % len(x.spec.dims)
-    sizes = list(sizes)
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
+    shape, dim, sizes = x.spec.shape, dim % len(x.spec.dims), list(sizes)
+    sizes = [n if n != -1 else shape[dim] // -math.prod(sizes) for n in sizes]
     if math.prod(sizes) != shape[dim]:
         raise RuntimeError(f"unflatten: sizes {sizes} do not multiply up to {shape[dim]}, the size of dimension {dim}")
     return reshaped(func, x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
@@ -174,7 +173,7 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
         return spec.with_dims(dims)
 
-    return wrap(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
+    return wrap_result(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
 
 
 @rule(Tensor.mT.__get__, *named("t"))
@@ -186,11 +185,11 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     return input if count < 2 else transpose(func, input, -2, -1)
 
 
-rule(*named("ravel"))(lambda func, input: flatten(func, input))
 rule(Tensor.T.__get__)(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
 rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))(
     lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1))
 )
+rule(*named("ravel"))(lambda func, input: flatten(func, input))
 
 
 @rule(*named("view_as_real", "view_as_complex"))
@@ -209,11 +208,8 @@ def movedim(
     func: Callable, x: ShardTensor, source: int | Sequence[int], destination: int | Sequence[int]
 ) -> ShardTensor:
     """Move some dimensions to other positions; the rest keep their order."""
-    count = len(x.spec.dims)
-    source, destination = (
-        [d % count for d in ((dims,) if isinstance(dims, int) else dims)] for dims in (source, destination)
-    )
-    order = [d for d in range(count) if d not in source]
+    source, destination = dims_of(x.spec, source), dims_of(x.spec, destination)
+    order = [d for d in range(len(x.spec.dims)) if d not in source]
     for place, dim in sorted(zip(destination, source, strict=True)):
         order.insert(place, dim)
     return permute(func, x, order)
@@ -230,13 +226,10 @@ def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
 def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
     """Remove dimensions of global size 1. One may be split: then one rank holds its only row."""
     spec = x.spec
-    dims = (
-        range(len(spec.dims)) if dim is None else [d % len(spec.dims) for d in ([dim] if isinstance(dim, int) else dim)]
-    )
-    gone = [d for d in dims if spec.shape[d] == 1]
+    gone = [d for d in dims_of(spec, dim) if spec.shape[d] == 1] if dim != () else []
     cut = next((d for d in gone if spec.is_split(d)), None)
     if cut is not None:  # one rank holds its only row
-        x = dispatch(torch.select, x, cut, 0)
+        x = dispatch(Tensor.__getitem__, x, (*[slice(None)] * cut, 0))
         return squeeze(func, x, [d - (d > cut) for d in gone if d != cut])
     return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
 
@@ -250,20 +243,11 @@ def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> Shar
     for dim, size in enumerate(shape):
         axes = x.spec.dims[dim - ahead] if dim >= ahead else ()
         grows = dim < ahead or (size != -1 and size != x.spec.shape[dim - ahead])
-        if grows and any(axis.sizes is not None for axis in axes):
+        if grows and over(axes):
             raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
         dims.append(whole(size) if grows else axes)
         sizes.append(size if grows else -1)
     return wrap(x.expand(sizes), x.spec.with_dims(dims))
-
-
-@rule(torch.broadcast_tensors)
-def broadcast_tensors(func: Callable, *tensors: ShardTensor) -> list[ShardTensor]:
-    """Broadcast ShardTensors against each other. Plain tensors among them have no rule."""
-    if not all(isinstance(x, ShardTensor) for x in tensors):
-        raise no_rule(func, tensors, {}, "of plain tensors too")
-    shape = torch.broadcast_shapes(*[x.spec.shape for x in tensors])
-    return [expand(func, x, shape) for x in tensors]
 
 
 @rule(*named("pixel_shuffle", "pixel_unshuffle"))
@@ -278,3 +262,8 @@ def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTenso
     x = reshaped(func, input, (*ahead, channels, height // factor, factor, width // factor, factor))
     x = permute(func, x, *first, n, n + 2, n + 4, n + 1, n + 3)
     return reshaped(func, x, (*ahead, channels * factor**2, height // factor, width // factor))
+
+
+rule(torch.broadcast_tensors)(
+    lambda func, *xs: [expand(func, x, torch.broadcast_shapes(*map(global_shape, xs))) for x in xs]
+)

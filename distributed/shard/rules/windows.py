@@ -1,6 +1,8 @@
-"""Common parts of convolution and pooling: windows that slide over rows split over the ranks of a group.
+"""Common parts of convolution, pooling and resampling: outputs that read rows split over the ranks of a group.
 
-The operations of convolution.py, pooling.py and resampling.py compute on plain local tensors. All of them take
+The operations of convolution.py, pooling.py and resampling.py compute on plain local tensors, and their rules at the
+end of these modules wrap the results. Samples may be split too, and channels for all of them except convolution, which
+mixes channels. All operations take
 
     x: this rank's shard; splits: {dimension: (sizes of all ranks, Group)} of the split spatial dimensions
 
@@ -10,16 +12,20 @@ gradient of a weight; the sum of the parts is the whole gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from distributed.collectives import Group, Sizes
-from distributed.halo import Interval
+from distributed.halo import Fetch, Interval, bounds
+from distributed.shard.operands import reduced
+from distributed.shard.tensor import ShardTensor, local, named, wrap
 from networks.vit import PerAxis
 
+KINDS = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool"
+DIMENSIONS = {f: n for n in (1, 2, 3) for k in KINDS for f in named(f"{k}{n}d", f"{k}{n}d_with_indices")}
 Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (sizes of all ranks, Group)}
 Output = tuple[Tensor, dict[int, Sizes]]  # the local output, {dimension: its sizes on all ranks}
 
@@ -43,9 +49,7 @@ class Window(NamedTuple):
         return (rows + self.before + self.after - self.reach - 1) // self.stride + 1
 
     def interval(self, first: int, last: int) -> Interval:
-        """The rows that the outputs [first, last) read; (0, 0) for no outputs."""
-        if first >= last:
-            return 0, 0
+        """The rows that the outputs [first, last) read; there is at least one."""
         return first * self.stride - self.before, (last - 1) * self.stride - self.before + self.reach + 1
 
     def output_sizes(self, sizes: Sizes, length: int) -> Sizes:
@@ -61,7 +65,7 @@ def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
     """Sizes of `length` outputs on each rank. place(row): the first output that belongs to this row or a later one."""
     rows = sum(sizes)
     ends = [length if end == rows else min(max(place(end), 0), length) * (end > 0) for end in accumulate(sizes)]
-    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+    return tuple([end - start for start, end in pairwise([0, *ends])])
 
 
 def in_proportion(sizes: Sizes, length: int) -> Sizes:
@@ -69,15 +73,10 @@ def in_proportion(sizes: Sizes, length: int) -> Sizes:
     return cut(sizes, length, lambda end: -(-end * length // sum(sizes)))
 
 
-def of_kind(name: str) -> dict[Callable, int]:
-    """{function: its spatial dimensions} of name1d, name2d, name3d in torch and torch.nn.functional."""
+def of_kind(name: str) -> list[Callable]:
+    """name1d, name2d, name3d in torch and torch.nn.functional."""
     homes = (torch, torch.nn.functional)
-    return {f: n for n in (1, 2, 3) for home in homes if (f := getattr(home, f"{name}{n}d", None)) is not None}
-
-
-DIMENSIONS: dict[Callable, int] = {}
-for _name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"):
-    DIMENSIONS |= of_kind(_name)
+    return [f for n in (1, 2, 3) for home in homes if (f := getattr(home, f"{name}{n}d", None)) is not None]
 
 
 def spatial(values: PerAxis, count: int) -> tuple[int, ...]:
@@ -92,24 +91,19 @@ def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
 
 
 def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tensor:
-    """The empty output of a rank without outputs; its backward pass runs too and gives gradients of 0."""
-    return _Nothing.apply(x.new_empty(shape), x, *(w for w in weights if w is not None))
+    """The output of a rank that computes nothing, empty or zeros; its backward pass runs too, with gradients of 0."""
+    return _Nothing.apply(x.new_zeros(shape), x, *(w for w in weights if w is not None))
 
 
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
+        ctx.shapes = [x.shape for x in inputs]
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
-
-
-def is_empty(shape: Sequence[int], dims: Iterable[int]) -> bool:
-    """Whether a local tensor of this shape has no elements along one of the split dims."""
-    return any(shape[dim] == 0 for dim in dims)
+        return None, *(gradient.new_zeros(shape) for shape in ctx.shapes)
 
 
 def cropped(x: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
@@ -118,3 +112,47 @@ def cropped(x: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
     for dim, (first, rows) in ranges.items():
         part = part.narrow(dim, first, rows)
     return x if part.shape == x.shape else part.clone()
+
+
+def request(
+    x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, interval: Callable[[int, int], Interval],
+    **options: Any,
+) -> tuple[Fetch, Interval, Interval]:  # fmt: skip
+    """Begin to fetch the rows that every rank's outputs read along a split dimension.
+
+    split: (sizes, Group) of the rows. new: sizes of the outputs. interval: from outputs [first, last), at least one, to
+    the rows that they read. options: as for Fetch. Returns the Fetch, and this rank's outputs and rows.
+    """
+    (sizes, group), outputs = split, bounds(new)
+    intervals = [interval(*own) if own[0] < own[1] else (0, 0) for own in outputs]
+    return Fetch(x, dim, sizes, intervals, group, **options), outputs[group.rank], intervals[group.rank]
+
+
+def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
+    """{dimension: (sizes, Group)} of the split ones among dims. Raises CannotSplit where one is not in one piece."""
+    found = {dim: x.spec.split(dim) for dim in dims}
+    return {dim: split for dim, split in found.items() if split is not None}
+
+
+def images(x: ShardTensor, func: Callable) -> range:
+    """The spatial dimensions of x, (B, C, ...) or (C, ...)."""
+    count, ndim = DIMENSIONS[func], len(x.spec.dims)
+    if ndim not in (count + 1, count + 2):
+        raise ValueError(f"{func.__name__}: a tensor of {count + 1} or {count + 2} dimensions, not {ndim}")
+    return range(ndim - count, ndim)
+
+
+def resulting(x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes]) -> ShardTensor:
+    """The local output y as a ShardTensor that is split as x. sizes: {dimension: those of all ranks}, where new."""
+    new = {dim: sizes.get(dim, n) for dim, n in enumerate(y.shape) if dim in sizes or not x.spec.is_split(dim)}
+    return wrap(y, x.spec.resized(new))
+
+
+def spatially(
+    implementation: Callable[..., Output], func: Callable, input: ShardTensor, *args: Any, **kwargs: Any
+) -> ShardTensor:
+    """implementation(func, part, splits, ...) as a ShardTensor; func(part, ...) if no spatial dimension is split."""
+    x = reduced(input)
+    splits, part = splits_of(x, images(x, func)), local(x)
+    y, sizes = implementation(func, part, splits, *args, **kwargs) if splits else (func(part, *args, **kwargs), {})
+    return resulting(x, y, sizes)
