@@ -14,7 +14,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 
-from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
+from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling
 from utils.config import load_config
 from utils.errors import ArgumentParser, real, run_main, whole
 from utils.files import write_json
@@ -55,16 +55,16 @@ def build_parser() -> ArgumentParser:
     data.add_argument("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 
     dp = commands.add_parser("dp", help="data-parallel strategies x world sizes", allow_abbrev=False)
-    dp.set_defaults(run=strategies.run)
+    dp.set_defaults(run=layouts.run_dp)
     dp.add_argument(
-        "--strategies", nargs="+", default=strategies.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
+        "--strategies", nargs="+", default=layouts.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
         help=f"{own_options}: fsdp,wrap_policy=none ddp,activation_checkpointing=full",
     )  # fmt: skip
     dp.add_argument("--world_sizes", type=MANY, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
     dp.add_argument("--steps", type=MANY, default=4, help="timed steps of each turn (%(default)s)")
 
     mp = commands.add_parser("mp", help="layouts of a split model x model sizes", allow_abbrev=False)
-    mp.set_defaults(run=layouts.run)
+    mp.set_defaults(run=layouts.run_mp)
     mp.add_argument(
         "--layouts", nargs="+", default=layouts.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
         help=f"{own_options}: tp2xdp2 cp4,cp_method=ring",
@@ -103,7 +103,7 @@ def build_parser() -> ArgumentParser:
         each.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
         each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     for each, write in (
-        (rung1, ladder.write_picture), (dp, strategies.write_picture), (mp, layouts.write_picture),
+        (rung1, ladder.write_picture), (dp, layouts.write_dp), (mp, layouts.write_mp),
         (domain, image_sizes.write_picture),
     ):  # fmt: skip
         each.set_defaults(write_png=write)

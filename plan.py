@@ -18,16 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.planner import at_scale, calibrate
+from tools.planner import calibrate
 from tools.planner import plan_text as report
 from tools.planner.hardware import load_gpu
-from tools.planner.request import Request, gpu_counts
-from tools.planner.search import best_layouts, scaling
+from tools.planner.search import LAYOUT_OPTIONS, Assumptions, Request, best_layouts, gpu_counts, scaling
 from tools.planner.submit import choose, submit_plan
 from tools.planner.validate import verify
 from training.planned import compare
 from utils.comm import run_ranks
-from utils.errors import ArgumentParser, UsageError, whole
+from utils.errors import ArgumentParser, UsageError, real, whole
 from utils.files import write_json
 
 
@@ -40,21 +39,22 @@ def main(argv: list[str] | None = None) -> int:
         print(compare(reader.parse_args(words[1:]).run))
         return 0
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
-    parser.add_argument("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
-    parser.add_argument("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
+    option("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
+    option("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
+    option(
         "--calibrate", metavar="FILE", nargs="?", const="",
         help="summary.json of a run on such GPUs: scale the times to it; alone: measure this machine, for --gpu",
     )  # fmt: skip
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them"
-    )
-    parser.add_argument("--png", metavar="FILE", help="write a picture")
-    parser.add_argument("--verify", action="store_true", help="run small layouts for real and compare them with plans")
-    parser.add_argument("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
-    parser.add_argument("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
-    at_scale.add_options(parser)
+    option("--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them")
+    option("--png", metavar="FILE", help="write a picture")
+    option("--verify", action="store_true", help="run small layouts for real and compare them with plans")
+    option("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
+    option("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
+    option("--jitter", type=real(0, 1), default=0.02, metavar="S", help="of a curve: how step times vary (%(default)s)")
+    option("--node_read", type=real(1e-3, 1e6), default=10.0, metavar="GB/S", help="files read by a node (%(default)s)")
+    option("--total_read", type=real(1e-3, 1e9), default=1000.0, metavar="GB/S", help="by all (%(default)s)")
     options, words = parser.parse_known_args(words)
     if options.verify:
         return 1 if verify() else 0
@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> int:
     text: Callable[..., str]
     picture: Callable[..., None]
     if len(counts) > 1:
-        assumed = at_scale.assumptions(options)
+        assumed = Assumptions(options.jitter, options.node_read * 1e9, options.total_read * 1e9)
         plans = scaling(request, counts, assumed)
         text, picture = partial(report.scaling_text, assumed=assumed), report.scaling_picture
-    elif (request.names_a_layout and options.top is None) or counts == [1]:
+    elif (options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)) or counts == [1]:
         plans = [request.plan(counts[0])]
         text, picture = report.plan_text, report.layouts_picture
     else:

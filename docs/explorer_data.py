@@ -14,8 +14,7 @@ from typing import Any
 
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import CATEGORIES, Plan
-from tools.planner.request import Request
-from tools.planner.search import formula_plans
+from tools.planner.search import Request, formula_plans
 
 ROOT = Path(__file__).parents[1]
 GPUS = ("a100-40gb", "h100")

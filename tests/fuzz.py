@@ -323,7 +323,6 @@ def strange_command(chance, folder, data):
         ["-m", "tools.checkpoint", "show", chance.choice(HOSTILE)],
         ["-m", "tools.hang", chance.choice(HOSTILE)],
         ["-m", "tools.timeline", chance.choice(HOSTILE)],
-        ["-m", "tools.planner.validate", "--only=nothing", *hostile(["rounds", "gpu"])],
         ["plan.py", "compare", chance.choice(HOSTILE)],
         ["-m", "tools.forecasting.compare", chance.choice(HOSTILE), chance.choice(HOSTILE)],
         ["-m", "weather.year_files", chance.choice(HOSTILE), f"{folder}/stats"],

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
 from tools.benchmarks import ladder
-from tools.benchmarks.plain_loader import plain_loader
+from tools.benchmarks.loaders import plain_loader
 from tools.instruments.team import Rank
 from tools.tables import format_table
 from training.model import build_model

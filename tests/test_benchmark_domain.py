@@ -117,16 +117,16 @@ def test_bad_arguments_are_one_line_and_status_2(words, message, capfd):
 def test_a_rank_that_the_system_kills_is_out_of_memory_and_another_that_ends_is_not():
     case = build_points(WORDS, ["dp2"], sizes=(16, 16, 1))[0][1]
     with Teams(case.config) as teams:
-        assert len(measure(teams, case, 1, memory=False)) == 2
+        assert len(measure(teams, case, 1)) == 2
         ranks = teams.running[2]
         ranks.processes[1].kill()
-        assert measure(teams, case, 1, memory=False) is None
+        assert measure(teams, case, 1) is None
         assert not any(process.is_alive() for process in ranks.processes)
-        assert len(measure(teams, case, 1, memory=False)) == 2  # by new ones
+        assert len(measure(teams, case, 1)) == 2  # by new ones
         ranks = teams.running[2]
         ranks.processes[1].terminate()
         with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
-            measure(teams, case, 1, memory=False)
+            measure(teams, case, 1)
     assert not any(process.is_alive() for process in ranks.processes)
 
 

@@ -13,8 +13,8 @@ from pandas import DataFrame
 import benchmark
 from tests.support import programs
 from tests.support.launch import popen
-from tools.benchmarks import strategies
 from tools.benchmarks.cases import STATES
+from tools.benchmarks.layouts import STRATEGIES, by_kind, run_dp, strategy_cases
 from tools.instruments.overlap import hidden_share
 from tools.instruments.rank_case import figures_of, seconds_of
 from tools.instruments.team import Team
@@ -41,17 +41,17 @@ def measured(tmp_path_factory):
 
 
 def calls_of(row):
-    return {kind: calls for kind, (calls, _) in strategies.of_step(row["messages"]).items()}
+    return {kind: calls for kind, (calls, _) in by_kind(row["messages"]).items()}
 
 
 def bytes_of(row, messages="messages"):
-    return {kind: size for kind, (_, size) in strategies.of_step(row[messages]).items()}
+    return {kind: size for kind, (_, size) in by_kind(row[messages]).items()}
 
 
 def test_every_strategy_at_every_world_size_has_a_row(measured):
     result, rows, folder = measured
     expected = [("independent", 1)]
-    expected += [(name, size) for size in (2, 4) for name in ("independent", *strategies.STRATEGIES)]
+    expected += [(name, size) for size in (2, 4) for name in ("independent", *STRATEGIES)]
     assert list(rows) == expected
     assert result["local_batch_size"] == 2 and result["machine"]["device"] == "cpu"
     for (name, _), row in rows.items():
@@ -121,7 +121,7 @@ def test_a_strategy_may_have_options_of_its_own(capsys):
         "ddp,activation_checkpointing=full,checkpointing_interval=2", "ddp,activation_checkpointing=selective",
         "zero2,gather_dtype=bf16,gradient_accumulation=2",
     ]  # fmt: skip
-    result = strategies.run(WORDS, names, [2], steps=1, rounds=1)
+    result = run_dp(WORDS, names, [2], steps=1, rounds=1)
     rows = {row["strategy"]: row for row in result["rows"]}
     values = 4 * result["parameters"]
     most = {name: row["memory"]["parameters at most"] for name, row in rows.items()}
@@ -174,11 +174,11 @@ def test_it_is_not_started_by_torchrun(monkeypatch):
     }.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UsageError, match="starts its ranks itself"):
-        strategies.run(WORDS)
+        run_dp(WORDS)
 
 
 def test_a_rank_that_is_gone_ends_the_others():
-    case = strategies.build_cases(WORDS, ["ddp"], 2)[1]
+    case = strategy_cases(WORDS, ["ddp"], 2)[1]
     with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
         with Team(2, case.config) as team:
             team.call(figures_of, case)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import benchmark
-from tools.benchmarks import layouts
 from tools.benchmarks.cases import HELD
-from tools.benchmarks.layouts import ONE, build_cases
+from tools.benchmarks.layouts import ONE, layout_cases, run_mp
 from tools.instruments.counting import Collective
 from tools.instruments.phases import phases_of
 from tools.instruments.rank_case import figures_of, seconds_of
@@ -95,7 +94,7 @@ def test_memory_is_that_of_the_formulas(measured, name):
 
 def test_theory_holds_in_two_dimensions():
     names = ["tp2xcp2", "cp2xdp2,data_parallel=fsdp", "tp2xpp2,sequence_parallel"]
-    for row in layouts.run([*WORDS, "--embed_dim=32"], names, steps=1, rounds=1)["rows"]:
+    for row in run_mp([*WORDS, "--embed_dim=32"], names, steps=1, rounds=1)["rows"]:
         for phase, kinds in row["predicted_messages"].items():
             expected = {kind: pytest.approx(both) for kind, both in kinds.items()}
             assert row["messages"][phase] == expected, (row["layout"], phase)
@@ -134,11 +133,11 @@ def test_it_is_not_started_by_torchrun(monkeypatch):
     for name, value in launch.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UsageError, match="starts its ranks itself"):
-        layouts.run(WORDS)
+        run_mp(WORDS)
 
 
 def test_a_rank_that_is_gone_ends_the_others():
-    case = build_cases([*WORDS, "--embed_dim=32"], ["tp2"])[1]
+    case = layout_cases([*WORDS, "--embed_dim=32"], ["tp2"])[1]
     with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
         with Teams(case.config) as teams:
             teams.call(2, figures_of, case)

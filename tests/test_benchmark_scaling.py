@@ -17,11 +17,9 @@ from tests.conftest import TINY
 from tests.support import programs
 from tests.test_slurm import cluster  # noqa: F401
 from tools.benchmarks import scaling
-from tools.benchmarks.scaling.figures import collect
-from tools.benchmarks.scaling.report import write_report
+from tools.benchmarks.scaling.report import collect, write_report
 from tools.benchmarks.scaling.runs import place, start, state
-from tools.benchmarks.scaling.slurm import job_lines
-from tools.benchmarks.scaling.study import Target, build_runs, read_study
+from tools.benchmarks.scaling.study import Target, build_runs, job_lines, read_study
 from tools.slurm import submit
 from utils.config import write_config, yaml
 from utils.errors import STOPPED_STATUS, UsageError, run_main

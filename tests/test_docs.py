@@ -18,7 +18,7 @@ import benchmark
 import forecast
 import plan
 from tests import test_porting
-from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling, strategies
+from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling
 from tools.preflight import __main__ as preflight
 from utils.config import SCRIPTS, load_config, parse_command_line
 
@@ -111,8 +111,9 @@ def check_benchmark(words):
         raise Parsed
 
     with contextlib.ExitStack() as stack:
-        for module in (image_sizes, ladder, layouts, loaders, scaling, strategies):
+        for module in (image_sizes, ladder, loaders, scaling):
             stack.enter_context(mock.patch.object(module, "run", run))
+        stack.enter_context(mock.patch.multiple(layouts, run_dp=run, run_mp=run))
         with pytest.raises(Parsed):
             benchmark.main(words)
     if isinstance(seen[0], list):

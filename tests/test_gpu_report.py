@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.launch import popen
 from tools.gpu_report import __main__ as gpu_report
-from tools.gpu_report import page, running
+from tools.gpu_report import running
 from tools.gpu_report.parts import Machine, parts_of
 from tools.gpu_report.running import Command, Part
 from tools.tables import installed
@@ -108,12 +108,15 @@ def test_a_command_is_stopped_when_it_says_so_and_must_end_as_expected(tmp_path)
 
 
 def test_goals_stand_beside_what_was_measured(tmp_path):
-    figures = {page.LADDER: {"MFU": 0.34, "x fp32": 8.0}, page.PLANNED: {"memory off": -0.04, "time off": 0.3}}
+    figures = {
+        "ladder of short": {"MFU": 0.34, "x fp32": 8.0},
+        "short, fused: planned": {"memory off": -0.04, "time off": 0.3},
+    }
     parts = [{"part": name, "status": "passed", "seconds": 1.0, "why": "", "figures": f} for name, f in figures.items()]
-    page.write_report(tmp_path / "a.b", {"name": "a GPU"}, parts)
+    gpu_report.write_report(tmp_path / "a.b", {"name": "a GPU"}, parts)
     goals = json.loads((tmp_path / "a.b.json").read_text())["goals"]
     assert [(goal["measured"], goal["met"]) for goal in goals] == [
-        (0.34, "no"), (None, "not measured"), (8.0, "yes"), (-0.04, "yes"), (0.3, "no"),
+        (0.34, "no"), (8.0, "yes"), (None, "not measured"), (-0.04, "yes"), (0.3, "no"),
     ]  # fmt: skip
     assert "# a GPU" in (tmp_path / "a.b.md").read_text()
 
@@ -215,6 +218,6 @@ def test_the_parts_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
     assert skipped == {"tests", "quick, graphs", "ladder of quick"} and len(results) > 10
     assert results["quick, stopped and resumed"]["figures"]["resumed at"] >= 40
     assert results["collectives, attention"]["figures"]["gloo collectives"] == 6
-    page.write_report(tmp_path / "report", {"name": "a CPU"}, list(results.values()))
+    gpu_report.write_report(tmp_path / "report", {"name": "a CPU"}, list(results.values()))
     goals = json.loads((tmp_path / "report.json").read_text())["goals"]
     assert {goal["met"] for goal in goals} <= {"yes", "no"}  # every one is measured

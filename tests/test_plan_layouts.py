@@ -75,7 +75,7 @@ def test_the_scripts_take_every_command(gpus):
     assert len(found) == len({command(config, layout, SMALL) for config, layout in found})
     for config, layout in found:
         words = shlex.split(command(config, layout, SMALL))
-        script = script_of(config)
+        script = script_of(vars(config))
         start = next(i for i, word in enumerate(words) if word in (script, SCRIPTS[script].submit))
         again = load_config(words[start + 1 :], None, gpus, *SCRIPTS[script][:2])
         assert again == config
@@ -90,7 +90,7 @@ def test_layouts_cover_all_kinds_of_parallelism():
         lambda c: c.pipeline_parallel == 4 and c.pp_schedule == "1f1b",
         lambda c: c.domain_parallel == "2x2" and c.domain_method == "gather",
         lambda c: c.data_parallel == "hsdp" and c.activation_checkpointing == "full",
-        lambda c: script_of(c) == "train.py" and c.data_parallel == "ddp",
+        lambda c: script_of(vars(c)) == "train.py" and c.data_parallel == "ddp",
     ):
         assert any(chosen(config) for config, _ in found)
     assert max(layout.tp for _, layout in found) == 4

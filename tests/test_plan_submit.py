@@ -10,7 +10,7 @@ import plan as program
 from tests.support import programs
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
-from tools.planner.request import Request
+from tools.planner.search import Request
 from tools.planner.submit import stored
 from training.planned import compare
 from utils.config import SCRIPTS, load_config, write_config

@@ -17,8 +17,7 @@ from tests.support.workers import free_port
 from tools.preflight import __main__ as preflight
 from tools.preflight import file_system as preflight_files
 from tools.preflight import network as preflight_network
-from tools.preflight.check_results import CheckResult, merge
-from tools.preflight.rendezvous import Rendezvous, limited, shortened
+from tools.preflight.rendezvous import CheckResult, Rendezvous, limited, merge, shortened
 from utils import device
 from utils.errors import UsageError
 from utils.launch import Launch
@@ -276,7 +275,7 @@ class Together:
     def exchange(self, key, value):
         return self.answers.get(key.split(": ")[-1], [value] * 3)
 
-    names = Rendezvous.names
+    names, by_node = Rendezvous.names, Rendezvous.by_node
 
 
 def test_a_folder_that_is_not_shared_and_clocks_that_differ_are_seen(tmp_path):
@@ -288,7 +287,7 @@ def test_a_folder_that_is_not_shared_and_clocks_that_differ_are_seen(tmp_path):
 
 
 def test_results_of_some_ranks_say_whose_they_are():
-    good, bad = CheckResult("ok", "x", "fine", "not shown").as_dict(), CheckResult("FAIL", "x", "bad", "do").as_dict()
+    good, bad = CheckResult("ok", "x", "fine", "not shown"), CheckResult("FAIL", "x", "bad", "do")
     assert [f.line().split() for f in merge([[good], [bad], [bad]], Together())] == [
         ["ok", "x", "rank", "0", "(a):", "fine"],
         ["FAIL", "x", "rank", "1-2", "(b):", "bad", "-", "do"],
@@ -307,8 +306,8 @@ def test_a_check_that_raises_or_hangs_is_a_failure(words):
         yield
 
     so_far, late = preflight.attempt(hangs, options, None)
-    assert so_far["level"] == "ok" and late["level"] == "FAIL" and "not done after 0.2 s" in late["found"]
-    assert preflight.attempt(raises, options, None)[0]["found"] == "ValueError: why"
+    assert so_far.level == "ok" and late.level == "FAIL" and "not done after 0.2 s" in late.found
+    assert preflight.attempt(raises, options, None)[0].found == "ValueError: why"
     assert limited(5, lambda: 3) == 3
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import xarray
 
-from tools.forecasting.output_files import file_name, forecast_dataset, write_netcdf, write_zarr
-from tools.forecasting.weatherbench2 import weatherbench2_name
+from tools.forecasting.output_files import file_name, forecast_dataset, weatherbench2_name, write_netcdf, write_zarr
 from weather.channels import CHANNELS
 from weather.grid import Grid, latitudes, longitudes
 

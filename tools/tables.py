@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from utils.config import read_mappings
 from utils.device import library
 
 MIB = 2**20
+TABLES = "config/benchmarks.yaml"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -46,25 +48,21 @@ def format_table(columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> s
 
 def cells(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[list[str]]:
     """The cells of a table as text, '-' where a value is missing. columns: {title: "{name of a value:.2f}"}."""
-    return [[_cell(template, row) for template in columns.values()] for row in rows]
+
+    def cell(template: str, row: Mapping[str, Any]) -> str:
+        values = [row.get(name) for _, name, _, _ in Formatter().parse(template) if name]
+        return "-" if any(value is None or value != value for value in values) else template.format(**row)
+
+    return [[cell(template, row) for template in columns.values()] for row in rows]
 
 
-def _cell(template: str, row: Mapping[str, Any]) -> str:
-    names = [name for _, name, _, _ in Formatter().parse(template) if name]
-    values = [row.get(name) for name in names]
-    return "-" if any(value is None or value != value for value in values) else template.format(**row)
-
-
-def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print a table under its title; arguments as of `cells`."""
-    print(f"{title}\n\n{format_table(dict.fromkeys(columns, ''), cells(rows, columns))}\n")
+def print_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print the tables that config/benchmarks.yaml has for a command, with the rows of each."""
+    for (title, columns), own in zip(read_mappings(TABLES, "tables")[command].items(), rows, strict=True):
+        table = format_table(dict.fromkeys(columns, ""), cells(own, columns))
+        print(f"{title}\n\n{table}\n" if title else table)
 
 
 def spread(values: Sequence[float], spec: str) -> str:
     """The least and the largest of some values, in words."""
     return f"{min(values):{spec}} to {max(values):{spec}}"
-
-
-def in_mib(size: float | None) -> float | None:
-    """Bytes as MiB; None stays None."""
-    return None if size is None else size / MIB

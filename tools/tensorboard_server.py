@@ -86,7 +86,8 @@ class PrivateTensorBoard:
 
 def tunnel_command(port: int) -> str:
     """The ssh command that forwards `port` of this machine to the same port of the reader's machine."""
-    user, host = getpass.getuser(), _host_name()
+    user, host = getpass.getuser(), socket.getfqdn()
+    host = socket.gethostname() if host.startswith("localhost") else host
     login_node = os.environ.get("SLURM_SUBMIT_HOST", host)
     jump = "" if login_node.split(".")[0] == host.split(".")[0] else f"-J {user}@{login_node} "  # in a batch job
     return f"ssh -N -L {port}:127.0.0.1:{port} {jump}{user}@{host}"
@@ -108,11 +109,6 @@ def jupyter_base_url() -> str | None:
         return json.loads(record.read_text())["base_url"]
     except (ImportError, KeyError, OSError, ValueError):
         return None
-
-
-def _host_name() -> str:
-    name = socket.getfqdn()
-    return socket.gethostname() if name.startswith("localhost") else name
 
 
 def _python_with_tensorboard() -> str:

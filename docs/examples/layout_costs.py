@@ -3,7 +3,7 @@
 python -m docs.examples.layout_costs
 """
 
-from tools.benchmarks.layouts import build_cases
+from tools.benchmarks.layouts import layout_cases
 from tools.planner.formulas import formula_traces
 from tools.tables import format_table
 
@@ -20,7 +20,7 @@ def main() -> None:
     rows = []
     for name in CONFIGS:
         words = [f"--config={name}", "--global_batch_size=1", "--amp_mode=none", "--no-enable_jit"]
-        for case in build_cases(words, LAYOUTS):
+        for case in layout_cases(words, LAYOUTS):
             (trace,) = formula_traces(case.config, case.layout)
             sent = {"forward": 0.0, "backward": 0.0}
             for message, calls in trace.messages.items():

@@ -5,8 +5,7 @@ from types import ModuleType
 
 from exercises.checks.common import Draw, Wrong, expect
 from tools.planner.hardware import load_gpu
-from tools.planner.request import Request
-from tools.planner.search import best_layouts
+from tools.planner.search import Request, best_layouts
 from utils.errors import UsageError
 
 WORLD_SIZES = (1,)

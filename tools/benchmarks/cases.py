@@ -12,16 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from pandas import DataFrame
 
 from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import build_case, figures_of, seconds_of
 from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import Messages, by_phase
-from tools.pictures import HELD_COLORS, draw_bars, finish, mark
 from tools.planner.formulas import formula_traces
-from tools.tables import MIB
+from training.model import build_model
 from utils.device import select_device
 from utils.errors import UsageError
 from utils.launch import read_launch
@@ -29,11 +27,10 @@ from utils.launch import read_launch
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
 RANKS_PER_CORE = 32  # more would only fill the machine
-MEMORY = {name: f"{{{name}:.2f}}" for name in STATES} | {"sum": "{states:.2f}", "formula": "{states_formula:.2f}"}
 
 
-def parse_layout(name: str, dims: Collection[str], example: str) -> dict[str, str]:
-    """Sizes of a layout: 'domain2x2xdp2' -> {'domain': '2x2', 'tp': '1', 'dp': '2'}.
+def parse_layout(name: str, dims: Collection[str], example: str) -> tuple[dict[str, str], int]:
+    """Sizes and ranks of a layout: 'domain2x2xdp2' -> {'domain': '2x2', 'tp': '1', 'dp': '2'}, 8.
 
     Raises UsageError, with an example, for anything else, and for a layout of one rank.
     """
@@ -41,15 +38,10 @@ def parse_layout(name: str, dims: Collection[str], example: str) -> dict[str, st
     sizes = {part[1]: part[2] for part in parts if part and part[1] in dims}
     if len(sizes) < len(parts) or any("x" in size for dim, size in sizes.items() if dim != "domain"):
         raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {example}")
-    sizes = dict.fromkeys(dims, "1") | sizes
-    if ranks_of(sizes) == 1:
+    ranks = math.prod(int(number) for size in sizes.values() for number in size.split("x"))
+    if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
-    return sizes
-
-
-def ranks_of(sizes: Mapping[str, str]) -> int:
-    """Ranks of a layout from parse_layout."""
-    return math.prod(int(number) for size in sizes.values() for number in size.split("x"))
+    return dict.fromkeys(dims, "1") | sizes, ranks
 
 
 def named_case(text: str, script: str, words: Sequence[str], ranks: int) -> Case:
@@ -81,22 +73,27 @@ def conditions(device: torch.device, rounds: int, steps: int) -> str:
     return f"{rounds} rounds of {steps} steps; {device.type}{shared}"
 
 
-def train_in_turns(cases: Sequence[Case], device: torch.device, steps: int, rounds: int) -> dict[Case, dict[str, Any]]:
-    """Build all cases at once, each on its ranks, and train in turns.
+def compare(
+    command: str, key: str, groups: Sequence[Sequence[Case]], option: str, steps: int, rounds: int
+) -> tuple[torch.device, list[dict[str, Any]]]:
+    """Build all cases at once, each on its ranks, and train in turns; returns the device and a row for each case.
 
-    Returns {case: a row with its memory and messages, of the rank that has most, beside the planner's formulas, and
-    with the `seconds` of a step in each round, the harmonic mean over the ranks}.
+    groups: of cases that are compared with the first of them. command, option: as of check_machine. A row has under
+    `key` the case's name, its memory and messages, of the rank that has most, beside the planner's formulas, and the
+    seconds of a step in each round, the harmonic mean over the ranks, with the ratios to those of the first case.
     """
+    cases = [case for group in groups for case in group]
+    device = check_machine(command, cases, option)
+    for case in cases:
+        build_model(case.config)  # its sizes fit
     with Teams(cases[0].config) as teams:
-        rows = {case: _row(case, teams.call(case.ranks, figures_of, case), device) for case in cases}
+        rows = {case: {key: case.name} | _row(case, teams.call(case.ranks, figures_of, case), device) for case in cases}
         for case, row in [*rows.items()] * rounds:
             row["seconds"].append(statistics.harmonic_mean(teams.call(case.ranks, seconds_of, case, steps)))
-    return rows
-
-
-def ratios(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
-    """Seconds of a row to those of another one, in each round."""
-    return [own / yardstick for own, yardstick in zip(row["seconds"], other["seconds"], strict=True)]
+    for first, case in ((group[0], case) for group in groups for case in group):
+        seconds = zip(rows[case]["seconds"], rows[first]["seconds"], strict=True)
+        rows[case]["ratio_of_rounds"] = [own / yardstick for own, yardstick in seconds]
+    return device, list(rows.values())
 
 
 def _row(case: Case, figures: Sequence[dict[str, Any]], device: torch.device) -> dict[str, Any]:
@@ -129,20 +126,3 @@ def most_messages(of_ranks: Sequence[Messages]) -> Messages:
             calls, sizes = zip(*(sent[phase].get(kind, (0, 0)) for sent in of_ranks), strict=True)
             own[kind] = max(calls), max(sizes)
     return found
-
-
-def in_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of train_in_turns with its memory as single values in MiB, for tables."""
-    held = {name: size / MIB for name, size in row["memory"].items()}
-    formula = {f"{name} formula": size / MIB for name, size in row["predicted_memory"].items()}
-    sums = {"states": sum(held[name] for name in STATES)}
-    return {**row, **held, **formula, **sums, "states_formula": sum(formula[f"{name} formula"] for name in STATES)}
-
-
-def memory_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
-    """Memory of a rank by use, a bar for each row, and its formula as a mark. name: the key of a row's label."""
-    labels = [row[name] for row in rows]
-    memory, formula = (DataFrame([row[key] for row in rows], labels) / MIB for key in ("memory", "predicted_memory"))
-    draw_bars(axes, memory[list(HELD)].fillna(0), list(HELD_COLORS.values()))
-    mark(axes, formula.sum(axis=1), "formula")
-    finish(axes, title=title, xlabel="MiB")

@@ -8,25 +8,25 @@ other does not. Where memory runs out, the table says so, and the sweep goes on.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from networks.vit import patch_grid
-from tools.benchmarks.cases import check_machine, conditions, most, named_case, parse_layout, ranks_of
+from tools.benchmarks.cases import check_machine, conditions, most, named_case, parse_layout
 from tools.instruments.memory import memory_of_a_step, optimizer_states
 from tools.instruments.rank_case import RankCase
 from tools.instruments.team import Case, OutOfMemory, Rank, Teams
 from tools.instruments.tracker import Tracker
 from tools.pictures import COLORS, save
 from tools.planner.layouts import split_refusal
-from tools.tables import MIB, format_table, machine
+from tools.tables import MIB, TABLES, format_table, machine
 from utils import comm
-from utils.device import empty_cache, library, synchronize
+from utils.config import read_mappings
+from utils.device import empty_cache, library
 from utils.errors import UsageError
 
 LAYOUTS = ("dp2", "domain2", "domain2,data_parallel=ddp")
@@ -39,14 +39,6 @@ FIGURES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class ImageCase(Case):
-    """A layout at one point of the sweep. config: of this image. memory_limit: bytes of a rank, or None."""
-
-    mode: str
-    memory_limit: float | None
-
-
 def run(
     words: list[str],
     layouts: Sequence[str] = LAYOUTS,
@@ -56,19 +48,20 @@ def run(
     steps: int = 3,
     rounds: int = 3,
 ) -> dict[str, Any]:
-    """Measure and print the tables; returns the figures, as JSON has them. Arguments as of build_points.
+    """Measure and print the tables; returns the figures, as JSON has them. Arguments as of build_points, and:
 
+    memory_limit_gib: of a rank, None for all that there is. steps: timed in one turn.
     Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
-    points = build_points(words, layouts, sizes, dims, memory_limit_gib)
+    points, limit = build_points(words, layouts, sizes, dims), memory_limit_gib and memory_limit_gib * 2**30
     device, config = check_machine("domain", points[0], "--layouts"), points[0][0].config
     results = []
     with Teams(config) as teams:
         for point in points:
-            turns: dict[ImageCase, list[Any]] = {case: [] for case in point}
+            turns: dict[Case, list[Any]] = {case: [] for case in point}
             for case, own in [*turns.items()] * rounds:
                 if None not in own:  # it has not run out of memory
-                    own.append(measure(teams, case, steps, memory=not own))
+                    own.append(measure(teams, case, steps, limit, memory=not own))
             one = summarize(point[0], turns[point[0]], None)
             results += [one] + [summarize(case, turns[case], one) for case in point[1:]]
     print_tables(results)
@@ -81,117 +74,86 @@ def run(
 
 
 def build_points(
-    words: list[str],
-    layouts: Sequence[str],
-    sizes: Sequence[int] = SIZES,
-    dims: int = 2,
-    memory_limit_gib: float | None = None,
-) -> list[list[ImageCase]]:
+    words: list[str], layouts: Sequence[str], sizes: Sequence[int] = SIZES, dims: int = 2
+) -> list[list[Case]]:
     """The points of the sweep, checked: at each of them the cases of all layouts, one device first.
 
     words: options of the config. layouts: sizes joined by x, as domain2xdp2, with options of their own after commas:
     'domain2,data_parallel=ddp'. sizes: first and last side of an image in points, and the step between. dims: 2 or 3.
     A device, or those that share an image, take one image at a time.
     """
+    start, stop, step = sizes
+    if start < 1 or step < 1 or stop < start:
+        raise UsageError(f"--sizes {start} {stop} {step}: expected START, a larger STOP, and a STEP of 1 or more")
     words = ["--config=classify_quick", *words]
     ways = [named_case(ONE, "train_shard.py", words, 1)]
     for text in dict.fromkeys(layouts):
-        split = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
+        split, ranks = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
         shared = [
             f"--data_parallel={'ddp' if split['domain'] == '1' else 'fsdp'}", f"--domain_parallel={split['domain']}",
             f"--tensor_parallel={split['tp']}", f"--global_batch_size={split['dp']}",
         ]  # fmt: skip
-        ways.append(named_case(text, "train_shard.py", [*words, *shared], ranks_of(split)))
-    limit = memory_limit_gib and memory_limit_gib * 2**30
+        ways.append(named_case(text, "train_shard.py", [*words, *shared], ranks))
 
-    def case_of(way: Case, side: int, mode: str) -> ImageCase:
+    def case_of(way: Case, side: int, mode: str) -> Case:
         config = way.config.model_copy(update={"img_size": [side] * dims, "global_batch_size": way.layout.dp})
         if refusal := split_refusal(config, way.layout.tp, 1, 1, config.domain_parallel):
             raise UsageError(f"layout '{way.name}': {refusal}")
-        return ImageCase(way.name, config, way.layout, mode, limit)
+        return replace(way, config=config, training=mode == "training")
 
-    return [[case_of(way, *point) for way in ways] for point in product(parse_sizes(sizes), MODES)]
-
-
-def parse_sizes(sizes: Sequence[int]) -> list[int]:
-    """Sides of the images: (start, stop, step) -> [start, start + step, .., at most stop]."""
-    start, stop, step = sizes
-    if start < 1 or step < 1 or stop < start:
-        raise UsageError(f"--sizes {start} {stop} {step}: expected START, a larger STOP, and a STEP of 1 or more")
-    return list(range(start, stop + 1, step))
+    return [[case_of(way, *point) for way in ways] for point in product(range(start, stop + 1, step), MODES)]
 
 
-def measure(teams: Teams, case: ImageCase, steps: int, memory: bool) -> list[dict[str, Any]] | None:
+def measure(
+    teams: Teams, case: Case, steps: int, limit: float | None = None, memory: bool = False
+) -> list[dict[str, Any]] | None:
     """Figures of every rank: seconds and CPU seconds of a step, with `memory` bytes held and the first loss too.
 
-    None where a rank has run out of memory. Nothing of the case is kept.
+    limit: bytes that a rank may hold. None where a rank has run out of memory. Nothing of the case is kept.
     """
     try:
-        return teams.call(case.ranks, _measure_once, case, steps, memory)
+        return teams.call(case.ranks, _measure_once, case, steps, limit, memory)
     except OutOfMemory:
         return None
 
 
-def _measure_once(rank: Rank, case: ImageCase, steps: int, memory: bool) -> dict[str, Any]:
+def _measure_once(rank: Rank, case: Case, steps: int, limit: float | None, memory: bool) -> dict[str, Any]:
     gpu = library(rank.device, "max_memory_allocated", "set_per_process_memory_fraction")
     if gpu:
         gpu.empty_cache()  # ranks of other layouts use the same devices
         total = gpu.get_device_properties(rank.device).total_memory
-        gpu.set_per_process_memory_fraction(min(1, case.memory_limit / total) if case.memory_limit else 1)
+        gpu.set_per_process_memory_fraction(min(1, limit / total) if limit else 1)
         gpu.reset_peak_memory_stats()
-    built = RankImageCase(rank, case)
-    figures = (built.figures() if memory else {}) | built.times(steps)
-    del built
+    own = RankCase(rank, case)
+    figures = (_held(own, limit) if memory else {}) | own.times(steps)
+    del own
     empty_cache(rank.device)
     return figures
 
 
-class RankImageCase(RankCase):
-    """A case on one rank: a model, and a batch of random images with random targets."""
+def _held(own: RankCase, limit: float | None) -> dict[str, Any]:
+    """loss: of the initial weights. peak: bytes at most held at once, parameters and input included.
 
-    def __init__(self, rank: Rank, case: ImageCase):
-        super().__init__(rank, case)
-        self.training, self.limit = case.mode == "training", case.memory_limit
-        self.module = self.step.parallel.module
-        self.module.train(self.training)
-
-    @torch.no_grad()
-    def forward(self) -> torch.Tensor:
-        """The model's output for this rank's images, without gradients."""
-        with self.step.autocast():
-            return self.module(self.x)
-
-    def train(self, steps: int) -> None:
-        """Make so many forward passes or optimizer steps, and wait for the last."""
-        if self.training:
-            return super().train(steps)
-        for _ in range(steps):
-            self.forward()
-        return synchronize(self.device)
-
-    def figures(self) -> dict[str, Any]:
-        """loss: of the initial weights. peak: bytes at most held at once, parameters and input included.
-
-        activations: bytes kept for the backward pass; None in a forward pass alone.
-        """
-        loss = self.step.loss(self.forward(), self.y).detach()
-        figures: dict[str, Any] = {"loss": comm.global_mean(loss[None]).item(), "activations": None}
-        self.train(1)
-        there = [*self.module.parameters(), *optimizer_states(self.step.optimizer), self.x]
-        with Tracker(there, self.limit) as live:  # on a GPU its allocator knows better, below
-            if self.training:
-                figures["activations"] = memory_of_a_step(self.step, self.x, self.y)["activations"]
-            else:
-                self.train(1)
-        return figures | {"peak": self.gpu.max_memory_allocated() if self.gpu else live.memory()["peak"]}
+    activations: bytes kept for the backward pass; None in a forward pass alone.
+    """
+    loss = own.step.loss(own.forward(), own.y).detach()
+    figures: dict[str, Any] = {"loss": comm.global_mean(loss[None]).item(), "activations": None}
+    own.train(1)
+    there = [*own.step.parallel.module.parameters(), *optimizer_states(own.step.optimizer), own.x]
+    with Tracker(there, limit) as live:  # on a GPU its allocator knows better, below
+        if own.case.training:
+            figures["activations"] = memory_of_a_step(own.step, own.x, own.y)["activations"]
+        else:
+            own.train(1)
+    return figures | {"peak": own.gpu.max_memory_allocated() if own.gpu else live.memory()["peak"]}
 
 
-def summarize(case: ImageCase, turns: list[Any], one: dict[str, Any] | None) -> dict[str, Any]:
+def summarize(case: Case, turns: list[Any], one: dict[str, Any] | None) -> dict[str, Any]:
     """One row. turns: figures of every rank, of every round; None where memory ran out. one: row of one device."""
     ranks, dp = case.ranks, case.layout.dp
     row: dict[str, Any] = dict.fromkeys(FIGURES) | {
         "layout": case.name, "devices_of_an_image": ranks // dp, "ranks": ranks, "image": case.config.img_size,
-        "tokens": math.prod(patch_grid(case.config.img_size, case.config.patch_size)[0]), "mode": case.mode,
+        "tokens": math.prod(patch_grid(case.config.img_size, case.config.patch_size)[0]), "mode": MODES[case.training],
         "out_of_memory": None in turns,
     }  # fmt: skip
     if None in turns:
@@ -209,24 +171,14 @@ def summarize(case: ImageCase, turns: list[Any], one: dict[str, Any] | None) -> 
     return row
 
 
-TABLES = {  # title: (figure of a row, factor, format)
-    "Latency: ms of a forward pass, or of a training step": ("seconds", 1e3, ".1f"),
-    "Speed-up: images/s to those of one device, in the same round": ("speedup", 1, ".2f"),
-    "CPU time: ms of a step, mean over the ranks": ("cpu_seconds", 1e3, ".1f"),
-    "Memory: MiB at most, on the rank that holds most": ("peak", 1 / MIB, ".1f"),
-    "Memory: of one device / of a rank": ("memory_reduction", 1, ".2f"),
-    "Activations: MiB kept for the backward pass": ("activations", 1 / MIB, ".1f"),
-}
-
-
 def print_tables(results: list[dict[str, Any]]) -> None:
     """A table of each figure, image sizes x layouts."""
     frame = DataFrame([r | {"image": in_points(r["image"])} for r in results])
     frame = frame.sort_values("mode", kind="stable")  # forward, training; else as measured
-    for title, (name, factor, spec) in TABLES.items():
-        shown = frame[frame["mode"] == "training"] if name == "activations" else frame
-        values = shown[name].astype(float) * factor
-        words = values.map(f"{{:{spec}}}".format).mask(values.isna(), "-").mask(shown["out_of_memory"], "out of memory")
+    for title, table in read_mappings(TABLES, "tables")["domain"].items():
+        shown = frame[frame["mode"] == "training"] if table["figure"] == "activations" else frame
+        values = shown[table["figure"]].astype(float) / table["per"]
+        words = values.map(table["shown"].format).mask(values.isna(), "-").mask(shown["out_of_memory"], "out of memory")
         rows = shown.assign(words=words).groupby(["mode", "image"], sort=False)["words"].agg(list)
         columns = dict.fromkeys(["", "image", *frame["layout"].unique()], "")
         print(f"{title}\n\n{format_table(columns, [(*key, *row) for key, row in rows.items()])}\n")

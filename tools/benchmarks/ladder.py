@@ -17,7 +17,7 @@ from torch.utils.benchmark import Timer
 from tools.instruments.assembly import build_step
 from tools.instruments.team import Rank, Team
 from tools.pictures import bars, save
-from tools.tables import cells, format_table, installed, machine
+from tools.tables import installed, machine, print_tables
 from training.float8 import has_float8
 from training.flops import training_flops
 from training.step import AMP_DTYPES
@@ -26,11 +26,6 @@ from utils.device import empty_cache, peak_memory_bytes, select_device, synchron
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
-COLUMNS = {
-    "step": "{step}", "samples/s": "{samples_per_sec:.2f}", "x previous": "{of_previous:.2f}",
-    "x first": "{of_first:.2f}", "data wait": "{data_wait:.1%}", "TFLOP/s": "{tera:.3f}", "MFU": "{mfu:.1%}",
-    "peak memory GiB": "{gib:.2f}", "loss": "{loss:.4f}",
-}  # fmt: skip
 TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 
@@ -60,18 +55,12 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     ]
 
 
-def run(
-    config: Config,
-    workers: int = 2,
-    steps: int = 10,
-    rounds: int = 3,
-) -> dict[str, Any]:
+def run(config: Config, workers: int = 2, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. Raises UsageError where a step fails.
     """
     climbed = ladder(config, workers)
-    skipped = [f"{name}: skipped, {reason}" for name, _, reason in climbed if reason]
     teams: dict[str, Team] = {}
     options: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -85,21 +74,26 @@ def run(
         turns = [[team.call(_turn, steps)[0] for team in teams.values()] for _ in range(rounds)]
         ends = [team.call(_end)[0] for team in teams.values()]
 
-    results = []
-    samples, flops_per_sample = steps * config.global_batch_size, training_flops(config)
+    rows: list[dict[str, Any]] = []
+    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
     for name, end, *own_turns in zip(teams, ends, *turns, strict=True):
         speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
         flops = speed * flops_per_sample
-        results.append({
-            "step": name,
-            "samples_per_sec": speed,
+        rows.append(end | {
+            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
+            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
             "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
-            "flops_per_sec": flops,
-            "mfu": flops / end["matmul_flops_per_sec"],
-            **end,
+            "flops_per_sec": flops, "tera": flops / 1e12, "mfu": flops / end["matmul_flops_per_sec"],
+            "gib": end["peak_memory_bytes"] / 2**30, "loss": end["losses"][-1],
         })  # fmt: skip
-    _print(results, skipped, config)
-    return {"config": config.config, "machine": machine(select_device(config.device)), "steps": results}
+        kept = kept if name in TRIED else speed
+    print_tables("ladder", rows)
+    batch, count = config.global_batch_size, len(rows[0]["losses"])
+    print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
+    for name, _, reason in climbed:
+        if reason:
+            print(f"{name}: skipped, {reason}")
+    return {"config": config.config, "machine": machine(select_device(config.device)), "steps": rows}
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
@@ -108,35 +102,13 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     save(bars(speeds, "samples/s", title=f"{figures['config']}: samples/s, step by step"), path)
 
 
-def _print(results: list[dict[str, Any]], skipped: list[str], config: Config) -> None:
-    rows, kept = [], None
-    for result in results:
-        speed = result["samples_per_sec"]
-        rows.append(result | {
-            "of_previous": speed / kept if kept else None, "of_first": speed / results[0]["samples_per_sec"],
-            "tera": result["flops_per_sec"] / 1e12, "gib": result["peak_memory_bytes"] / 2**30,
-            "loss": result["losses"][-1],
-        })  # fmt: skip
-        kept = kept if result["step"] in TRIED else speed
-    print(format_table(dict.fromkeys(COLUMNS, ""), cells(rows, COLUMNS)))
-    batch, count = config.global_batch_size, len(results[0]["losses"])
-    print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
-    for line in skipped:
-        print(line)
-
-
 def _start(rank: Rank, config: Config) -> None:
     """In the process of a step: build loader and training step, and train until compilation is over."""
     loader, valid_loader = build_task(config).build_loaders(rank.device)
     valid_loader.close()
     step = build_step(config, rank.device, config.config)
-    rank.kept = {
-        "step": step,
-        "loader": loader,
-        "batches": loader.train(config.seed, 0, 10**9),
-        "losses": [],
-        "peak": 0.0,
-    }
+    batches = loader.train(config.seed, 0, 10**9)
+    rank.kept = {"step": step, "loader": loader, "batches": batches, "losses": [], "memory": 0, "peak": 0.0}
     _train(rank, LEAD_IN + 1)
     empty_cache(rank.device)
 
@@ -159,7 +131,7 @@ def _turn(rank: Rank, steps: int) -> dict[str, float]:
     started = time.perf_counter()
     wait = _train(rank, steps)
     seconds = time.perf_counter() - started
-    rank.kept["memory"] = max(rank.kept.get("memory", 0), peak_memory_bytes(rank.device))  # before the products below
+    rank.kept["memory"] = max(rank.kept["memory"], peak_memory_bytes(rank.device))  # before the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
     empty_cache(rank.device)

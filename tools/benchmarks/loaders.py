@@ -4,7 +4,6 @@ All take turns in every round, and a ratio is taken within a round, so that the 
 """
 
 import importlib
-import statistics
 import subprocess
 import tempfile
 import time
@@ -15,31 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import torch
 import xarray
+from pandas import DataFrame
+from torch import Tensor
 
-from tools.benchmarks.plain_loader import plain_loader
-from tools.tables import cells, format_table, installed, machine
+from tools.tables import installed, machine, print_tables
 from training.tasks import build_task
 from utils.data_loader import DataLoader
 from utils.device import select_device, synchronize
 from utils.schema import Config
-from weather.dataset import FieldDataset
+from weather.dataset import FieldDataset, Statistics
 
-COLUMNS = {
-    "loader": "{loader}", "samples/s": "{samples_per_sec:.1f}", "GB/s": "{giga:.2f}", "x plain": "{ratio_to_plain:.2f}",
-    "x cat": "{ratio_to_cat:.2f}",
-}  # fmt: skip
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a table of minutes
 
 
 def run(
-    config: Config,
-    workers: Sequence[int] = (0, 1, 2),
-    frames: int = 24,
-    batches: int = 12,
-    rounds: int = 3,
+    config: Config, workers: Sequence[int] = (0, 1, 2), frames: int = 24, batches: int = 12, rounds: int = 3
 ) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
@@ -50,27 +43,15 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         layouts = _write_layouts(config, Path(folder), frames)
         cases = _cases(config, layouts, sorted({0, *workers}), device)
-        speeds: dict[str, list[float]] = {name: [] for name in cases}
-        for _ in range(rounds):
-            for name, measure in cases.items():
-                speeds[name].append(measure(batches))
-    sample_bytes = _sample_bytes(config)
-
-    def ratio(name: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
-
-    results: list[dict[str, Any]] = [
-        {
-            "loader": name,
-            "samples_per_sec": statistics.median(speeds[name]),
-            "bytes_per_sec": statistics.median(speeds[name]) * sample_bytes,
-            "ratio_to_plain": ratio(name, PLAIN),
-            "ratio_to_cat": ratio(name, CAT),
-        }
-        for name in cases
-    ]
-    rows = cells([r | {"giga": r["bytes_per_sec"] / 1e9} for r in results], COLUMNS)
-    print(format_table(dict.fromkeys(COLUMNS, ""), rows))
+        turns = [{name: measure(batches) for name, measure in cases.items()} for _ in range(rounds)]
+    speeds, sample_bytes = DataFrame(turns), _sample_bytes(config)
+    medians = speeds.median()
+    results: list[dict[str, Any]] = DataFrame({
+        "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * sample_bytes,
+        "ratio_to_plain": speeds.div(speeds[PLAIN], axis=0).median(),
+        "ratio_to_cat": speeds.div(speeds[CAT], axis=0).median(),
+    }).to_dict("records")  # fmt: skip
+    print_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results])
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
     for name, needs, file in (("DALI", "nvidia.dali", "dali"), ("Zarr", "zarr", "era5")):
         if not installed(needs):
@@ -155,6 +136,43 @@ def _plain(config: Config, count: int) -> float:
 
     with closing(train), closing(valid), closing(endless()) as batches:
         return _timed(batches, count, config.global_batch_size, train.device)
+
+
+class PlainDataset(torch.utils.data.Dataset):
+    """The plain design, as in most tutorials: the yardstick for ours.
+
+    It reads twice for each sample, into new arrays, and normalises in numpy. The reading process opens the files.
+    """
+
+    def __init__(self, paths: Sequence[Path], means: np.ndarray, stds: np.ndarray):
+        self.paths, self.means, self.stds = paths, means, stds
+        self.files: list[h5py.Dataset] | None = None
+        self.index: list[tuple[int, int]] = []  # file, frame
+        for number, path in enumerate(paths):
+            with h5py.File(path, "r", locking=False) as file:
+                self.index += [(number, t) for t in range(file["fields"].shape[0] - 1)]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        if self.files is None:
+            self.files = [h5py.File(path, "r", locking=False)["fields"] for path in self.paths]
+        number, t = self.index[i]
+        return tuple(torch.from_numpy(self._normalised(self.files[number][t + step])) for step in (0, 1))
+
+    def _normalised(self, frame: np.ndarray) -> np.ndarray:
+        frame -= self.means
+        frame /= self.stds
+        return np.ascontiguousarray(frame)
+
+
+def plain_loader(
+    dataset: FieldDataset, statistics: Statistics, batch_size: int, num_workers: int
+) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
+    """The DataLoader of torch over the files of a FieldDataset, default collation, shuffled."""
+    plain = PlainDataset([file.path for file in dataset.files], statistics.means, statistics.stds)
+    return torch.utils.data.DataLoader(plain, batch_size, shuffle=True, drop_last=True, num_workers=num_workers)
 
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:

@@ -1,10 +1,15 @@
 """The files of a forecast: NetCDF with the CF conventions, one file for each start date, or one Zarr store for all.
 
 Each channel is a variable of the same name, with its level or height as a scalar coordinate:
-u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa. Another layout is WeatherBench 2's.
+u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa.
 CF conventions 1.11: https://cfconventions.org
+
+Another layout is that of WeatherBench 2, whose tools read it as it is: long names, levels as a dimension, dates of the
+start. u500 becomes u_component_of_wind(time, prediction_timedelta, level, ...).
+Rasp et al. 2024, arXiv:2308.15560; https://weatherbench2.readthedocs.io (init-time convention).
 """
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -15,10 +20,10 @@ import numpy as np
 import xarray
 
 from tools.forecasting.dated_frames import show
-from tools.forecasting.weatherbench2 import weatherbench2_dataset, weatherbench2_name
 from utils.errors import UsageError
 from utils.files import read_json, whole_file
 from weather.channels import CHANNELS
+from weather.era5_store import QUANTITIES
 from weather.grid import HOUR, Grid
 
 STANDARD_NAMES = {
@@ -32,8 +37,8 @@ FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
 ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
 SKILL, STORE = "skill.json", "forecast.zarr"
-Arrange = Callable[[xarray.Dataset], xarray.Dataset]
-LAYOUTS: dict[str, Arrange] = {"cf": lambda forecast: forecast, "weatherbench2": weatherbench2_dataset}
+LEVEL = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
+KEPT = ("units", "standard_name", "units_metadata")  # attributes that all levels of a variable share
 Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding)
 
 
@@ -150,3 +155,51 @@ def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
 def _described(standard_name: str) -> dict[str, str]:
     attrs = {"standard_name": standard_name, "long_name": standard_name.replace("_", " ")}
     return attrs | ({"units_metadata": "leap_seconds: none"} if standard_name.endswith("time") else {})
+
+
+def weatherbench2_name(channel: str) -> tuple[str, int | None]:
+    """(variable, level in hPa or None) of a channel: z500 is ("geopotential", 500); what is unknown keeps its name."""
+    if channel in QUANTITIES and len(channel) > 1:
+        return QUANTITIES[channel].names[1], None
+    found = re.fullmatch(r"([a-z])([1-9]\d{0,3})", channel)
+    return (QUANTITIES[found[1]].names[1], int(found[2])) if found and found[1] in QUANTITIES else (channel, None)
+
+
+def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
+    """A Dataset of output_files.forecast_dataset in the layout of WeatherBench 2.
+
+    Variables are (time, prediction_timedelta, [level,] latitude, longitude). Levels (hPa) increase; a variable that has
+    no channel at a level of another one is NaN there. Relative humidity is a fraction, as WeatherBench 2 derives it.
+    """
+    data = forecast.reset_coords(drop=True).drop_encoding()
+    data = data.rename(forecast_reference_time="time", lead_time="prediction_timedelta")
+    data["prediction_timedelta"] = data["prediction_timedelta"].astype("timedelta64[h]").astype("timedelta64[ns]")
+    del data["prediction_timedelta"].attrs["units"]  # timedelta64 has its own
+    stacks: dict[str, list[xarray.DataArray]] = {}
+    for channel, field in data.data_vars.items():
+        variable, level = weatherbench2_name(str(channel))
+        if variable in data:  # another channel has that name
+            variable, level = str(channel), None
+        attributes = {key: field.attrs[key] for key in KEPT if key in field.attrs}
+        if variable == "relative_humidity" and attributes["units"] == "%":
+            field, attributes["units"] = field / 100, "1"
+        field = field if level is None else field.expand_dims(level=[level], axis=2)
+        field.attrs = {"long_name": variable.replace("_", " "), **attributes}
+        stacks.setdefault(variable, []).append(field)
+    variables = {
+        name: xarray.concat(fields, "level").sortby("level") if "level" in fields[0].dims else fields[0]
+        for name, fields in stacks.items()
+    }
+    data = xarray.Dataset(variables, attrs=forecast.attrs)  # gives all the same levels, with NaN where one had none
+    data["time"].encoding = forecast["forecast_reference_time"].encoding
+    data["prediction_timedelta"].encoding = {"units": "hours", "dtype": "int32"}
+    for name in ("latitude", "longitude"):
+        data[name].encoding = {"_FillValue": None}
+    if "level" in data:
+        data["level"].attrs = LEVEL
+    return data
+
+
+LAYOUTS: dict[str, Callable[[xarray.Dataset], xarray.Dataset]] = {
+    "cf": lambda forecast: forecast, "weatherbench2": weatherbench2_dataset,
+}  # fmt: skip

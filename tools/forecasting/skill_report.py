@@ -23,14 +23,23 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
 
     about: of output_files.attributes. files: the forecasts are in the folder as NetCDF. zarr: join them in one store.
     """
-    out, first = Path(out), result.starts[0]
+    out, first, spectra = Path(out), result.starts[0], result.spectra
     units = dict(zip(result.names, result.units, strict=True))
     headline = [name for name in HEADLINE if name in units] or result.names[:4]
     names = [file_name(start) for start in result.starts] if files else []
     pictures = ["skill.png", "spectra.png", f"{result.channel}.png", f"{result.channel}.gif"]
     record = {
         **about, "starts": [show(start) for start in result.starts], "lead_hours": result.leads, "units": units,
-        **result.skill, "spectra": spectra_record(result, [*headline, result.channel]), "files": [*names, *pictures],
+        **result.skill, "files": [*names, *pictures],
+        "spectra": {
+            "lead_hours": spectra.leads, "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
+            "ratio": dict(zip(result.names, spectra.ratio().tolist(), strict=True)),
+            "wavelengths_km": spectra.wavelengths.tolist(),
+            "power": {
+                name: {key: values.tolist() for key, values in spectra.of(result.names.index(name)).items()}
+                for name in [*headline, result.channel]
+            },
+        },
     }  # fmt: skip
     write_json(out / SKILL, record)
 
@@ -53,8 +62,9 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
     hours = {name: useful_hours(result.skill["rmse"], name, result.leads) for name in headline}
     print(f"RMSE below persistence and climatology up to: {', '.join(f'{name} {h} h' for name, h in hours.items())}")
     print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
-    if broken := first_not_finite(result):
-        print(f"the forecast is not finite from {broken} hours on: the rollout is unstable")
+    finite = np.isfinite(list(result.skill["rmse"]["model"].values())).all(0)  # (L,)
+    if not finite.all():
+        print(f"the forecast is not finite from {result.leads[finite.argmin()]} hours on: the rollout is unstable")
     if zarr and not installed("zarr"):
         print("no Zarr store: pip install -r requirements-era5.txt")
     elif zarr:
@@ -81,20 +91,6 @@ def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) 
     return "\n".join(lines)
 
 
-def spectra_record(result: Result, channels: Sequence[str]) -> dict[str, Any]:
-    """Spectra as JSON: short waves of every channel, relative to truth, and the whole spectra of `channels`."""
-    spectra, names = result.spectra, result.names
-    return {
-        "lead_hours": spectra.leads,
-        "ratio_up_to_km": spectra.short,
-        "ratio": dict(zip(names, spectra.ratio().tolist(), strict=True)),
-        "wavelengths_km": spectra.wavelengths.tolist(),
-        "power": {
-            name: {key: values.tolist() for key, values in spectra.of(names.index(name)).items()} for name in channels
-        },
-    }
-
-
 def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float | None]]], name: str, leads: Sequence[int]) -> int:
     """The last lead time, in hours, up to which the model beats persistence and climatology in a channel; 0 for none.
 
@@ -104,10 +100,3 @@ def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float | None]]], name:
     better = values[0] < np.minimum(values[1], values[2])
     count = len(better) if better.all() else int(better.argmin())
     return leads[count - 1] if count else 0
-
-
-def first_not_finite(result: Result) -> int | None:
-    """The first lead time, in hours, at which an error of the model is not finite; None if all are finite."""
-    values = np.array(list(result.skill["rmse"]["model"].values()))  # (C, L)
-    bad = ~np.isfinite(values).all(0)
-    return result.leads[int(bad.argmax())] if bad.any() else None

@@ -9,6 +9,7 @@ part failed (one that lacks something is skipped), 1 some did, 2 wrong options o
 """
 
 import argparse
+import math
 import platform
 import re
 import shutil
@@ -21,12 +22,13 @@ from typing import Any
 import torch
 
 from tools import tables
-from tools.gpu_report.page import write_report
-from tools.gpu_report.parts import Machine, parts_of
+from tools.gpu_report.parts import PARTS, Machine, parts_of
 from tools.gpu_report.running import run_parts
 from tools.planner.hardware import load_gpu, read_gpus
+from utils.config import read_mappings
 from utils.device import built_for, driver, select_device
 from utils.errors import FAILED_STATUS, ArgumentParser, reported_as_usage_error, run_main
+from utils.files import whole_file, write_json
 
 MINUTES = 10  # of all parts
 OPTIONAL = ("nvidia.dali", "natten", "matplotlib", "pytest")
@@ -85,6 +87,44 @@ def planner_entry(name: str) -> str:
     """The entry of config/hardware.yaml for a GPU of this name; '' where there is none."""
     fitting = [entry for entry in read_gpus() if all(word in name.lower() for word in entry.split("-"))]
     return max(fitting, key=len, default="")
+
+
+def write_report(path: Path, machine: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
+    """Write PATH.json and PATH.md, each whole or not at all. machine: {what: value}. parts: results of run_parts."""
+    found, goals = {part["part"]: part["figures"] for part in parts}, []
+    for name, part in read_mappings(PARTS, "parts").items():
+        for what, goal in part.get("goals", {}).items():
+            measured = found.get(name, {}).get(goal["figure"])
+            least, most = goal.get("least", -math.inf), goal.get("most", math.inf)
+            met = "not measured" if measured is None else "yes" if least <= measured <= most else "no"
+            goals.append({"goal": what, "wanted": goal["wanted"], "measured": measured, "met": met})
+    write_json(f"{path}.json", {"machine": machine, "goals": goals, "parts": parts})
+    with whole_file(Path(f"{path}.md")) as file:
+        file.write_text(page(machine, goals, parts))
+
+
+def page(machine: dict[str, Any], goals: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> str:
+    """The page in Markdown."""
+    about = ", ".join(f"{what} {value}" for what, value in machine.items())
+    rows = [
+        (part["part"], part["status"], part["seconds"], part["why"].replace("|", "/") or listed(part["figures"]))
+        for part in parts
+    ]
+    shown_tables = [
+        tables.format_table(dict.fromkeys(goals[0], ""), [[*map(shown, goal.values())] for goal in goals]),
+        tables.format_table({"part": "", "status": "", "seconds": ".1f", "found": ""}, rows),
+    ]
+    return "\n\n".join((f"# {machine['name']}", f"Made by `make gpu`: {about}.", *shown_tables)) + "\n"
+
+
+def listed(figures: dict[str, Any]) -> str:
+    """Figures in one line."""
+    return ", ".join(f"{name} {shown(value)}" for name, value in figures.items())
+
+
+def shown(value: Any) -> str:
+    """A figure with four digits; anything else as it is."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

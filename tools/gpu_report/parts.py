@@ -1,25 +1,31 @@
-"""The parts of the report, most valuable first."""
+"""The parts of the report, most valuable first, and the figures that they have left."""
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tools.gpu_report.figures import Figures
-from tools.gpu_report.running import Command, Part
+from tools.gpu_report.running import Command, Failure, Part
+from training.flops import training_flops
+from utils.config import check_config, read_mappings, read_named_config
+from utils.schema import Config
+
+GIB = 2**30
 
 SMALL = ["--img_size", "16", "32", "--patch_size=4", "--embed_dim=32", "--num_heads=4", "--depth=2"]
 PATHS = {"train_data": "train", "valid_data": "valid", "inf_data": "test"} | {
     name: f"stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")
 }
-RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-FAST, GRAPHS = ["--amp_mode=bf16", "--enable_fused"], ["--amp_mode=fp16", "--enable_fused", "--enable_cuda_graphs"]
-LADDER, PLANNED, WIDE = "ladder of short", "short, fused: planned", "short, embed_1024"
+PARTS = "config/gpu_report.yaml"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the parts depend on.
+    """What the parts depend on; and their figures, {name: value}, read from the files that their commands have left.
 
     device: cuda; or cpu, where sizes are tiny and what needs a GPU is left out. count: GPUs. gpu: the entry of
     config/hardware.yaml, '' without one. work: folder of all that is written.
@@ -30,93 +36,121 @@ class Machine:
     gpu: str
     work: Path
 
-    def data(self, name: str, height: int, width: int, *words: str) -> Command:
-        """Make sample data of this image size."""
-        size = SMALL[:3] if self.device == "cpu" else ["--img_size", f"{height}", f"{width}"]
-        return Command(["-m", "weather.sample_data", f"{self.work}/data/{name}", *size, *words])
+    def values(self) -> dict[str, Any]:
+        """What stands in braces in config/gpu_report.yaml. split: ranks that divide 4 heads and 4 blocks."""
+        workers = 1 if self.device == "cpu" else 8
+        return vars(self) | {"split": math.gcd(self.count, 4), "workers": workers}
 
-    def settings(self, config: str) -> list[str]:
-        """Options of a config: on the data `short` the config of this name, all others on `quick`."""
-        data, small = "short" if config == "short" else "quick", SMALL if self.device == "cpu" else []
-        paths = [f"--{key}_path={self.work}/data/{data}/{path}" for key, path in PATHS.items()]
-        return [f"--config={config}", f"--device={self.device}", *paths, *small]
+    def words(self) -> dict[str, list[str]]:
+        """The words that stand for several: data and settings of each config, and what is tiny without a GPU."""
+        tiny, found = self.device == "cpu", {}
+        for config in ("quick", "mp_quick", "shard_quick", "short"):
+            data = "short" if config == "short" else "quick"
+            paths = [f"--{key}_path={self.work}/data/{data}/{path}" for key, path in PATHS.items()]
+            own = [f"--config={config}", f"--device={self.device}", *paths, *(SMALL if tiny else [])]
+            found[f"$data_of_{config}"] = own
+            # Without validation on the way.
+            found[f"${config}"] = [*own, f"--expdir={self.work}/runs", "--warmup=5", "--validate_every=1000"]
+        found["$short"] += [f"--num_iters={30 if tiny else 60}"]
+        return found | {
+            "$few": [f"--num_iters={30 if tiny else 300}"],
+            "$many": [f"--num_iters={400 if tiny else 2000}", f"--checkpoint_every={40 if tiny else 200}"],
+            "$points_of_quick": SMALL[:3] if tiny else ["--img_size", "32", "64"],
+            "$points_of_short": SMALL[:3] if tiny else ["--img_size", "360", "720"],
+            "$torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", f"{self.count}"],
+            "$steps": ["--steps=1" if tiny else "--steps=4"], "$fast": ["--amp_mode=bf16", "--enable_fused"],
+            "$graphs": [] if tiny else ["--amp_mode=fp16", "--enable_fused", "--enable_cuda_graphs"],
+            "$compiled": [] if tiny else ["--enable_jit"],  # a CPU compiles for minutes
+            "$large": [] if tiny else ["--embed_dim=1024"],
+        }  # fmt: skip
 
-    def training(self, config: str, name: str, *words: str, script: str = "train.py", ranks: int = 1) -> list[str]:
-        """Train a config into the run folder of this name, without validation on the way."""
-        launch = [*RANKS, f"{ranks}"] if ranks > 1 else []
-        folder = f"--expdir={self.work}/runs", f"--run_num={name}"
-        return [*launch, script, *self.settings(config), *folder, "--warmup=5", "--validate_every=1000", *words]
+    def _json(self, name: str) -> Any:
+        return json.loads((self.work / name).read_text())
 
-    def benchmark(self, kind: str, config: str, *words: str) -> list[Command]:
-        """One round of a benchmark."""
-        file = f"--json={self.work}/{kind}_{config}.json"
-        return [Command(["benchmark.py", kind, "--rounds=1", file, *words, *self.settings(config)])]
+    def _run(self, config: str, name: str) -> tuple[Config, dict[str, Any]]:
+        folder = f"runs/{config}/{name}"
+        settings = read_named_config(self.work / folder / "config.yaml", config)
+        return check_config(settings, config, folder), self._json(f"{folder}/summary.json")
+
+    def trained(self, config: str, name: str) -> dict[str, Any]:
+        """Speed, memory and loss of a training run; MFU of the products in bfloat16 that were measured before."""
+        settings, summary = self._run(config, name)
+        speed = summary["samples_per_sec"]
+        flops = speed * training_flops(settings) / summary["world_size"]
+        known = config == "short" and (self.work / "on_device.json").exists()
+        peak = self._json("on_device.json")["matmul_flops_per_sec"] if known else None
+        return {
+            "samples/s": speed, "data wait": summary["data_wait_fraction"], "TFLOP/s": flops / 1e12,
+            "MFU": peak and flops / peak, "peak GiB": summary["peak_memory_bytes"] / GIB,
+            "loss": summary["train_loss"], "validation": summary["val_loss"],
+        }  # fmt: skip
+
+    def resumed(self, config: str, name: str) -> dict[str, Any]:
+        """The same of a run that was stopped. Raises Failure where it began anew."""
+        said = (self.work / "runs" / config / name / "out.log").read_text()
+        if not (resumed := re.search(r"Resuming at iteration (\d+)", said)):
+            raise Failure("the second start did not resume")
+        return {"resumed at": int(resumed[1])} | self.trained(config, name)
+
+    def planned(self, config: str, name: str) -> dict[str, Any]:
+        """Memory and step time of a run: planned, measured, and planned / measured - 1."""
+        (settings, summary), (plan,) = self._run(config, name), self._json(f"plan_{name}.json")
+        computing = 1 - summary["data_wait_fraction"]  # a plan leaves reading out
+        seconds = settings.global_batch_size / summary["samples_per_sec"] * computing
+        planned, measured = plan["peak_allocated_bytes"], summary["peak_memory_bytes"]
+        return {
+            "planned GiB": planned / GIB, "measured GiB": measured / GIB, "memory off": planned / measured - 1,
+            "planned s": plan["step_time_s"], "measured s": seconds, "time off": plan["step_time_s"] / seconds - 1,
+        }  # fmt: skip
+
+    def ladder(self, config: str) -> dict[str, Any]:
+        """The fastest step beside float32, with or without reading ahead."""
+        steps = self._json(f"ladder_{config}.json")["steps"]
+        plain = max(step["samples_per_sec"] for step in steps[:2])
+        best = max(steps, key=lambda step: step["samples_per_sec"])
+        return {
+            "fp32 samples/s": plain, "fastest": best["step"], "samples/s": best["samples_per_sec"],
+            "x fp32": best["samples_per_sec"] / plain, "MFU": best["mfu"], "data wait": best["data_wait"],
+        }  # fmt: skip
+
+    def loaders(self, config: str) -> dict[str, Any]:
+        """Samples/s of the fastest loader of each kind."""
+        speeds: dict[str, list[float]] = {}
+        for row in self._json(f"data_{config}.json")["loaders"]:
+            speeds.setdefault(row["loader"].split(",")[0], []).append(row["samples_per_sec"])
+        return {kind: max(found) for kind, found in speeds.items()}
+
+    def on_device(self) -> dict[str, Any]:
+        """Collectives that were right, milliseconds of attention."""
+        found = self._json("on_device.json")
+        right = {f"{name} collectives": len(kinds) for name, kinds in found["collectives"].items()}
+        return right | {f"{method} ms": figures["ms"] for method, figures in found["attention"].items()}
+
+    def preflight(self) -> dict[str, Any]:
+        """How many checks ended how."""
+        levels = [result["level"] for result in self._json("preflight.json")["results"]]
+        return {level: levels.count(level) for level in ("ok", "warn")}
+
+    def tests(self, log: str) -> dict[str, Any]:
+        """How many tests ended how."""
+        return {how: int(n) for n, how in re.findall(r"(\d+) (passed|skipped)", (self.work / log).read_text())}
 
 
 def parts_of(machine: Machine) -> Iterator[Part]:
-    """All parts for a machine."""
-    read, work = Figures(machine.work), machine.work
-    lacks_gpu = "needs a GPU" if machine.device == "cpu" else ""
-    steps, workers = ("--steps=1", "1") if lacks_gpu else ("--steps=4", "8")
-    graphs, compiled = ([], []) if lacks_gpu else (GRAPHS, ["--enable_jit"])  # a CPU compiles for minutes
-    ranks = [*RANKS, f"{machine.count}"]
-
-    def run(config: str, name: str, *words: str, lacks: str = "", script: str = "train.py", ranks: int = 1) -> Part:
-        few = f"--num_iters={30 if lacks_gpu else 60 if config == 'short' else 300}"
-        command = Command(machine.training(config, name, few, *words, script=script, ranks=ranks))
-        return Part(f"{config}, {name}", 90, [command], lambda: read.run(config, name), lacks)
-
-    def short(name: str, *words: str) -> Part:
-        return run("short", name, *FAST, "--limit_nsamples_val=16", f"--num_data_workers={workers}", *words)
-
-    def shared(script: str, config: str, name: str, *words: str) -> Part:
-        lacks = "" if machine.count > 1 else "needs two GPUs"
-        return run(config, name, "--local_batch_size=4", *words, lacks=lacks, script=script, ranks=machine.count)
-
-    def planned(name: str) -> Part:
-        config = [f"--yaml_config={work}/runs/short/{name}/config.yaml", "--config=short", f"--gpu={machine.gpu}"]
-        lacks = "" if machine.gpu else "config/hardware.yaml has no GPU of this name: choose one with --gpu"
-        command = Command(["plan.py", *config, f"--json={work}/plan_{name}.json"])
-        return Part(f"short, {name}: planned", 60, [command], lambda: read.planned("short", name), lacks)
-
-    yield Part("data of quick", 60, [machine.data("quick", 32, 64, "--train_years=1979-1980", "--days=20")])
-    pytest = Command(["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"])
-    yield Part("tests", 180, [pytest], lambda: read.tests("tests.log"), lacks_gpu)
-    yield run("quick", "plain")
-    yield run("quick", "compiled", *FAST, *compiled)
-    yield run("quick", "graphs", *graphs, lacks=lacks_gpu)
-    iterations, every = (400, 40) if lacks_gpu else (2000, 200)
-    length = f"--num_iters={iterations}", f"--checkpoint_every={every}"
-    twice = machine.training("quick", "resumed", *graphs, *length)
-    stop_and_resume = [Command(twice, status=75, stop_at="Saved checkpoint"), Command(twice)]
-    yield Part("quick, stopped and resumed", 90, stop_and_resume, lambda: read.resumed("quick", "resumed"))
-    forecast = ["forecast.py", f"--run_folder={work}/runs/quick/plain", "--starts=2", "--lead_hours=24"]
-    yield Part("forecast", 60, [Command(forecast)])
-    on_device = [*ranks, "-m", "tools.gpu_report.on_device", f"--device={machine.device}"]
-    yield Part("collectives, attention", 60, [Command([*on_device, f"--json={work}/on_device.json"])], read.on_device)
-
-    common = math.gcd(machine.count, 4)  # of 4 heads, 4 blocks
-    yield shared("train.py", "quick", "ddp")
-    yield shared("train.py", "quick", "fsdp", "--data_parallel=fsdp")
-    yield shared("train_mp.py", "mp_quick", "tp", f"--tensor_parallel={common}")
-    yield shared("train_mp.py", "mp_quick", "cp", f"--context_parallel={common}", "--cp_method=ring")
-    yield shared("train_mp.py", "mp_quick", "pp", f"--pipeline_parallel={common}", f"--gradient_accumulation={common}")
-    yield shared("train_shard.py", "shard_quick", "domain", f"--domain_parallel={common}")
-
-    years = "--train_years=1979", "--valid_years=1980", "--test_years=1981", "--days=5"
-    yield Part("data of short", 120, [machine.data("short", 360, 720, *years)])
-    climb = machine.benchmark("ladder", "short", steps, f"--workers={workers}")
-    yield Part(LADDER, 270, climb, lambda: read.ladder("short"))
-    yield short("fused")
-    yield short("embed_1024", *compiled, *([] if lacks_gpu else ["--embed_dim=1024"]))
-    yield planned("fused")
-    yield planned("embed_1024")
-
-    yield run("quick", "graphs_and_checkpointing", *graphs, "--activation_checkpointing=selective")
-    yield run("quick", "profiled", "--profile=torch")
-    preflight = [*ranks, "-m", "tools.preflight", f"--expdir={work}/runs", f"--train_data_path={work}/data/quick/train"]
-    yield Part("preflight", 60, [Command([*preflight, f"--json={work}/preflight.json"])], read.preflight)
-    loaders = machine.benchmark("data", "short", "--workers", workers, "--batches=4")
-    yield Part("loaders", 120, loaders, lambda: read.loaders("short"))
-    climb = machine.benchmark("ladder", "quick", steps)
-    yield Part("ladder of quick", 150, climb, lambda: read.ladder("quick"), lacks_gpu)
+    """All parts for a machine, as config/gpu_report.yaml has them."""
+    lacks = {
+        "a GPU": machine.device == "cpu" and "needs a GPU", "two GPUs": machine.count < 2 and "needs two GPUs",
+        "a known GPU": not machine.gpu and "config/hardware.yaml has no GPU of this name: choose one with --gpu",
+    }  # fmt: skip
+    several, values = machine.words(), machine.values()
+    for name, part in read_mappings(PARTS, "parts").items():
+        nested = [
+            several.get(word, [word]) if word[0] == "$" else [word.format(**values)] for word in part["run"].split()
+        ]
+        words = [word for own in nested for word in own]
+        commands = [Command(words, status=75, stop_at=part["stop"])] if "stop" in part else []
+        function, *arguments = part.get("figures", "nothing").split()
+        figures = partial(getattr(machine, function, dict), *arguments)
+        yield Part(
+            name, part.get("seconds", 90), [*commands, Command(words)], figures, lacks.get(part.get("needs", "")) or ""
+        )

@@ -105,19 +105,12 @@ def run(command: Command, log: Path, end: float) -> None:
 
 def end_processes(mark: str) -> None:
     """Kill all processes with this mark in their environment, whoever is their parent by now (on Linux)."""
-    given_up = time.monotonic() + KILL_SECONDS
-    while (found := processes(mark)) and time.monotonic() < given_up:
-        for number in found:
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        time.sleep(POLL_SECONDS)
-
-
-def processes(mark: str) -> list[int]:
-    """Numbers of the processes with this mark in their environment."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended meanwhile, or is another user's
-            if f"{MARK}={mark}".encode() in file.read_bytes().split(b"\0"):
-                found.append(int(file.parent.name))
-    return found
+    given_up, found = time.monotonic() + KILL_SECONDS, True
+    while found and time.monotonic() < given_up:
+        found = False
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended meanwhile, or is another user's
+                if f"{MARK}={mark}".encode() in file.read_bytes().split(b"\0"):
+                    os.kill(int(file.parent.name), signal.SIGKILL)
+                    found = True
+        time.sleep(POLL_SECONDS * found)

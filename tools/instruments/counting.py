@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from tools.instruments.watching import Watch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Of an operator's name, without underscores and without the i of isend, one of these is the beginning.
 KINDS = (
@@ -23,6 +22,24 @@ KINDS = (
     "recv", "barrier",
 )  # fmt: skip
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "input_list")
+
+
+class Watch(TorchDispatchMode):
+    """Context: `saw` is called after each operation, eager or compiled, on the plain tensors that it worked on."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: torch.compile does not run under other modes; what compiled code does comes by here as well."""
+        return True
+
+    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """func: a torch._ops.OpOverload, which has made `result` from the arguments."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
+            result = func(*args, **(kwargs or {}))
+            self.saw(func, args, kwargs or {}, result)
+        return result
 
 
 class CollectiveCounter(Watch):
@@ -63,37 +80,29 @@ def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | N
         return None
     arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     tensors = [arguments[name] for name in INPUTS if name in arguments]
-    group = _group(arguments)
-    return Collective(kind, _sent(kind, _nbytes(tensors), group, arguments), group, tensors)
+    group, size = _group(arguments), _nbytes(tensors)
+    sent = int(bytes_sent(kind, size, group.size()))
+    if kind == "all_to_all":
+        rows = arguments.get("input_split_sizes") or [1] * group.size()
+        sent = size * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
+    return Collective(kind, sent, group, tensors)
 
 
 def bytes_sent(kind: str, size: float, ranks: int) -> float:
     """Bytes that a rank sends in a collective over so many ranks. size: bytes of the tensor that it is given."""
     if kind in ("recv", "barrier"):
         return 0
-    factors = {
-        "all_reduce": (2 * (ranks - 1), ranks),
-        "all_gather": (ranks - 1, 1),
-        "reduce_scatter": (ranks - 1, ranks),
-    }
+    others = ranks - 1
+    factors = {"all_reduce": (2 * others, ranks), "all_gather": (others, 1), "reduce_scatter": (others, ranks)}
     times, shared_by = factors.get(kind, (1, 1))
     return size * times // shared_by
 
 
-def _sent(kind, size, group, arguments):
-    if kind == "all_to_all":
-        rows = arguments.get("input_split_sizes") or [1] * group.size()
-        return size * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
-    return bytes_sent(kind, size, group.size())
-
-
 def _group(arguments):
     group = arguments["group_name"] if "group_name" in arguments else arguments["process_group"]
-    if isinstance(group, dist.ProcessGroup):
-        return group
     if isinstance(group, str):
         return dist.distributed_c10d._resolve_process_group(group)
-    return dist.ProcessGroup.unbox(group)
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 def _nbytes(values):

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -11,15 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tools.instruments.counting import Watch
 from tools.instruments.phases import around
-from tools.instruments.watching import Watch
+from tools.instruments.tracker import Tracker
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 
-Listener = Callable[[Tensor], None]
 
-
-def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, listener: Listener | None = None) -> dict[str, int]:
+def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, tracker: Tracker | None = None) -> dict[str, int]:
     """Run step(0, x, y), an optimizer step of a TrainingStep that has made one before; returns {what: bytes}.
 
     parameters: between forward and backward pass, whole ones that lie beside a rank's part included.
@@ -27,43 +27,52 @@ def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, listener: Listene
     result of a running collective is not seen. Not of a pipeline.
     gradients: before the update. optimizer: its state. activations: what the backward pass needs of the forward pass,
     the input included, on whatever device; of a pipeline the most after the forward pass of a micro-batch.
-    listener: called with each tensor that is kept for the backward pass.
+    tracker: is told of these tensors, and that gathered parameters are buffers.
     """
+    label = (tracker or Tracker()).label
     model, stages = step.parallel.model, step.parallel.pipeline.used if step.parallel.pipeline else []
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
     held: Counter[str] = Counter()
-    saved = SavedTensors(model, listener)
+    saved = SavedTensors(model, lambda tensor: label("activations", [tensor]))
+    staged: list[nn.Module] = [getattr(stage, "wrapped", stage.submod) for stage in stages]
 
-    def note_parameters(name: str) -> None:
-        held[name] = max(held[name], nbytes([*own, *model.parameters()]))
+    def note(name: str, size: int) -> None:
+        held[name] = max(held[name], size)
 
     def after_forward() -> None:
-        note_parameters("parameters")
-        held["activations"] = max(held["activations"], saved.nbytes())
+        note("parameters", nbytes([*own, *model.parameters()]))
+        note("activations", saved.nbytes())
 
     def before_update() -> None:
-        held["gradients"] = nbytes([p.grad for p in own if p.grad is not None])
+        gradients = [p.grad for p in own if p.grad is not None]
+        label("gradients", gradients)
+        note("gradients", nbytes(gradients))
+
+    def gathered(unit: nn.Module, *_: Any) -> None:
+        label("buffers", unit.parameters())
+        if not stages:
+            note("parameters at most", nbytes([*own, *model.parameters()]))
+
+    def first(function: Callable[[], None], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        function()
+        return method(*args, **kwargs)
 
     def chunk(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         after_forward()
         return output
 
-    units = [] if stages else [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    # First in line, so before the unit is resharded.
-    hooks = [
-        unit.register_forward_hook(lambda *_: note_parameters("parameters at most"), prepend=True) for unit in units
-    ]
     with ExitStack() as stack:
+        for unit in dict.fromkeys(unit for module in staged or [model] for unit in module.modules()):
+            if isinstance(unit, FSDPModule):  # first in line, so before the unit is resharded
+                stack.callback(unit.register_forward_hook(gathered, prepend=True).remove)
         for stage in stages:
             stack.enter_context(around(stage, "forward_one_chunk", chunk))
         if not stages:
-            stack.enter_context(_before(step.scaler, "scale", after_forward))
-        stack.enter_context(_before(step.scaler, "step", before_update))
+            stack.enter_context(around(step.scaler, "scale", partial(first, after_forward)))
+        stack.enter_context(around(step.scaler, "step", partial(first, before_update)))
         stack.enter_context(saved)
         step(0, x, y)
-    for hook in hooks:
-        hook.remove()
     if not stages:
         held["parameters at most"] = max(held["parameters"], held["parameters at most"])
     held["optimizer"] = nbytes(optimizer_states(step.optimizer))
@@ -75,16 +84,6 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     optimizer = getattr(optimizer, "optim", optimizer)  # inside a ZeroRedundancyOptimizer
     values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _before(owner: object, name: str, function: Callable[[], None]) -> AbstractContextManager:
-    """Context: function() is called before each call of a method of `owner`."""
-
-    def both(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        function()
-        return method(*args, **kwargs)
-
-    return around(owner, name, both)
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -106,7 +105,7 @@ class SavedTensors(Watch):
     listener: called with each of them.
     """
 
-    def __init__(self, module: nn.Module, listener: Listener | None = None):
+    def __init__(self, module: nn.Module, listener: Callable[[Tensor], None]):
         super().__init__()
         self.module, self.listener = module, listener
         self.sizes: dict[StorageWeakRef, int] = {}
@@ -117,8 +116,7 @@ class SavedTensors(Watch):
         storage = tensor.untyped_storage()
         if storage._cdata not in _storages(self.module.parameters()):
             self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-            if self.listener:
-                self.listener(tensor)
+            self.listener(tensor)
         return tensor
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:

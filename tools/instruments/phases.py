@@ -37,14 +37,9 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
 
         return call
 
-    def sends(function, *args):
+    def sends(change, function, *args):
         made = function(*args)
-        listener.sent_forward |= {one.tensor.untyped_storage()._cdata for one in made}
-        return made
-
-    def sends_back(function, *args):  # a gradient may reuse the storage of an activation that was sent
-        made = function(*args)
-        listener.sent_forward -= {one.tensor.untyped_storage()._cdata for one in made}
+        listener.sent_forward = change(listener.sent_forward, {one.tensor.untyped_storage()._cdata for one in made})
         return made
 
     @contextmanager
@@ -58,8 +53,9 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
         stack.enter_context(around(step.scaler, "step", within("update")))
         for stage in pipeline.used if pipeline else ():
             stack.enter_context(around(stage, "forward_one_chunk", within("forward")))
-            stack.enter_context(around(stage, "get_fwd_send_ops", sends))
-            stack.enter_context(around(stage, "get_bwd_send_ops", sends_back))
+            stack.enter_context(around(stage, "get_fwd_send_ops", partial(sends, set.union)))
+            # A gradient may reuse the storage of an activation that was sent.
+            stack.enter_context(around(stage, "get_bwd_send_ops", partial(sends, set.difference)))
         yield
 
 

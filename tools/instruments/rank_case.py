@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
@@ -37,16 +38,27 @@ class RankCase:
         self.take_turn()
         self.x, self.y = random_batch(case.config, self.device)
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
+        if not case.training:
+            self.step.parallel.module.eval()
 
     def take_turn(self) -> None:
         """Make its groups, and its method of attention over split images, those of this process."""
         self.rank.use_mesh(self.case.layout)
         set_attention_method(self.case.config.domain_method)
 
+    @torch.no_grad()
+    def forward(self) -> torch.Tensor:
+        """The model's output for this rank's batch, without gradients."""
+        with self.step.autocast():
+            return self.step.parallel.module(self.x)
+
     def train(self, steps: int) -> None:
-        """Make so many optimizer steps, and wait for the last."""
+        """Make so many optimizer steps, or forward passes, and wait for the last."""
         for _ in range(steps):
-            self.step(0, self.x, self.y)
+            if self.case.training:
+                self.step(0, self.x, self.y)
+            else:
+                self.forward()
         synchronize(self.device)
 
     def times(self, steps: int) -> dict[str, float]:

@@ -27,11 +27,15 @@ OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What ranks measure: a config in a layout, and its name in a table. Compared by identity, since it is a key."""
+    """What ranks measure: a config in a layout, and its name in a table. Compared by identity, since it is a key.
+
+    training: False for forward passes alone.
+    """
 
     name: str
     config: Config
     layout: Layout
+    training: bool = True
 
     @property
     def ranks(self) -> int:
@@ -183,7 +187,16 @@ def _run_rank(pipe: Connection, rank: int, size: int, port: int, config: Config,
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     try:
-        return _serve(pipe, config, whole_machine)
+        device = comm.init(config.device, config.comm_timeout)
+        if device.type == "cpu" and not whole_machine:
+            torch.set_num_threads(1)
+        own = Rank(device)
+        pipe.send(None)
+        while (request := pipe.recv()) is not None:
+            function, args = request
+            pipe.send(function(own, *args))
+        own.kept.clear()
+        return comm.shutdown()
     except (EOFError, ConnectionError):  # the parent is gone, or another rank, which the parent notices
         pass
     except Exception as error:
@@ -195,19 +208,6 @@ def _run_rank(pipe: Connection, rank: int, size: int, port: int, config: Config,
         with suppress(OSError):
             pipe.send(error)
     exit_at_once(0)
-
-
-def _serve(pipe: Connection, config: Config, whole_machine: bool) -> None:
-    device = comm.init(config.device, config.comm_timeout)
-    if device.type == "cpu" and not whole_machine:
-        torch.set_num_threads(1)
-    rank = Rank(device)
-    pipe.send(None)
-    while (request := pipe.recv()) is not None:
-        function, args = request
-        pipe.send(function(rank, *args))
-    rank.kept.clear()
-    comm.shutdown()
 
 
 def _end_after_the_parent() -> None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
-from tools.instruments.counting import Collective, collective
+from tools.instruments.counting import Collective, Watch, collective
 from tools.instruments.phases import PHASES, phases_of
-from tools.instruments.watching import Watch
 from training.step import TrainingStep
 
 aten = torch.ops.aten
@@ -47,13 +46,9 @@ class Message(NamedTuple):
     sent: int
 
 
-FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-    ),
+LIKE = {  # operators of a CPU that torch counts nothing of, and those that compute the same
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 
 
@@ -93,16 +88,13 @@ class Tracker(Watch):
         given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
         self._note(given + made)
         if sent := collective(func, args, kwargs):
-            self._message(sent)
+            name = sent.group.group_name
+            self.groups.setdefault(name, tuple(dist.get_process_group_ranks(sent.group)))
+            if sent.kind != "recv":
+                self.messages[Message(self.phase_of(sent), sent.kind, name, sent.sent)] += 1
             self.label("buffers", made)
         elif not func.is_view and func.namespace == "aten":
             self._operation(func, args, kwargs, result, given, made)
-
-    def _message(self, sent):
-        name = sent.group.group_name
-        self.groups.setdefault(name, tuple(dist.get_process_group_ranks(sent.group)))
-        if sent.kind != "recv":
-            self.messages[Message(self.phase_of(sent), sent.kind, name, sent.sent)] += 1
 
     def phase_of(self, found: Collective) -> str:
         """The phase of a message: one to the next stage of a pipeline counts as forward, whenever it is sent."""
@@ -116,16 +108,13 @@ class Tracker(Watch):
         if not moved or func in NO_WORK:
             return
         flops, packet = 0, func._overloadpacket
-        if func in FLOPS:
-            flops = FLOPS[func](*args, **kwargs)
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+        if formula := flop_registry.get(LIKE.get(packet, packet)):
+            flops = formula(*args, **kwargs, out_val=result)
         kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
         if flops:
             kind = ATTENTION if ATTENTION in str(packet) else "matmul"
-        dtype = given[0].dtype if given else made[0].dtype
-        name = packet.__name__
-        self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, name)] += 1
+        dtype = (given or made)[0].dtype
+        self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
 
     def _number(self, storage):
         key = storage._cdata

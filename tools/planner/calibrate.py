@@ -15,8 +15,7 @@ from tools.instruments import collective_speed, operation_speed
 from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import RankCase, build_case, held
 from tools.instruments.team import Rank
-from tools.planner.hardware import HARDWARE, MEASURED, Gpu, gpu_of, read_gpus
-from tools.planner.measured import Speeds, machine_of
+from tools.planner.hardware import HARDWARE, MEASURED, Gpu, Speeds, gpu_of, machine_of, read_gpus
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured
 from tools.tables import format_table
@@ -61,7 +60,11 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
     place = next(list(node).index(comm.rank()) for node in nodes if comm.rank() in node)
     figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
     names = list(WRAPPED) if ranks > 1 and ranks % 2 == 0 else [""]
-    tiny = {name: _held(rank, WRAPPED[name], ranks) for name in names}
+    tiny: dict[str, RankCase] = {}
+    for name in names:
+        script, *options = WRAPPED[name].split()
+        options += [*TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
+        tiny[name] = held(rank, build_case(WRAPPED[name], script, options, ranks))
     for busy in sorted({1, size}) if device.type == "cpu" else [size]:
         if ranks > 1:
             dist.barrier()
@@ -78,13 +81,6 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
         figures["steps"][name] = _seconds_of_phases(own)
         traces[name] = own.case, measured(own.step, own.x, own.y)
     return figures, traces
-
-
-def _held(rank, words, ranks):
-    """The RankCase of a tiny model."""
-    script, *options = words.split()
-    own = [*options, *TINY, f"--device={rank.device.type}", f"--global_batch_size={4 * ranks}"]
-    return held(rank, build_case(words, script, own, ranks))
 
 
 def _seconds_of_phases(tiny: RankCase) -> Figures:
@@ -120,7 +116,7 @@ def _overlapped(device):
 
 
 def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
-    """What is written: the machine as tools.planner.measured.Measured has it. ranks: of a node."""
+    """What is written: the machine as tools.planner.hardware.Measured has it. ranks: of a node."""
     compute, collectives = {}, {}
     wrappers: dict[str, float] = {}
     for busy, tables in figures["operations"].items():

@@ -5,7 +5,7 @@ only. The lists of operations: "CUDA Ops that can autocast" in the documentation
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -41,13 +41,9 @@ class CudaAutocast(TorchFunctionMode):
     @contextmanager
     def ahead_of_collectives(self) -> Iterator[None]:
         """Inside, tensor parallelism casts to `dtype` as well; it would ask for the autocast of its device."""
-        with ExitStack() as stack:
-            for module in ("layers", "tensor_parallel"):
-                stack.enter_context(patch(f"distributed.{module}.to_compute_dtype", self._lowered))
+        name, cast = "to_compute_dtype", lambda x: x.to(self.dtype) if self.dtype else x
+        with patch(f"distributed.layers.{name}", cast), patch(f"distributed.tensor_parallel.{name}", cast):
             yield
-
-    def _lowered(self, x):
-        return x.to(self.dtype) if self.dtype else x
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run inside this context."""

@@ -104,19 +104,16 @@ def pipeline_shapes(
     def stage(module, number, count, device, group):
         last = number == count - 1
         shapes = described(tokens if number else None, image(outputs) if last else tokens, last)
-        built = PipelineStage(module, number, count, device, group=group, **shapes)
-        built.tokens = tokens
-        return built
+        return PipelineStage(module, number, count, device, group=group, **shapes)
 
     def round_stage(module, wrapped, number, count, device, group):
         last = number == count - 1
         before = (image(outputs) if module.first else tokens) if number else None
         given = image(outputs * (module.rounds if last else 1)) if module.last else tokens
-        built = RoundStage(module, wrapped, number, count, device, group=group, **described(before, given, last))
-        built.tokens = tokens
-        return built
+        return RoundStage(module, wrapped, number, count, device, group=group, **described(before, given, last))
 
     with (
+        patch.object(PipelineStage, "tokens", tokens, create=True),
         patch("distributed.pipeline.PipelineStage", stage),
         patch("distributed.pipeline_rounds.RoundStage", round_stage),
         patch("distributed.pipeline_rounds.DistributedDataParallel", Replica),
@@ -192,8 +189,17 @@ class Replica(nn.Module):
         bucket["missing"] -= 1
         if not bucket["missing"]:
             self._reduce(bucket)
-        if self.came == len(self.parameters_in_buckets):
-            self._end_of_backward()
+        if self.came < len(self.parameters_in_buckets):
+            return
+        if self.fixed:  # which parameters were used, of all ranks
+            used = torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32, device=self.device)
+            dist.all_reduce(used, group=self.group)
+        elif list(map(id, self.order)) != list(map(id, self.parameters_in_buckets)):
+            self.parameters_in_buckets, filled = self.order, self.bucket_of
+            self._fill(self.order)
+            for own in self.order:  # this step's gradients
+                own.grad = self.bucket_of[own][1].copy_(filled[own][1])
+        self.order, self.came = [], 0
 
     def _reduce(self, bucket):
         flat = bucket["flat"]
@@ -206,17 +212,6 @@ class Replica(nn.Module):
     def _summed(self, flat):
         dist.all_reduce(flat, group=self.group)
         return flat
-
-    def _end_of_backward(self):
-        if self.fixed:  # which parameters were used, of all ranks
-            used = torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32, device=self.device)
-            dist.all_reduce(used, group=self.group)
-        elif list(map(id, self.order)) != list(map(id, self.parameters_in_buckets)):
-            self.parameters_in_buckets, filled = self.order, self.bucket_of
-            self._fill(self.order)
-            for parameter in self.order:  # this step's gradients
-                parameter.grad = self.bucket_of[parameter][1].copy_(filled[parameter][1])
-        self.order, self.came = [], 0
 
 
 class FakeTracker(Tracker):

@@ -9,7 +9,7 @@ from itertools import product
 
 from tools.planner.memory_formulas import memory_of
 from tools.planner.message_formulas import messages_of
-from tools.planner.operation_formulas import operations_of
+from tools.planner.operation_formulas import Operations
 from tools.planner.rank_share import RankShare
 from tools.planner.trace import Trace
 from utils.errors import UsageError
@@ -33,5 +33,5 @@ def formula_traces(config: Config, layout: Layout, bands: Iterable[int] = (0,)) 
         share = RankShare(config, layout, stage, band)
         memory, held = memory_of(share)
         messages, groups = messages_of(share)
-        traces.append(Trace(memory, held, None, operations_of(share), messages, groups))
+        traces.append(Trace(memory, held, None, Operations(share).counted, messages, groups))
     return traces

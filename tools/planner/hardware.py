@@ -1,12 +1,32 @@
 """What a device and its node can do: from data sheets (config/hardware.yaml), or as `plan.py --calibrate` measured."""
 
+import math
+import os
+import platform
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+import numpy as np
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+)  # fmt: skip
+from scipy.interpolate import RBFInterpolator
 
-from tools.planner.measured import Measured
+from tools.instruments.operation_speed import OF_HEADS
+from tools.instruments.phases import PHASES
+from tools.instruments.tracker import ATTENTION, Operation
 from utils.config import explain, nearest, read_mappings
+from utils.device import library
 from utils.errors import UsageError
 from utils.files import read_json
 from utils.schema import Text, key
@@ -15,12 +35,140 @@ HARDWARE = Path(__file__).parents[2] / "config" / "hardware.yaml"
 MEASURED = HARDWARE.with_name("measured")  # folder of the entries that `plan.py --calibrate` writes, NAME.json
 DEFAULTS = "defaults"  # keys that the entries of the file share
 Share = Annotated[float, Field(gt=0, le=1)]
+Point = tuple[NonNegativeFloat, PositiveFloat, PositiveFloat]  # FLOP, bytes moved, seconds
+Points = Annotated[list[Point], Field(min_length=1, max_length=10**4)]
+Tables = dict[str, dict[str, Points]]
+LIKE = {"matmul": "mm", "pointwise": "add", "copy": "clone"}  # the operator that stands for others of a kind
 
 
-class Gpu(BaseModel):
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Collective(_Strict):
+    """Latency and bandwidth of a kind of collective: seconds = latency + bytes sent / bandwidth."""
+
+    latency: PositiveFloat = key("seconds of an empty one")
+    bandwidth: PositiveFloat = key("bytes/s that a rank sends")
+    ranks: PositiveInt = key("of the group in which it was measured")
+
+
+class Speeds(_Strict):
+    """Times while so many ranks of a node computed at once."""
+
+    operations: Tables = key("by operator and type")
+    host: dict[Literal[*PHASES], NonNegativeFloat] = key("seconds of an operation beside its own time, by phase")  # type: ignore[valid-type]
+    _known: dict[tuple[str, str, float, float, int], float] = PrivateAttr(default_factory=dict)
+    _tables: dict[tuple[str, str], RBFInterpolator] = PrivateAttr(default_factory=dict)
+
+    @field_validator("operations")
+    @classmethod
+    def _complete(cls, tables: Tables) -> Tables:
+        """Every kind of operation has a table that stands for it."""
+        missing = [name for name in LIKE.values() if not tables.get(name)]
+        if missing or sum(ATTENTION in name for name in tables) < 2:
+            raise ValueError(f"no measurement of {', '.join(missing) or ATTENTION}")
+        heads = [dtype.split()[-1:] for name in tables if ATTENTION in name for dtype in tables[name]]
+        if not all(own and own[0].isdecimal() and int(own[0]) for own in heads):
+            raise ValueError(f"{ATTENTION}: its types are called '{OF_HEADS.format('float32', 64)}'")
+        return tables
+
+    @property
+    def launch(self) -> float:
+        """Host time of an operation, in the mean of the phases."""
+        return max(1e-9, sum(self.host.values()) / max(1, len(self.host)))
+
+    def seconds(self, operation: Operation, dtype: str, head: int = 0) -> float:
+        """Seconds of an operation. dtype: in which it computes, as the tables call it. head: its size, of attention."""
+        name, flops, moved = operation.name, operation.flops, operation.moved
+        if name not in self.operations:
+            backward = "backward" in name or (not name and operation.phase == "backward")
+            alike = [n for n in self.operations if ATTENTION in n and backward == n.endswith("backward")]
+            name = alike[0] if operation.kind == ATTENTION and alike else LIKE.get(operation.kind, "mm")
+        asked = name, dtype, flops, moved, head
+        if asked not in self._known:
+            table = self._table(name, self._type(name, dtype, head))
+            work, place = _place(name, flops, moved)
+            self._known[asked] = work / math.exp(float(table(np.array([place]))[0]))
+        return self._known[asked]
+
+    def _type(self, name, dtype, head):
+        """The measured type that is nearest."""
+        types = self.operations[name]
+        if ATTENTION in name:
+            sizes = [int(known.split()[-1]) for known in types if known.startswith(dtype)] or [head]
+            dtype = OF_HEADS.format(dtype, min(sizes, key=lambda size: abs(math.log(size / max(1, head)))))
+        return dtype if dtype in types else next(iter(types))
+
+    def _table(self, name, dtype):
+        """The logarithm of work per second, linear between the measured sizes."""
+        if (name, dtype) not in self._tables:
+            found = {_place(name, *size): seconds for *size, seconds in self.operations[name][dtype]}
+            works, places = zip(*found, strict=True)
+            values = np.log(np.array(works) / np.array(list(found.values())))
+            self._tables[name, dtype] = RBFInterpolator(np.array(places), values, kernel="linear", degree=0)
+        return self._tables[name, dtype]
+
+
+def _place(name: str, flops: float, moved: float) -> tuple[float, tuple[float, float]]:
+    """(work, its place in a table): logarithms of work and of FLOP per byte, where there are FLOP.
+
+    Of attention FLOP per byte alone, which tell the number of tokens: heads are computed one after another.
+    """
+    if not flops:
+        return moved, (math.log(moved), 0.0)
+    return flops, (0.0 if ATTENTION in name else math.log(flops), math.log(flops / moved))
+
+
+class Measured(_Strict):
+    """A machine as it was measured."""
+
+    device: Text = key("type of the device, as torch calls it")
+    processor: Text = key("name of the device")
+    cores: PositiveInt = key("cores of the node")
+    torch_version: Text = key("with which it was measured")
+    threads: PositiveInt = key("threads of a rank on the CPU")
+    ranks: PositiveInt = key("of a node, at work at once")
+    compute: Annotated[dict[PositiveInt, Speeds], Field(min_length=1)] = key(
+        "times of computation, by the number of ranks of a node at work"
+    )
+    collectives: dict[str, dict[str, Collective]] = key("by place (inside a node, across nodes) and kind")
+    overlap: Annotated[float, Field(ge=0, le=1)] = key("share of a collective that computation can hide")
+    wrappers: dict[str, float] = key("seconds of the host for each collective, by what makes it")
+
+    def speeds(self, ranks: int) -> Speeds:
+        """Times while so many ranks of a node compute, or the nearest number that was measured."""
+        return self.compute[min(self.compute, key=lambda n: (abs(n - ranks), n))]
+
+    def collective(self, kind: str, nodes: int, name: str) -> Collective:
+        """The Collective of a kind, inside a node or over several. Raises UsageError where it was not measured."""
+        place = "inside" if nodes == 1 else "across"
+        if kind not in (found := self.collectives.get(place, {})):
+            how = "torchrun --nproc_per_node N" if nodes == 1 or self.ranks == 1 else "srun, on two nodes or more"
+            raise UsageError(
+                f"{name}: {kind} {place} {'a node' if nodes == 1 else 'nodes'} was not measured, as it was calibrated "
+                f"with {self.ranks} rank{'s' * (self.ranks > 1)}: start plan.py --calibrate by {how}"
+            )
+        return found[kind]
+
+    def elsewhere(self) -> str:
+        """How this machine differs from the measured one, in words; '' where it does not."""
+        here = self.device == "cpu" or getattr(torch, self.device, torch.cpu).is_available()
+        own = machine_of(torch.device(self.device if here else "cpu"))
+        known = {name: getattr(self, name) for name in own}
+        return ", ".join(f"{name} {own[name]} here, {known[name]} there" for name in own if own[name] != known[name])
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """What identifies a kind of machine: type and name of its device, cores."""
+    gpu, cpus = library(device, "get_device_name"), Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", cpus.read_text(), re.M) if cpus.exists() else None
+    name = gpu.get_device_name(device) if gpu else model[1] if model else platform.machine()
+    return {"device": device.type, "processor": name, "cores": os.cpu_count() or 1}
+
+
+class Gpu(_Strict, strict=True):
     """A GPU in its node. Rates are per second, times in seconds, bandwidths in bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     name: Text = key("name of the entry in the YAML file")
     memory_gib: PositiveFloat = key("GiB of memory that the device reports")

@@ -8,7 +8,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tools.instruments.assembly import split_as_configured
@@ -47,10 +47,9 @@ def candidates(
     fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
     found: list[tuple[Config, Layout]] = []
     refused: Counter[str] = Counter()
+    trial, keys = Trial(config), config.model_dump(exclude={"config"})
     sizes = [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]
-    if "tensor_parallel" in fixed:
-        sizes = [config.tensor_parallel]
-    for tp in sizes:
+    for tp in [config.tensor_parallel] if "tensor_parallel" in fixed else sizes:
         if tp > ranks_per_node and found:
             break
         try:
@@ -58,31 +57,25 @@ def candidates(
         except UsageError as error:
             refused[str(error)] += 1
             continue
-        _with_tp(config, gpus, ranks_per_node, fixed, tp, found, refused)
+        for split in _splits(config, gpus, tp, fixed):
+            for way in _ways(config, gpus, split, fixed):
+                takes = []
+                for own in _data_parallel(config, gpus, ranks_per_node, split, fixed):
+                    try:
+                        checked = check_config(keys | split | way | own, config.config, "", (), gpus)
+                        takes.append((checked, checked.layout(gpus, ranks_per_node)))
+                    except UsageError as error:
+                        refused[str(error).removeprefix(": ")] += 1
+                if takes and (reason := trial.refusal(split | way)):
+                    refused[reason] += len(takes)
+                else:
+                    found += takes
     return found, dict(refused)
 
 
 def _divisors(number: int) -> list[int]:
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})
-
-
-def _with_tp(config, gpus, ranks_per_node, fixed, tp, found, refused):
-    trial, keys = Trial(config), config.model_dump(exclude={"config"})
-    for split in _splits(config, gpus, tp, fixed):
-        for way in _ways(config, gpus, split, fixed):
-            takes = []
-            for own in _data_parallel(config, gpus, ranks_per_node, split, fixed):
-                try:
-                    checked = check_config(keys | split | way | own, config.config, "", (), gpus)
-                    takes.append((checked, checked.layout(gpus, ranks_per_node)))
-                except UsageError as error:
-                    refused[str(error).removeprefix(": ")] += 1
-            reason = trial.refusal(split | way) if takes else None
-            if reason:
-                refused[reason] += len(takes)
-            else:
-                found += takes
 
 
 def _splits(config, gpus, tp, fixed):
@@ -98,12 +91,11 @@ def _splits(config, gpus, tp, fixed):
             free = {"context_parallel", "pipeline_parallel"}.isdisjoint(fixed)
             if not free or (rest % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
                 yield {"tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp, "domain_parallel": 1}
+    counts = [n for n in _divisors(rest) if n > 1] if rest else []
+    tiles = [n for n in counts if n <= rows]
+    tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
     if "domain_parallel" in fixed:
         tiles = [config.domain_parallel]
-    else:
-        counts = [n for n in _divisors(rest) if n > 1] if rest else []
-        tiles = [n for n in counts if n <= rows]
-        tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
     for domain in tiles:
         if domain not in (1, "1", "1x1"):
             yield {"tensor_parallel": tp, "context_parallel": 1, "pipeline_parallel": 1, "domain_parallel": domain}
@@ -150,13 +142,10 @@ def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
         if strategy == "hsdp" and "data_parallel" not in fixed and (gpus <= ranks_per_node or inside == dp or dp == 1):
             continue  # the same as fsdp
         for again in checkpointing:
-            yield {"data_parallel": strategy, "activation_checkpointing": again, **_plain(strategy, fixed)}
-
-
-def _plain(strategy, fixed):
-    """Keys that belong to other strategies, at their defaults."""
-    of_others = [name for name, strategies in STRATEGY_KEYS.items() if strategy not in strategies]
-    return {name: Config.model_fields[name].default for name in of_others if name not in fixed}
+            # Keys that belong to other strategies are at their defaults.
+            others = [name for name, own in STRATEGY_KEYS.items() if strategy not in own and name not in fixed]
+            plain = {name: Config.model_fields[name].default for name in others}
+            yield {"data_parallel": strategy, "activation_checkpointing": again, **plain}
 
 
 class Trial:
@@ -170,9 +159,8 @@ class Trial:
         """Why a split is refused, None where it is not. settings: {key: value} in place of the config's."""
         tp, cp, pp, domain = (settings[name] for name in SPLITS)
         methods = settings["sequence_parallel"], settings["cp_method"], settings["domain_method"]
-        return self._once(1, settings, (tp, cp, 1, domain), *methods) or self._once(
-            self.config.depth, settings, (1, 1, pp, 1), settings["pp_schedule"]
-        )
+        refusal = self._once(1, settings, (tp, cp, 1, domain), *methods)
+        return refusal or self._once(self.config.depth, settings, (1, 1, pp, 1), settings["pp_schedule"])
 
     def _once(self, depth, settings, sizes, *methods):
         if (sizes, *methods) not in self.known:
@@ -199,12 +187,13 @@ def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) 
     return None
 
 
-def script_of(config: Config) -> str:
-    """The script that runs a layout."""
-    if math.prod(tile_counts(config.domain_parallel)) > 1:
-        return "train_shard.py"
-    split = config.tensor_parallel, config.context_parallel, config.pipeline_parallel
-    return "train_mp.py" if max(split) > 1 else "train.py"
+def script_of(options: Mapping[str, Any]) -> str:
+    """The first script that can split a model in all the ways that some keys of a config ask for."""
+    used = [key for key in SPLITS if options.get(key, 1) not in (1, "1", "1x1")]
+    for name, script in SCRIPTS.items():
+        if set(used) <= set(script.splits):
+            return name
+    raise UsageError(f"no script has {' and '.join(used)} together")
 
 
 def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
@@ -213,7 +202,7 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
     words: the options that gave the config; the command leaves out those that the layout replaces. Raises UsageError
     for words that are no options.
     """
-    script = script_of(config)
+    script = script_of(vars(config))
     own_file, _, submit = SCRIPTS[script]
     options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
     path, name = options.pop("yaml_config"), options.pop("config")

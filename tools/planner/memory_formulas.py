@@ -13,7 +13,9 @@ def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float]]:
     """(memory, held) of a RankShare as a Trace has them: bytes."""
     parameters, gradients, optimizer = states(share)
     inputs, outputs = (FULL * n * share.micro_batches for n in (share.inputs, share.outputs * share.steps))
-    buffers = _buffers_of_pipeline(share)
+    # Receive buffers of a pipeline, one for each micro-batch, for the whole run.
+    elsewhere = sum((not stage.first) + (not stage.last) for stage in share.stages)
+    buffers = FULL * share.stream * share.micro_batches * elsewhere
     here = 0 if share.config.cpu_offload else parameters + optimizer  # not in host memory
     always = here + inputs + outputs + buffers
     if share.replicated:  # in buckets, which are there all the time
@@ -23,7 +25,9 @@ def memory_of(share: RankShare) -> tuple[dict[str, float], dict[str, float]]:
     else:
         (stage,) = share.stages
         saved, most = kept(share, stage), at_most(share, stage, share.micro_batches > 1)
-        earlier = (share.steps - 1) * (between_steps(share) + (0 if share.repeats_steps else saved))
+        # A step of a forecast adds its input to those of its network, where no copy of it is kept.
+        between = 0 if share.low and not share.repeats_steps else FULL * share.inputs
+        earlier = (share.steps - 1) * (between + (0 if share.repeats_steps else saved))
         joined = FULL * share.outputs * share.steps if share.steps > 1 else 0  # all states, or their gradient
         saved, most = earlier + saved, earlier + most + joined
     update = (FULL * share.positions if share.replicated else gradients) + (
@@ -141,11 +145,6 @@ def kept(share: RankShare, stage: Stage) -> float:
     return of_blocks(share, stage) + sum(ends(share, stage))
 
 
-def between_steps(share: RankShare) -> float:
-    """Bytes that a step of a forecast adds to those of its network: its input, where no copy of it is kept."""
-    return 0 if share.low and not share.repeats_steps else FULL * share.inputs
-
-
 # The moments at which a rank holds most.
 
 
@@ -159,7 +158,8 @@ def at_most(share: RankShare, stage: Stage, later: bool) -> float:
     lowered, handed = w * share.whole if share.low else 0, FULL * share.stream
     shapes, units = share.block_shapes, gathered(share, later)
     one, weights = block(share), FULL * numbers(shapes)
-    whole = stage.blocks * weights + FULL * numbers(_rest(share, stage))
+    rest = (share.first_shapes if stage.first else []) + (share.last_shapes if stage.last else [])
+    whole = stage.blocks * weights + FULL * numbers(rest)
     there = whole if later and not share.replicated else 0
     growing = not (share.replicated or there)
     behind = FULL * numbers(share.last_shapes) if growing and stage.last else 0
@@ -217,19 +217,7 @@ def gathered(share: RankShare, later: bool = False) -> int:
     return share.gathered_width * (numbers(rest) + ahead * numbers(share.block_shapes))
 
 
-def _rest(share: RankShare, stage: Stage) -> list[Shape]:
-    return (share.first_shapes if stage.first else []) + (share.last_shapes if stage.last else [])
-
-
 # Pipelines.
-
-
-def _buffers_of_pipeline(share: RankShare) -> int:
-    """Bytes of the receive buffers, one for each micro-batch, for the whole run."""
-    if share.p == 1:
-        return 0
-    ends_elsewhere = sum((not stage.first) + (not stage.last) for stage in share.stages)
-    return FULL * share.stream * share.micro_batches * ends_elsewhere
 
 
 def _pipelined(share):

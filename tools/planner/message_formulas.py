@@ -2,12 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 from tools.instruments.counting import bytes_sent
 from tools.instruments.tracker import Message
 from tools.planner.memory_formulas import FULL, zero1_shares
-from tools.planner.rank_share import RankShare, Shape, Stage
+from tools.planner.rank_share import RankShare, Stage
 
 
 def messages_of(share: RankShare) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:
@@ -153,7 +152,9 @@ class _Messages:
         blocks = [share.block_shapes] * (share.blocks if stage is None else stage.blocks)
         first, last = share.first_shapes if share.first else [], share.last_shapes if share.last else []
         if stage is None:
-            shapes = _as_gradients_come(first, blocks, last)
+            norm1, attention, norm2, mlp = (share.block_shapes[a:b] for a, b in ((0, 2), (2, 6), (6, 8), (8, 12)))
+            block = [*reversed(mlp), *norm2, *reversed(attention), *norm1]
+            shapes = [*reversed(last[2:]), *last[:2], *(block * len(blocks)), *reversed(first)]
         else:
             first, last = first if stage.first else [], last if stage.last else []
             shapes = [*first, *(shape for block in blocks for shape in block), *last]
@@ -166,12 +167,6 @@ class _Messages:
                 size = 0
         if stage is not None:  # which parameters were used
             self.add("backward", "all_reduce", "dp_image", 4 * len(shapes))
-
-
-def _as_gradients_come(first: Sequence[Shape], blocks: Sequence[Sequence[Shape]], last: Sequence[Shape]) -> list[Shape]:
-    norm1, attention, norm2, mlp = blocks[0][:2], blocks[0][2:6], blocks[0][6:8], blocks[0][8:]
-    block = [*reversed(mlp), *norm2, *reversed(attention), *norm1]
-    return [*reversed(last[2:]), *last[:2], *(block * len(blocks)), *reversed(first)]
 
 
 def gathers(share: RankShare) -> tuple[int, int]:

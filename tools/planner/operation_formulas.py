@@ -12,13 +12,8 @@ from training.step import AMP_DTYPES
 Term = tuple[float, int]  # bytes that an operation reads and writes, how many such operations
 
 
-def operations_of(share: RankShare) -> Counter[Operation]:
-    """Counter of Operations of a RankShare."""
-    return _Operations(share).counted
-
-
-class _Operations:
-    """Each method counts a part of the step. es, e: numbers of the residual stream, and of all features of a layer."""
+class Operations:
+    """counted: those of a RankShare. Methods count a part each. es, e: numbers of the residual stream, of a layer."""
 
     def __init__(self, share: RankShare):
         self.share, self.calls = share, share.passes

@@ -8,11 +8,9 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from tools.pictures import draw_bars, finish, mark, panels, save
-from tools.planner.at_scale import Assumptions
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, Plan
-from tools.planner.request import Request
-from tools.planner.search import Point
+from tools.planner.search import Assumptions, Point, Request
 from tools.planner.trace import HOST
 from tools.tables import format_table
 from training.flops import precision

@@ -56,7 +56,8 @@ class RankShare:
         self.patches = patch_grid(config.img_size, config.patch_size)[0]
         self.domain, self.image = math.prod(layout.domain) > 1, layout.cp * math.prod(layout.domain)
         self.method = config.domain_method if self.domain else config.cp_method
-        rows, columns = (shard_sizes(n, k) for n, k in zip(self.patches, self._cuts(), strict=False))
+        cuts = layout.cp * layout.domain[0], layout.domain[1]
+        rows, columns = (shard_sizes(n, k) for n, k in zip(self.patches, cuts, strict=False))
         deep = math.prod(self.patches[2:])
         self.shares = [r * c * deep for r in rows for c in columns]  # tokens of the ranks that share an image
         self.tokens, self.all_tokens = self.shares[self.band], sum(self.shares)
@@ -106,9 +107,6 @@ class RankShare:
             order.append((True, chunk))
             order += [(False, chunk) for chunk in forward[ahead + i : ahead + i + 1]]
         return order
-
-    def _cuts(self) -> tuple[int, int]:
-        return self.layout.cp * self.layout.domain[0], self.layout.domain[1]
 
     @cached_property
     def block_shapes(self) -> list[Shape]:

@@ -223,11 +223,6 @@ class _Step:
             calls = max(calls, collective["bytes"] / sent)
         return collective["seconds"] / calls
 
-    @property
-    def overlap(self) -> float:
-        """Share of a collective that computation hides where it can."""
-        return self.gpu.measured.overlap if self.gpu.measured else 1.0
-
     @cached_property
     def exposed(self):
         """{"gradients" | "rest": {name of a part: seconds that computation does not hide}}."""
@@ -245,7 +240,7 @@ class _Step:
             else:
                 parts = 1 if self.config.data_parallel in SHARDED else self.config.gradient_accumulation
                 left = min(total, max(0, total - self._computing(phase) / parts) + sum(map(self._bucket, found)))
-            left = total - (total - left) * self.overlap
+            left = total - (total - left) * (self.gpu.measured.overlap if self.gpu.measured else 1)
             name = "rest" if overlap == ATTENTION else "gradients"
             for collective in found:
                 exposed[name][_part(collective)] += left * collective["seconds"] / total if total else 0
@@ -270,18 +265,14 @@ class _Step:
     def _host(self):
         """Seconds in which the host launches all operations: a lower bound of the step; on a CPU beside computing."""
         if self.gpu.synchronous:
-            return self._beside()
+            host, wrappers = self.speeds.host, self.gpu.measured.wrappers
+            seconds = sum(calls * host.get(operation.phase, 0.0) for operation, calls in self.trace.operations.items())
+            counted = wrapped(self.trace, self.collectives, self.config)
+            return (seconds + sum(n * wrappers.get(name, 0.0) for name, n in counted.items())) * self.calibration
         count = sum(self.trace.operations.values()) + sum(c["count"] for c in self.collectives)
         config = self.config
         factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
         return count * factor * self.gpu.launch * self.calibration
-
-    def _beside(self):
-        host, wrappers = self.speeds.host, self.gpu.measured.wrappers
-        seconds = sum(calls * host.get(operation.phase, 0.0) for operation, calls in self.trace.operations.items())
-        counted = wrapped(self.trace, self.collectives, self.config)
-        seconds += sum(count * wrappers.get(name, 0.0) for name, count in counted.items())
-        return seconds * self.calibration
 
     def _bubble(self, seconds):
         """Idle time of a stage with so many seconds of work.

@@ -11,9 +11,9 @@ from typing import Any
 from tools.instruments.phases import PHASES
 from tools.planner.layouts import command, script_of
 from tools.planner.plan import Plan
-from tools.planner.request import Request
+from tools.planner.search import Request
 from tools.planner.step_time import step_time
-from tools.planner.trace import Trace, trace_step
+from tools.planner.trace import trace_step
 from tools.slurm import submit
 from utils.config import SCRIPTS
 from utils.errors import UsageError
@@ -39,7 +39,8 @@ def submit_plan(plan: Plan, request: Request, options: str) -> str:
     if ranks % plan.nodes:
         raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
     words = shlex.split(command(config, plan.layout, request.words, plan.gpu.gpus_per_node))
-    script, submit_file = script_of(config), SCRIPTS[script_of(config)].submit
+    script = script_of(vars(config))
+    submit_file = SCRIPTS[script].submit
     own = words[next(i for i, word in enumerate(words) if word in (script, submit_file)) + 1 :]
     file = Path(config.expdir) / "plans" / f"{config.config}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     tasks = ranks // plan.nodes
@@ -60,7 +61,14 @@ def stored(plan: Plan, request: Request) -> dict[str, Any]:
     traces = trace_step(plan.config, plan.layout, device_type)
 
     def seconds(phase: str) -> float:
-        own = [_only(trace, phase) for trace in traces]
+        own = [
+            replace(
+                trace,
+                operations=Counter({what: n for what, n in trace.operations.items() if what.phase == phase}),
+                messages=Counter({what: n for what, n in trace.messages.items() if what.phase == phase}),
+            )
+            for trace in traces
+        ]
         return step_time(own, plan.config, plan.layout, plan.gpu, request.calibration).seconds
 
     return plan.to_json() | {
@@ -69,10 +77,3 @@ def stored(plan: Plan, request: Request) -> dict[str, Any]:
         "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
         **{f"{phase}_s": seconds(phase) for phase in PHASES},
     }
-
-
-def _only(trace: Trace, phase: str) -> Trace:
-    """The part of a trace that belongs to a phase."""
-    operations = {operation: n for operation, n in trace.operations.items() if operation.phase == phase}
-    messages = {message: n for message, n in trace.messages.items() if message.phase == phase}
-    return replace(trace, operations=Counter(operations), messages=Counter(messages))

@@ -7,15 +7,13 @@ linear in the number of blocks of a stage.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
@@ -23,7 +21,7 @@ from distributed.domain_parallel import transform_forward
 from networks.vit import Attention
 from tools.instruments.assembly import random_batch, split_as_configured
 from tools.instruments.memory import memory_of_a_step, optimizer_states
-from tools.instruments.phases import around, phases_of
+from tools.instruments.phases import phases_of
 from tools.instruments.tracker import Message, Operation
 from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import FakeTensor, FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
@@ -131,7 +129,10 @@ def _trace(config, layout, rank, device_type):
         config = config.model_copy(update={"amp_mode": "bf16"})
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
-    with fake_rank(layout, rank, device_type) as fake, autocast.ahead_of_collectives() if autocast else nullcontext():
+    with fake_rank(layout, rank, device_type) as fake, ExitStack() as stack:
+        if autocast:  # one context of all stages: copies of parameters in low precision are made once
+            stack.enter_context(autocast.ahead_of_collectives())
+            stack.enter_context(patch.object(TrainingStep, "autocast", lambda _: autocast))
         model = build_model(config)
         split = split_as_configured(model, config)
         for block in getattr(model, "blocks", [model]) if autocast else ():
@@ -146,8 +147,7 @@ def _trace(config, layout, rank, device_type):
             optimizer = build_optimizer(config, model, device)
             for group in optimizer.param_groups if device_type != "cpu" else ():
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
-            step_class = TrainingStep if autocast is None else partial(GpuStep, autocast)
-            step = step_class(config, device, parallel, optimizer, build_task(config))
+            step = TrainingStep(config, device, parallel, optimizer, build_task(config))
             x, y = random_batch(config, device)
             with FakeTracker():
                 step(0, x, y)  # from now on the optimizer has a state
@@ -157,7 +157,8 @@ def _trace(config, layout, rank, device_type):
 def _shapes(config, layout):
     if layout.pp == 1:
         return nullcontext()
-    samples, size = config.global_batch_size // layout.dp // config.gradient_accumulation, _own_size(config)
+    samples = config.global_batch_size // layout.dp // config.gradient_accumulation
+    size = [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]  # of this rank's part
     tokens = math.prod(size) // config.patch_size ** len(size)
     if config.sequence_parallel:
         tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
@@ -165,23 +166,6 @@ def _shapes(config, layout):
     inputs = config.model_in_channels + (steps - 1) * timed
     shape = (samples, tokens, config.embed_dim)
     return pipeline_shapes(lambda channels: (samples, channels, *size), shape, inputs, config.n_out_channels)
-
-
-def _own_size(config):
-    """Points of this rank's part of an image along each axis."""
-    return [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]
-
-
-class GpuStep(TrainingStep):
-    """A training step with the mixed precision of a GPU."""
-
-    def __init__(self, mixed_precision: CudaAutocast, *args: Any):
-        self.mixed_precision = mixed_precision
-        super().__init__(*args)
-
-    def autocast(self) -> CudaAutocast:
-        """The one context of all stages: copies of parameters in low precision are made once."""
-        return self.mixed_precision
 
 
 def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
@@ -195,7 +179,6 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
     received = receive_buffers(stages)
     there = [*weights, *states, *buckets, *received]
-    sharded = [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]
     tracker = FakeTracker([*there, x, y])
     tracker.label("parameters", weights)
     tracker.label("optimizer", states)
@@ -203,18 +186,8 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     tracker.label("batch", [x, y])
     tracker.label("buffers", received)
 
-    def before_update(update, *args, **kwargs):
-        tracker.label("gradients", [w.grad for w in weights if w.grad is not None])
-        return update(*args, **kwargs)
-
-    hooks = [
-        unit.register_forward_hook(lambda unit, *_: tracker.label("buffers", unit.parameters()), prepend=True)
-        for unit in sharded
-    ]  # gathered parameters
-    with phases_of(step, tracker), around(step.scaler, "step", before_update), tracker:
-        held = memory_of_a_step(step, x, y, lambda tensor: tracker.label("activations", [tensor]))
-    for hook in hooks:
-        hook.remove()
+    with phases_of(step, tracker), tracker:
+        held = memory_of_a_step(step, x, y, tracker)
     memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
     messages: Counter[Message] = Counter()
     names = {group: dimensions[ranks] for group, ranks in tracker.groups.items()}

@@ -27,8 +27,7 @@ except ImportError as error:
 
 from tools.preflight import file_system as files
 from tools.preflight import network
-from tools.preflight.check_results import CheckResult, merge
-from tools.preflight.rendezvous import Absent, Rendezvous, limited
+from tools.preflight.rendezvous import Absent, CheckResult, Rendezvous, limited, merge
 from utils.device import VISIBLE, built_for, driver, library, promised_gpus
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real, run_main
 from utils.launch import read_launch
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ranks.rank == 0:
         print(f"\n{count['ok']} ok, {count['warn']} warn, {count['FAIL']} FAIL")
         if options.json:
-            report = {"status": status, "nodes": ranks.nodes, "results": [result.as_dict() for result in results]}
+            report = {"status": status, "nodes": ranks.nodes, "results": [result._asdict() for result in results]}
             options.json.write_text(json.dumps(report, indent=2) + "\n")
     if ranks.size > 1:
         ranks.leave()
@@ -154,8 +153,8 @@ def run_checks(options: argparse.Namespace, ranks: Rendezvous) -> Iterator[Check
         yield result
 
 
-def attempt(check: Check, options: argparse.Namespace, ranks: Rendezvous) -> list[dict[str, Any]]:
-    """The results of a check on this rank, as dicts. An exception or a timeout becomes a FAIL."""
+def attempt(check: Check, options: argparse.Namespace, ranks: Rendezvous) -> list[CheckResult]:
+    """The results of a check on this rank. An exception or a timeout becomes a FAIL."""
     results: list[CheckResult] = []
     try:
         limited(2 * options.timeout, lambda: results.extend(check(options, ranks)))
@@ -163,7 +162,7 @@ def attempt(check: Check, options: argparse.Namespace, ranks: Rendezvous) -> lis
         kind = "" if isinstance(error, Absent | TimeoutError) else f"{type(error).__name__}: "
         name, advice = check.__name__.replace("_", " "), "the output of the ranks may say more"
         results = [*results, CheckResult("FAIL", name, f"{kind}{first_line(error)}", advice)]
-    return [result.as_dict() for result in results]
+    return results
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,8 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.preflight.check_results import CheckResult
-from tools.preflight.rendezvous import Rendezvous
+from tools.preflight.rendezvous import CheckResult, Rendezvous
 from utils.files import whole_file
 
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs

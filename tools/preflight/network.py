@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tools.instruments import collective_speed
-from tools.preflight.check_results import CheckResult
-from tools.preflight.rendezvous import Rendezvous
+from tools.preflight.rendezvous import CheckResult, Rendezvous
 from utils.device import backend_for, library, select_device, synchronize
 from utils.errors import first_line
 from utils.launch import interface_towards, name_gloo_interface
@@ -89,7 +88,7 @@ def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResul
     seconds = max(ranks.exchange("process group: seconds", time.monotonic() - began))
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {seconds:.1f} s")
     routes = ranks.exchange("process group: route", route(launch.master_addr, launch.master_port))
-    for node, members in ranks_by_node(ranks).items():
+    for node, members in ranks.by_node(range(ranks.size)).items():
         found = f"{node}: {len(members)} rank(s), reaches rank 0 by {routes[members[0]]}"
         yield CheckResult("ok", "node", found)
 
@@ -130,19 +129,16 @@ def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     device = group_device(ranks, "bandwidth")
     if device is None:
         return
-    nodes = list(ranks_by_node(ranks).values())
+    nodes = list(ranks.by_node(range(ranks.size)).values())
     parts = {"all ranks": [list(range(ranks.size))]}
     if len(nodes) > 1:
         parts |= {WHERE[place]: groups for place, groups in collective_speed.places(nodes).items()}
     sizes = SIZES.get(device.type, SIZES["cuda"])
     for label, groups in parts.items():
-        mine, values, found = collective_speed.join(groups), {}, []
-        for kind in ("all_reduce", "all_gather", "all_to_all"):
-            points = [collective_speed.measure(kind, mine, size, device) for size in sizes] if mine else []
-            told = ranks.exchange(f"bandwidth: {label}, {kind}", points and collective_speed.fit(points))
-            latency, speed = max(own[0] for own in told if own), min(own[1] for own in told if own)
-            values[name := kind.replace("_", "-")] = {"latency": latency, "bandwidth": speed}
-            found.append(f"{name} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us")
+        points = collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather", "all_to_all"))
+        fits = {kind.replace("_", "-"): collective_speed.fit(own) for kind, own in points.items()}
+        found = [f"{name} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us" for name, (latency, speed) in fits.items()]
+        values = {name: {"latency": latency, "bandwidth": speed} for name, (latency, speed) in fits.items()}
         text = f"{label}, sent by a rank, up to {sizes[-1] >> 20} MiB: {'; '.join(found)}"
         yield CheckResult("ok", "bandwidth", text, values=values)
 
@@ -161,14 +157,6 @@ def checkpoint_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckRe
         return
     seconds = max(ranks.exchange("checkpoint group: seconds", time.monotonic() - began))
     yield CheckResult("ok", "checkpoint group", f"gloo through {interface}, ready after {seconds:.1f} s")
-
-
-def ranks_by_node(ranks: Rendezvous) -> dict[str | None, list[int]]:
-    """{node: its ranks}."""
-    places: dict[str | None, list[int]] = {}
-    for rank, node in enumerate(ranks.nodes):
-        places.setdefault(node, []).append(rank)
-    return places
 
 
 def group_device(ranks: Rendezvous, check: str) -> torch.device | None:

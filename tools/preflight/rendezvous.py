@@ -1,4 +1,4 @@
-"""Ranks meet in a key-value store and exchange small messages, before any of them calls a collective.
+"""Ranks meet in a key-value store and exchange results of checks, before any of them calls a collective.
 
 A collective that hangs cannot say which rank is missing. In the store each rank writes under its own key, so a rank
 that never comes, or stops half-way, is known by its number and its node, and every wait has a time limit.
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -140,12 +140,16 @@ class Rendezvous:
                 if self.rank == 0:
                     _wait_until(lambda: left("left", 0) >= self.size, LEAVE_SECONDS)
 
-    def names(self, ranks: Iterable[int]) -> str:
-        """The ranks of each node as text: 'rank 1,4-7 (node2)'. A rank that never came gets its planned node."""
+    def by_node(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """{node: its ranks}, of these ranks. A rank that never came gets its planned node."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             places.setdefault(self.nodes[rank] or self._planned_node(rank), []).append(rank)
-        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in places.items())
+        return places
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """The ranks of each node as text: 'rank 1,4-7 (node2)'."""
+        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in self.by_node(ranks).items())
 
     def _planned_node(self, rank):
         number = rank // self.launch.ranks_per_node
@@ -175,3 +179,32 @@ def shortened(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ",".join("-".join(map(str, run)) for run in runs)
+
+
+class CheckResult(NamedTuple):
+    """level: ok, warn or FAIL. advice: what to do about a warn or a FAIL. values: numbers for the JSON report."""
+
+    level: str
+    what: str
+    found: str
+    advice: str = ""
+    values: dict[str, Any] | None = None
+
+    def line(self) -> str:
+        """The result as one line of text."""
+        advice = f" - {self.advice}" if self.advice and self.level != "ok" else ""
+        return f"{self.level:<5} {self.what:<14} {self.found}{advice}"
+
+
+def merge(answers: Iterable[list[CheckResult]], ranks: Rendezvous) -> list[CheckResult]:
+    """Join the results of all ranks, in rank order; a result that only some ranks have names them."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, results in enumerate(answers):
+        for result in results:
+            ranks_of.setdefault(json.dumps(result), []).append(rank)
+    merged = []
+    for text, members in ranks_of.items():
+        common = CheckResult(*json.loads(text))
+        whose = f"{ranks.names(members)}: " if len(members) < ranks.size else ""
+        merged.append(common._replace(found=f"{whose}{common.found}"))
+    return merged

@@ -8,11 +8,9 @@ import os
 import time
 from pathlib import Path
 
-from tools.benchmarks.scaling.figures import collect
-from tools.benchmarks.scaling.report import text_table, write_report
+from tools.benchmarks.scaling.report import collect, text_table, write_report
 from tools.benchmarks.scaling.runs import FINISHED, OTHER_SETTINGS, become, output_file, start, state
-from tools.benchmarks.scaling.slurm import job_lines
-from tools.benchmarks.scaling.study import Run, build_runs, parse_target, read_study
+from tools.benchmarks.scaling.study import Run, build_runs, job_lines, parse_target, read_study
 from tools.slurm import submit
 from utils.errors import FAILED_STATUS, STOPPED_STATUS, UsageError
 from utils.launch import read_launch

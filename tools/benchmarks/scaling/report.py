@@ -1,65 +1,170 @@
-"""The report of a scaling study: one self-contained HTML file, its figures as JSON, a table for the terminal."""
+"""What the runs of a study come to: a table for the terminal, one self-contained HTML file, its figures as JSON.
+
+Figures are read from the summary and the TensorBoard events in each run folder. A run that was stopped and continued
+has several event files. TensorBoard's reader joins them and drops steps that were computed twice.
+"""
 
 import io
 import json
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from html import escape
+from itertools import cycle
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pandas import DataFrame, Series, concat, option_context
+from pandas import DataFrame, Series, option_context
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-from tools.benchmarks.scaling.figures import Figures
-from tools.benchmarks.scaling.runs import FINISHED
-from tools.benchmarks.scaling.study import Study
+from tools.benchmarks.scaling.runs import FINISHED, place, state
+from tools.benchmarks.scaling.study import Run, Study, Target
 from tools.pictures import COLORS, bars
 from tools.tables import cells, format_table
 from training.results import HEADLINE
+from training.run_folder import read_summary
+from training.timing import WARMUP_ITERATIONS
+from utils.config import nearest, read_mappings
+from utils.errors import UsageError
 from utils.files import whole_file, write_json
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0; font-size: 14px }
-th, td { border-bottom: 1px solid #ddd; padding: .25em .7em; text-align: left; overflow-wrap: anywhere }
-svg { max-width: 100%; height: auto }
-.warn { background: #fff3cd; padding: .6em 1em }
-"""
-HELD = {"strong": "the same batch, shared by more ranks", "weak": "the same batch for each rank"}
-CAPTIONS = {
-    "speed": "Samples/s of all ranks over the number of ranks, both axes logarithmic. The dashed line is the smallest "
-    "run of the family times the number of ranks. In strong scaling runs leave it where what cannot be split begins to "
-    "count; in weak scaling they should follow it.",
-    "efficiency": "Efficiency = speedup / (ranks / ranks of the smallest run), speedup = samples/s / samples/s of that "
-    "run. At 100 % each rank does as much work a second as there.",
-    "error": "RMSE at each validation, over the seconds spent in training steps. In strong scaling all runs make the "
-    "same steps: the curves are one curve, stretched. A larger batch sees more samples a second and makes fewer steps "
-    "of them: its curve may lie above.",
-    "cost": "Device-hours = ranks x seconds / 3600: what the target costs, whether the devices compute or wait. At an "
-    "efficiency of 50 % the same steps cost twice as much.",
-}
-COLUMNS = {  # of the tables
-    "run": "{run}",
-    "ranks": "{ranks}",
-    "batch": "{batch}",
-    "samples/s": "{samples_per_sec:.1f}",
-    "epochs": "{slowest_epoch:.1f} to {fastest_epoch:.1f}",
-    "relative to": "{relative_to}",
-    "speedup": "{speedup:.2f}",
-    "efficiency": "{efficiency:.0%}",
-    "GiB a rank": "{peak_gib:.2f}",
-    "iterations": "{iterations}",
-    "seconds": "{training_seconds:.1f}",
-    "seconds to target": "{reached}",
-    "device-hours to target": "{device_hours_to_target:.3g}",
-    "device-hours for 1,000 samples": "{device_hours_per_1000_samples:.3g}",
-    "device-hours of the run": "{device_hours:.3g}",
-    "s to target": "{seconds_to_target:.1f}",
-    "device-hours": "{device_hours_to_target:.2g}",
-}
-SPEED, COST = list(COLUMNS)[:9], ["run", *list(COLUMNS)[9:15]]
-IN_TERMINAL = [*SPEED[:5], "speedup", "efficiency", "s to target", "device-hours", "GiB a rank"]
+USUAL_FIELD = "z500"
+OF_THE_SUMMARY = ("parameters", "peak_memory_bytes", "rmse", "persistence_rmse", "units")
+OF_THE_STEPS = ("samples_per_sec", "slowest_epoch", "fastest_epoch", "training_seconds")
+TEXTS = read_mappings("config/scaling_report.yaml", "texts")
+
+
+class Figures(NamedTuple):
+    """What a study has come to.
+
+    rows: a row for each run; NaN where the run is not finished or a figure does not apply. samples_per_sec is of all
+    ranks together, the median over the epochs. relative_to is the run that speedup and efficiency are measured against.
+    reached: seconds to the target in words, ≤ where the first validation had reached it. rmse, persistence_rmse: of
+    each field, in its units, at the end. crowd: why the speed of an oversubscribed run says little, "" for others.
+    errors: {run: RMSE of each validation, with a column for each field, by seconds in training steps}.
+    """
+
+    rows: DataFrame
+    errors: dict[str, DataFrame]
+    target: Target | None
+
+
+def collect(runs: list[Run], out: Path, target: Target | None) -> Figures:
+    """Read every run folder and compute the figures.
+
+    target: None chooses one that all finished runs reach. Raises UsageError for a field that no run forecasts.
+    """
+    rows, errors = [], {}
+    for run in runs:
+        now, where = state(run, out), place(run, out)
+        row: dict[str, Any] = {
+            "number": run.number, "run": run.name, "family": run.family, "layout": run.layout, "scaling": run.scaling,
+            "ranks": run.ranks, "command": run.command, "folder": str(run.folder), "state": now.kind, "why": now.why,
+            "batch": run.config.global_batch_size, "iterations": run.config.num_iters, "place": where,
+        }  # fmt: skip
+        rows.append(row)
+        if now.kind == FINISHED:
+            summary = read_summary(run.folder / "summary.json")
+            steps, errors[run.name] = read_history(run.folder, run.config.global_batch_size)
+            row |= {name: summary.get(name) for name in OF_THE_SUMMARY}
+            row |= zip(OF_THE_STEPS, _speed(steps), strict=True)
+            row["crowd"] = _crowd(run, where, summary["device"]) if where else ""
+    if target and (missing := [own for own in errors.values() if target.field not in own]):
+        near = nearest(target.field, missing[0])
+        raise UsageError(f"target {target.field}={target.rmse:g}: no run forecasts '{target.field}'{near}")
+    target = target or _choose(errors)
+    if target:
+        for row in rows:
+            if row["run"] in errors:
+                own = errors[row["run"]][target.field]
+                seconds, sign = seconds_to(own, target.rmse), "≤ " if own.iloc[0] <= target.rmse else ""
+                row["seconds_to_target"] = seconds
+                row["reached"] = "not reached" if math.isnan(seconds) else f"{sign}{seconds:.1f}"
+    return Figures(_compared(rows), errors, target)
+
+
+def read_history(folder: Path, batch: int) -> tuple[DataFrame, DataFrame]:
+    """The training steps and the errors in the events of a run folder. batch: samples of an optimizer step.
+
+    steps: from reading to reading, indexed by the last iteration of each piece; columns `first` (iteration - 1),
+    `samples`, `seconds` and `epoch`. Steps whose reading was lost with a killed process count with the speed of the
+    next one. errors: as of Figures.
+    """
+    events = EventAccumulator(str(folder), {SCALARS: 0})  # 0: keep all events
+    events.Reload()
+    found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()[SCALARS]}
+    speeds = Series(found.get("speed/samples_per_sec", {}), dtype=float)
+    ends = Series(found.get("loss/train_epoch", {}), dtype=float).index
+    steps = DataFrame({"first": [0, *speeds.index[:-1]][: len(speeds)]}, index=speeds.index)
+    steps["samples"] = (steps.index - steps["first"]) * batch
+    steps["seconds"] = steps["samples"] / speeds
+    steps["epoch"] = ends.searchsorted(steps.index)  # a reading ends with each epoch: none is in two
+    errors = DataFrame({tag.partition("_")[2]: values for tag, values in found.items() if tag.startswith("rmse/")})
+    errors.index = [float(steps["seconds"][steps.index <= iteration].sum()) for iteration in errors.index]
+    return steps, errors
+
+
+def seconds_to(errors: Series, target: float) -> float:
+    """Seconds in training steps until an error first falls to `target`; NaN where it never does.
+
+    It is interpolated linearly between two validations. A run whose first validation is below the target has reached
+    it then. errors: of each validation, by seconds.
+    """
+    reached = numpy.flatnonzero(errors <= target)
+    if not len(reached):
+        return math.nan
+    around = errors.iloc[max(0, reached[0] - 1) : reached[0] + 1]
+    return float(numpy.interp(-target, -around, around.index))  # the errors fall, interp wants a rise
+
+
+def _speed(steps: DataFrame) -> list[float]:
+    """OF_THE_STEPS. The first steps count in the seconds alone, unless the run has no others."""
+    steady = steps[steps["first"] >= WARMUP_ITERATIONS]
+    epochs = (steps if steady.empty else steady).groupby("epoch")[["samples", "seconds"]].sum()
+    speeds = epochs["samples"] / epochs["seconds"]
+    return [speeds.median(), speeds.min(), speeds.max(), steps["seconds"].sum() if len(steps) else math.nan]
+
+
+def _crowd(run: Run, where: dict[str, Any], device: str) -> str:
+    """Whether there were more threads than cores on a node, or more ranks than devices, in words."""
+    threads, kind = (where["threads"], "cores") if device == "cpu" else (1, "devices")
+    if run.ranks / where["nodes"] * threads <= where[kind]:
+        return ""
+    there = f"{where['nodes']} x {where[kind]} {kind}"
+    return f"oversubscribed: {run.ranks} ranks with {where['threads']} thread(s) each take turns on {there}"
+
+
+def _compared(rows: list[dict[str, Any]]) -> DataFrame:
+    """The rows with speedup and efficiency, relative to the fastest of the smallest runs of a family, and costs."""
+    known = dict.fromkeys(name for row in rows for name in row)
+    frame = DataFrame(rows, columns=[*known, *({*OF_THE_SUMMARY, *OF_THE_STEPS, "seconds_to_target"} - {*known})])
+    timed = frame[frame["samples_per_sec"].notna()].sort_values(["ranks", "samples_per_sec"], ascending=[True, False])
+    base = timed.groupby("family")[["run", "ranks", "samples_per_sec"]].first().reindex(frame["family"])
+    base.index = frame.index
+    frame["relative_to"] = base["run"].where(frame["samples_per_sec"].notna())
+    frame["speedup"] = frame["samples_per_sec"] / base["samples_per_sec"]
+    frame["efficiency"] = frame["speedup"] / (frame["ranks"] / base["ranks"])
+    hours = frame["ranks"] / 3600  # of devices, whether they compute or wait
+    frame["device_hours"] = hours * frame["training_seconds"]
+    frame["device_hours_per_1000_samples"] = hours * 1000 / frame["samples_per_sec"]
+    frame["device_hours_to_target"] = hours * frame["seconds_to_target"]
+    frame["peak_gib"] = frame["peak_memory_bytes"].astype(float) / 2**30
+    return frame
+
+
+def _choose(errors: dict[str, DataFrame]) -> Target | None:
+    """An RMSE that every finished run reaches: the best of the worst run, rounded up to three digits."""
+    fields = set.intersection(*map(set, errors.values())) if errors else set()
+    if not fields:
+        return None
+    field = USUAL_FIELD if USUAL_FIELD in fields else min(fields)
+    worst = max(own[field].min() for own in errors.values())
+    digit = 10.0 ** (math.floor(math.log10(worst)) - 2)
+    reason = "chosen afterwards: what the worst of these runs reaches at its best, rounded up"
+    return Target(field, float(f"{math.ceil(worst / digit) * digit:.6g}"), reason)
 
 
 def write_report(figures: Figures, study: Study, out: Path) -> None:
@@ -75,7 +180,8 @@ def text_table(figures: Figures) -> str:
     """The main figures as a Markdown table, then the runs that are missing or oversubscribed."""
     rows = figures.rows
     done, missing = rows[rows["state"] == FINISHED], rows[rows["state"] != FINISHED]
-    table = format_table(dict.fromkeys(IN_TERMINAL, ""), in_words(done, IN_TERMINAL).to_numpy().tolist())
+    shown = in_words(done, "terminal")
+    table = format_table(dict.fromkeys(shown, ""), shown.to_numpy().tolist())
     lines = [table if len(done) else "no run is finished"]
     lines += [f"\ntarget: {figures.target}"] if figures.target else []
     lines += [f"{row.run}: {row.state}: {row.why}" for row in missing.itertuples()]
@@ -83,9 +189,10 @@ def text_table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def in_words(rows: DataFrame, titles: Sequence[str]) -> DataFrame:
-    """The figures of some runs under these titles of COLUMNS, as text."""
-    return DataFrame(cells(rows.to_dict("records"), {title: COLUMNS[title] for title in titles}), columns=titles)
+def in_words(rows: DataFrame, table: str) -> DataFrame:
+    """The figures of some runs as text, in a table of config/scaling_report.yaml."""
+    columns = {title: TEXTS["columns"][title] for title in TEXTS["tables"][table]}
+    return DataFrame(cells(rows.to_dict("records"), columns), columns=list(columns))
 
 
 def page(figures: Figures, study: Study) -> str:
@@ -100,16 +207,18 @@ def page(figures: Figures, study: Study) -> str:
     if figures.target:
         parts.append(f"<p>Target: RMSE of {escape(str(figures.target))}</p>")
     for (scaling, family), own in done.groupby(["scaling", "family"], sort=False):
-        parts.append(f"<h2>{escape(family)}: {scaling} scaling, {HELD[scaling]}</h2>")
-        parts += [_table("Speed", in_words(own, SPEED)), _table("Time and cost", in_words(own, COST))]
+        held = TEXTS["scaling"][scaling]
+        parts.append(f"<h2>{escape(family)}: {scaling} scaling, {held}</h2>")
+        parts += [_table(title, in_words(own, title)) for title in ("Speed", "Time and cost")]
         if own["rmse"].notna().any():
             parts.append(_table("RMSE at the end", _errors(own[own["rmse"].notna()])))
     for name, svg in pictures(figures, done).items():
-        parts.append(f"<h2>{name.capitalize()}</h2><figure>{svg}<figcaption>{CAPTIONS[name]}</figcaption></figure>")
+        caption = TEXTS["pictures"][name]
+        parts.append(f"<h2>{name.capitalize()}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>")
     parts += ["<h2>Runs</h2>", _table("Commands", rows[["run", "command"]])]
     parts.append(_table("Run on", DataFrame([{"run": row.run} | row.place for row in done.itertuples()]).fillna("-")))
-    head = f'<meta charset="utf-8"><title>Scaling study: {escape(study.name)}</title><style>{STYLE}</style>'
-    body = "\n".join(parts)
+    body, style = "\n".join(parts), TEXTS["page"]["style"]
+    head = f'<meta charset="utf-8"><title>Scaling study: {escape(study.name)}</title><style>{style}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
@@ -132,35 +241,33 @@ def _errors(rows: DataFrame) -> DataFrame:
 
 def pictures(figures: Figures, done: DataFrame) -> dict[str, str]:
     """{name: SVG} of speed, efficiency, error and cost, where there are figures. done: rows of the finished runs."""
-    timed, target = done[done["samples_per_sec"].notna()], figures.target
+    timed, target = done[done["samples_per_sec"].notna()].set_index("run"), figures.target
     if timed.empty:
         return {}
-    layouts = list(timed["layout"].unique())
-    colors = {layout: COLORS[i % len(COLORS)] for i, layout in enumerate(layouts)}
+    colors = dict(zip(timed["layout"].unique(), cycle(COLORS), strict=False))
 
     def run_bars(values: Series, unit: str) -> str:
-        own = [colors[layout] for layout in timed["layout"][values.index]]
-        return _svg(bars(values.rename(timed["run"]), unit, own, row=0.26))
+        return _svg(bars(values, unit, timed["layout"][values.index].map(colors).tolist(), row=0.26))
 
     def speed(axes: Axes, family: DataFrame) -> None:
-        base = family[family["run"] == family["relative_to"]]
-        for layout, own in family.groupby("layout", sort=False):
-            line = concat([base, own]).drop_duplicates("ranks", keep="last").sort_values("ranks")
-            axes.plot(line["ranks"], line["samples_per_sec"], "o-", color=colors[layout], label=layout)
-        ranks = sorted(family["ranks"].unique())
-        ideal = [base["samples_per_sec"].item() * n / base["ranks"].item() for n in ranks]
-        axes.plot(ranks, ideal, "--", color="#888888", label="ideal")
+        base = family.loc[family["relative_to"].iloc[0]]
+        lines = family.pivot_table("samples_per_sec", "ranks", "layout", sort=False).sort_index()
+        lines.loc[base["ranks"]] = lines.loc[base["ranks"]].fillna(base["samples_per_sec"])
+        for layout, line in lines.items():
+            line.dropna().plot(ax=axes, style="o-", color=colors[layout], label=layout)
+        ideal = [base["samples_per_sec"] * n / base["ranks"] for n in lines.index]
+        axes.plot(lines.index, ideal, "--", color="#888888", label="ideal")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        axes.set_xticks(ranks, map(str, ranks))
+        axes.set_xticks(lines.index, map(str, lines.index))
         axes.set_yticks(ideal, [f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" for speed in ideal])
         axes.set(xlabel="ranks", ylabel="samples/s of all ranks")
 
     def error(axes: Axes, family: DataFrame) -> None:
         assert target
-        for row in family.itertuples():
-            error = figures.errors[row.run][target.field]
-            axes.plot(error.index, error, ".-", color=colors[row.layout], label=f"{row.layout}-{row.ranks}")
+        for run, row in family.iterrows():
+            label = f"{row['layout']}-{row['ranks']}"
+            figures.errors[run][target.field].plot(ax=axes, style=".-", color=colors[row["layout"]], label=label)
         axes.axhline(target.rmse, linestyle="--", color="#888888", label="target")
         unit = family["units"].iloc[0].get(target.field, "")
         axes.set(xlabel="seconds in training steps", ylabel=f"RMSE of {target.field} ({unit})")

@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
-from utils.config import SCRIPTS, SPLITS, explain, load_config, nearest, option_words, read_named_config
+from tools.planner.layouts import script_of
+from utils.config import SCRIPTS, explain, load_config, nearest, option_words, read_named_config
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config, Text, key
 
+SUBMIT = "submit_scaling.sh"
 OF_THE_STUDY = ("config", "run_num", "global_batch_size", "local_batch_size")  # set by the study, not by options
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")]
 OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
@@ -113,7 +115,7 @@ def build_runs(path: str, study: Study, words: list[str]) -> list[Run]:
             for ranks in layout.ranks:
                 name = f"{family_name}-{layout_name}-{ranks}"
                 with reported_as_usage_error(UsageError, f"{path}: {study.name}: {name}"):
-                    script = _script(options)
+                    script = script_of(options)
                     batch = family.batch * (ranks if family.scaling == "weak" else 1)
                     own = [
                         f"--config={family.config}",
@@ -151,10 +153,29 @@ def _words(option: str, value: Any) -> list[str]:
     return option_words(option, value)
 
 
-def _script(options: dict[str, Any]) -> str:
-    """The first script that can split a model in all of these ways."""
-    used = [key for key in SPLITS if options.get(key, 1) not in (1, "1x1")]
-    for name, script in SCRIPTS.items():
-        if set(used) <= set(script.splits):
-            return name
-    raise UsageError(f"no script has {' and '.join(used)} together")
+def job_lines(runs: list[Run], gpus_per_node: int, words: list[str], out: Path) -> list[str]:
+    """Lines of bash: an array of runs for each number of nodes and GPUs, and a last job that writes the report.
+
+    All tasks of an array get the same nodes and GPUs. Each makes the run with its number and writes to
+    <out>/run-<number>.out. words: options of benchmark.py scaling, for every job. Raises UsageError where a run does
+    not fill its nodes.
+    """
+    arrays: dict[tuple[int, int], list[int]] = {}
+    for run in runs:
+        nodes, gpus = -(-run.ranks // gpus_per_node), min(run.ranks, gpus_per_node)
+        if nodes * gpus != run.ranks:
+            raise UsageError(f"{run.name}: {run.ranks} ranks do not fill nodes of {gpus_per_node} GPUs")
+        arrays.setdefault((nodes, gpus), []).append(run.number)
+    given = shlex.join(words)
+    lines = [
+        f"job{i}=$(sbatch --parsable {_request(nodes, gpus)} --array={','.join(map(str, numbers))} "
+        f"--output={shlex.quote(str(out))}/run-%a.out {SUBMIT} {given})"
+        for i, ((nodes, gpus), numbers) in enumerate(arrays.items())
+    ]
+    after = f"--dependency=afterany:{':'.join(f'$job{i}' for i in range(len(arrays)))} " if arrays else ""
+    report = f"sbatch --parsable {_request(1, 1)} {after}--output={shlex.quote(str(out))}/report.out"
+    return [*lines, f"{report} {SUBMIT} {given} --report_only"]
+
+
+def _request(nodes: int, gpus: int) -> str:
+    return f"-N {nodes} --ntasks-per-node={gpus} --gpus-per-node={gpus}"
