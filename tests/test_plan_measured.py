@@ -103,10 +103,9 @@ def test_every_operator_that_takes_long_in_a_step_is_measured_by_its_name(monkey
         assert sum(unknown.values()) < 0.05 * sum(sizes.values()), unknown
 
 
-def test_of_two_measurements_the_smaller_seconds_are_kept():
-    assert calibrate.least({"a": {"x": 2.0, "y": 1.0}}, {"a": {"x": 1.0, "y": 3.0, "z": 5.0}, "b": 1.0}) == {
-        "a": {"x": 1.0, "y": 1.0, "z": 5.0}, "b": 1.0,
-    }  # fmt: skip
+def test_of_several_measurements_the_median_is_kept():
+    rounds = [{"a": {"x": x, "y": 1.0}, "b": 1.0} for x in (2.0, 9.0, 3.0)]
+    assert calibrate.usual(rounds) == {"a": {"x": 3.0, "y": 1.0}, "b": 1.0}
 
 
 # ------------------------------------------------------------------------------------------------------------ times
@@ -141,6 +140,28 @@ def test_on_a_cpu_the_host_and_messages_come_on_top_of_computing():
     assert {name: s for name, s in found.parts.items() if s} == pytest.approx(expected)
     hidden = step_time([trace], config, layout, gpu_of("made", made(overlap=1.0)))
     assert hidden.parts["communication dp"] < found.parts["communication dp"]
+
+
+def test_on_a_cpu_fully_shard_waits_for_each_of_its_messages():
+    config, layout = settings_of("--config=quick", "--data_parallel=fsdp", ranks=2)
+    operation = Operation("forward", "matmul", 1e9, 1e7, torch.float32, "mm")
+    message = Message("forward", "all_gather", "dp", 10**6)
+    trace = Trace({}, {}, 0, Counter({operation: 3}), Counter({message: 2}), {"dp": (0, 1)})
+    found = step_time([trace], config, layout, gpu_of("made", made(overlap=1.0)))
+    assert found.parts["communication dp"] == pytest.approx(2 * (1e-3 + 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("words", "blocks"),
+    [((), 2), (("--checkpointing_interval=2",), 1), (("--local_batch_size=4", "--gradient_accumulation=2"), 4)],
+)
+def test_a_block_that_is_computed_again_costs_the_host_what_was_measured(words, blocks):
+    config, layout = settings_of("--config=quick", "--activation_checkpointing=selective", *words)
+    plain, more = (
+        step_time([Trace({}, {}, 0, Counter(), Counter(), {})], config, layout, gpu_of("made", made(wrappers=own)))
+        for own in ({}, {"selective": 0.25})
+    )
+    assert more.seconds - plain.seconds == pytest.approx(0.25 * blocks)
 
 
 def test_a_stage_that_works_alone_is_as_fast_as_one_rank_alone():

@@ -13,6 +13,7 @@ from utils.device import synchronize
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 BATCHES = 5
+PRODUCT = 320  # rows of the matrices: a millisecond on a core
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -38,7 +39,11 @@ def join(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
 
 
 def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device, seconds: float = 0.05) -> Point:
-    """The Point of a collective of tensors of `size` bytes: the lower quartile of batches, of the slowest rank."""
+    """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
+
+    Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
+    and a CPU has to wake the thread that sends. Called one after another, small messages take a third of the time.
+    """
     ranks, rank = group.size(), group.rank()
     count = max(1, size // 4 // ranks)
     part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)
@@ -61,19 +66,23 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     call, given = calls[kind]
     sent = bytes_sent(kind, given, ranks) if kind != "all_to_all" else given * (ranks - 1) / ranks
 
-    def batch(times: int) -> float:
+    factor = torch.rand(PRODUCT, PRODUCT, device=device)
+
+    def batch(times: int, calls: int = 1) -> float:
         synchronize(device)
         began = time.perf_counter()
         for _ in range(times):
-            call()
+            torch.mm(factor, factor)
+            for _ in range(calls):
+                call()
         synchronize(device)
         return (time.perf_counter() - began) / times
 
     batch(1)
     number = torch.tensor([seconds / BATCHES / max(batch(2), 1e-6)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MIN, group)  # as many on all ranks
-    times = sorted(batch(max(1, int(number))) for _ in range(BATCHES))
-    usual = torch.tensor([times[BATCHES // 4]], device=device)
+    times = sorted(batch(max(1, int(number))) - batch(max(1, int(number)), 0) for _ in range(BATCHES))
+    usual = torch.tensor([max(1e-6, times[BATCHES // 2])], device=device)
     dist.all_reduce(usual, dist.ReduceOp.MAX, group)
     return float(sent), float(usual)
 

@@ -1,5 +1,6 @@
 """How long the operations of a training step take on this device, by operator, type and size."""
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,7 @@ MOVED = (2**14, 2**17, 2**19, 2**21, 2**23, 2**25)  # bytes of a tensor
 PATCHES = tuple(product((4, 20), (4, 8), (64, 256)))  # channels, size, features
 BATCH = 2e-4  # seconds that a batch of calls takes at least
 # FLOP of the largest product by device and type; else 1e12. CPUs compute float16 without instructions of its own.
-LONGEST = {("cpu", torch.float32): 1.1e9, ("cpu", torch.bfloat16): 1.1e9, ("cpu", torch.float16): 1e7}
+LONGEST = {("cpu", torch.float32): 1.1e9, ("cpu", torch.bfloat16): 1.1e9, ("cpu", torch.float16): 6e7}
 OF_HEADS = "{}, heads of {}"  # type of attention
 PLAIN: list[Callable[..., Tensor]] = [
     torch.add, lambda x, _: x.clone(), lambda x, _: x.sum(0), lambda x, _: x.mul_(0.999), lambda x, _: x.add_(1e-8),
@@ -84,7 +85,7 @@ def _sets(device, dtype, shapes):
 
 
 def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torch.device, seconds: float) -> float:
-    """Seconds of a call, the lower quartile of some batches. Results are kept for a while, as in a step."""
+    """Seconds of a call, the median of some batches. Results are kept for a while, as in a step."""
     results: deque[object] = deque(maxlen=len(sets))
     turns, found, end, number = cycle(sets), [], 0.0, 1
     for i in count():
@@ -97,10 +98,10 @@ def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torc
         if i:  # the first one makes what is made once
             found.append((now - began) / number)
         end = end or now + seconds
-        if len(found) >= 3 and now > end and (i > 8 or number * i > len(sets)):
+        if len(found) >= 3 and now > end and (i > 8 or number * i > len(sets) or now - began > seconds):
             break
         number *= 2 if now - began < BATCH else 1
-    return sorted(found)[len(found) // 4]
+    return statistics.median(found)
 
 
 def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: float = 0.002) -> Measured:

@@ -4,7 +4,9 @@ import math
 import os
 import re
 import resource
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,11 +31,14 @@ from utils.launch import read_launch
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
-ROUNDS, MOST_SECONDS, STEPS = 3, 60, 12  # no round begins after so many seconds
+ROUNDS, MOST_SECONDS, STEPS = 3, 45, 12  # no round begins after so many seconds
 # What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
 TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
 WRAPPED = {
-    "": "train.py --config=quick --noddp", "ddp": "train.py --config=quick",
+    "": "train.py --config=quick --noddp",
+    "full": "train.py --config=quick --noddp --activation_checkpointing=full",
+    "selective": "train.py --config=quick --noddp --activation_checkpointing=selective",
+    "ddp": "train.py --config=quick",
     "fsdp": "train.py --config=quick --data_parallel=fsdp",
     "tp": "train_mp.py --config=mp_quick --tensor_parallel=2",
     "cp": "train_mp.py --config=mp_quick --context_parallel=2",
@@ -43,11 +48,12 @@ WRAPPED = {
 Figures = dict[Any, Any]  # nested dicts with seconds at their ends
 
 
-def least(one: Figures, other: Figures) -> Figures:
-    """What two measurements of the same give, the smaller seconds of each: other work on the machine only adds."""
-    found = {**one, **other}
-    for name in one.keys() & other.keys():
-        found[name] = least(one[name], other[name]) if isinstance(one[name], dict) else min(one[name], other[name])
+def usual(rounds: Sequence[Figures]) -> Figures:
+    """What several measurements of the same give: the median of their seconds."""
+    found = {}
+    for name, value in rounds[0].items():
+        values = [one[name] for one in rounds if name in one]
+        found[name] = usual(values) if isinstance(value, dict) else statistics.median(values)
     return found
 
 
@@ -59,7 +65,7 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
     device, size, ranks = rank.device, len(nodes[0]), comm.world_size()
     place = next(list(node).index(comm.rank()) for node in nodes if comm.rank() in node)
     figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
-    names = list(WRAPPED) if ranks > 1 and ranks % 2 == 0 else [""]
+    names = [name for name in WRAPPED if ranks % 2 == 0 or "--noddp" in WRAPPED[name]]
     tiny: dict[str, RankCase] = {}
     for name in names:
         script, *options = WRAPPED[name].split()
@@ -84,7 +90,7 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
 
 
 def _seconds_of_phases(tiny: RankCase) -> Figures:
-    """{phase: seconds} of a step on the host, the lower quartile of some. What is in no phase counts as backward."""
+    """{phase: seconds} of a step on the host, the median of some. What is in no phase counts as backward."""
     found, times = [], PhaseTimes(torch.device("cpu"))
     tiny.take_turn()
     for _ in range(STEPS):
@@ -94,12 +100,13 @@ def _seconds_of_phases(tiny: RankCase) -> Figures:
         whole, own = time.perf_counter() - began, dict(zip(STEP_PHASES, times.read(1), strict=True))
         forward, update = (0.0 if math.isnan(own[name]) else own[name] for name in ("forward", "optimizer"))
         found.append({"forward": forward, "backward": whole - forward - update, "update": update})
-    return {phase: sorted(own[phase] for own in found)[STEPS // 4] for phase in PHASES}
+    return {phase: statistics.median(own[phase] for own in found) for phase in PHASES}
 
 
 def _overlapped(device):
     """{what: seconds} of an all-reduce, of matrix products, and of both at once."""
-    x, a, found = torch.zeros(2**20, device=device), torch.rand(512, 512, device=device), {}
+    x, a = torch.zeros(2**20, device=device), torch.rand(512, 512, device=device)
+    found = defaultdict[str, list[float]](list)
     for _ in range(8):
         for name, reduces, products in (("reduce", 1, 0), ("compute", 0, 3), ("both", 1, 3)):
             dist.barrier()
@@ -111,8 +118,8 @@ def _overlapped(device):
             for work in works:
                 work.wait()
             synchronize(device)
-            found[name] = min(found.get(name, 1e9), time.perf_counter() - began)
-    return found
+            found[name].append(time.perf_counter() - began)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
@@ -177,14 +184,14 @@ def main(words: Sequence[str]) -> int:
     name = options.name or "-".join(
         [*re.findall(r"[a-z0-9]+", machine_of(device)["processor"].lower())[:3], str(ranks)]
     )
-    memory, figures = memory_sizes(device, ranks), Figures()
+    memory, figures = memory_sizes(device, ranks), list[Figures]()
     nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
-    rank, rounds = Rank(device), 0
-    while not rounds or (rounds < ROUNDS and comm.global_max(time.monotonic() - began, device) < MOST_SECONDS):
+    rank = Rank(device)
+    while not figures or (len(figures) < ROUNDS and comm.global_max(time.monotonic() - began, device) < MOST_SECONDS):
         own, traces = measure(rank, nodes)
-        figures, rounds = least(figures, own), rounds + 1
+        figures.append(own)
     if comm.is_main():
-        written = entry(figures, traces, device, ranks) | memory
+        written = entry(usual(figures), traces, device, ranks) | memory
         MEASURED.mkdir(exist_ok=True)
         write_json(MEASURED / f"{name}.json", written)
         print(report(gpu_of(name, written)))

@@ -134,7 +134,7 @@ class Measured(_Strict):
     )
     collectives: dict[str, dict[str, Collective]] = key("by place (inside a node, across nodes) and kind")
     overlap: Annotated[float, Field(ge=0, le=1)] = key("share of a collective that computation can hide")
-    wrappers: dict[str, float] = key("seconds of the host for each collective, by what makes it")
+    wrappers: dict[str, float] = key("seconds of the host for each collective or block, by what wraps it")
 
     def speeds(self, ranks: int) -> Speeds:
         """Times while so many ranks of a node compute, or the nearest number that was measured."""

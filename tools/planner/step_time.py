@@ -23,7 +23,7 @@ from utils.layout import Layout
 from utils.schema import Config
 
 # Half-widths of the band, see StepTime.
-UNCALIBRATED, CALIBRATED, MEASURED = 0.35, 0.20, 0.25
+UNCALIBRATED, CALIBRATED, MEASURED = 0.35, 0.20, 0.30
 LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3  # of a calibration
 
 # torch.compile fuses chains of elementwise operations: about every second tensor stays in registers.
@@ -210,7 +210,8 @@ class _Step:
             return ATTENTION
         if phase == "backward" and kind == "all_reduce" and _kind_of(group) in SAME_WEIGHTS:
             return "compute"  # gradients; over the ranks of one image where these are all
-        if phase != "update" and _kind_of(group) == "dp" and self.config.data_parallel in SHARDED:
+        sharded = _kind_of(group) == "dp" and self.config.data_parallel in SHARDED
+        if phase != "update" and sharded and not self.gpu.synchronous:  # on a CPU fully_shard waits for each one
             return "compute"
         return None
 
@@ -294,11 +295,14 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
     """What the code around a model does in a step, by name: the messages of fsdp, tp, cp and pp.
 
     ddp: once, since its work is for each weight, however many buckets there are. domain: ShardTensor has a rule for
-    each operation of the forward pass. collectives: of StepTime.
+    each operation of the forward pass. full, selective: blocks that are computed again. collectives: of StepTime.
     """
-    counted: Counter[str] = Counter()
+    counted, blocks = Counter[str](), config.depth // config.pipeline_parallel
     if config.domain_parallel not in (1, "1", "1x1"):
         counted["domain"] = round(sum(n for operation, n in trace.operations.items() if operation.phase == "forward"))
+    if config.activation_checkpointing in ("full", "selective"):
+        passes = config.gradient_accumulation * config.rollout_steps
+        counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
     for collective in collectives:
         name = _kind_of(collective["group"])
         if name == "dp" or (name in SAME_WEIGHTS and collective["kind"] == "all_reduce"):
@@ -309,8 +313,7 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
         counted["ddp"] = 1
     shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
     if config.data_parallel in SHARDED and shared:  # parameters travel as tokens do
-        units = config.depth // config.pipeline_parallel + 1
-        counted["fsdp"] = max(counted["fsdp"], units * (2 if config.data_parallel == "zero2" else 3))
+        counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * (2 if config.data_parallel == "zero2" else 3))
     return counted
 
 
