@@ -147,6 +147,7 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         ),
         (["--model=networks.vit:Vit"], "model 'networks.vit:Vit': cannot be imported: .*Vit"),
         (["--model=no.where:Model"], "model 'no.where:Model': cannot be imported: No module named 'no'"),
+        (["--model=torch.nn:Linear"], "base: model torch.nn:Linear needs in_features, out_features: .* --model_args"),
         (["--model=neighborhood", "--model_args={kernel: 3}"], "model_args: neighborhood takes no 'kernel'"),
         (["--model=neighborhood", "--model_args={kernel_size: 4}"], "base: kernel_size 4 .* the kernel is odd"),
         (
