@@ -56,7 +56,7 @@ def test_the_ladder_climbs_step_by_step_and_computes_the_same(tiny_options, tmp_
     monkeypatch.setattr(ladder, "ladder", first_steps)
     words = tiny_options(expdir=None, num_iters=50)
     benchmark.main(
-        ["ladder", "--steps=3", "--rounds=2", f"--json={tmp_path}/l.json", f"--png={tmp_path}/l.png", *words]
+        ["ladder", "--steps=2", "--rounds=1", f"--json={tmp_path}/l.json", f"--png={tmp_path}/l.png", *words]
     )
     result = json.loads((tmp_path / "l.json").read_text())["steps"]
     assert [step["step"] for step in result] == ["0 workers", "2 workers", "bf16"]
@@ -122,6 +122,7 @@ def test_a_step_that_fails_is_named(tiny_config, sample_folder):
         ladder.run(config, steps=1, rounds=1)
 
 
+@pytest.mark.slow("every layout of files, converted and read by processes")
 def test_loaders_are_compared_with_plain_reading(tiny_options, tmp_path, capsys):
     words = tiny_options(expdir=None, global_batch_size=2)
     benchmark.main(["data", "--workers", "1", "--batches=2", "--rounds=1", f"--json={tmp_path}/d.json", *words])

@@ -114,6 +114,7 @@ def test_messages_are_those_of_the_formulas(measured, n):
         assert bytes_of(row, "predicted_messages") == pytest.approx(sent), name
 
 
+@pytest.mark.slow("nine variants of strategies, each trained")
 def test_a_strategy_may_have_options_of_its_own(capsys):
     names = [
         "fsdp", "fsdp,wrap_policy=none", "fsdp,wrap_policy=size,wrap_min_params=10000", "fsdp,gather_dtype=bf16",

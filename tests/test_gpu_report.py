@@ -154,7 +154,11 @@ def test_what_cannot_be_used_is_one_line(words, line, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(gpu_report.torch.accelerator.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "words", [["make", "gpu", f"PY={sys.executable}"], [sys.executable, "-m", "pytest", "-m", "gpu"]]
+    "words",
+    [
+        ["make", "gpu", f"PY={sys.executable}"],
+        pytest.param([sys.executable, "-m", "pytest", "-m", "gpu"], marks=pytest.mark.slow("all tests are collected")),
+    ],
 )
 def test_without_a_gpu_one_line_says_so(words):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -163,6 +167,7 @@ def test_without_a_gpu_one_line_says_so(words):
     assert done.returncode == 2 and len(lines) == 1 and re.search("not on this machine|no GPU is there", lines[0])
 
 
+@pytest.mark.slow("the data that the report makes for itself")
 def test_who_stops_the_report_ends_its_part(tmp_path):
     """The first part is real: `data of quick`; SIGTERM, as of `timeout`."""
     words = ["-m", "tools.gpu_report", "--device=cpu", f"--out={tmp_path}/out", f"--work={tmp_path}/work"]

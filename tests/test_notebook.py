@@ -183,10 +183,17 @@ def test_a_notebook_is_its_lesson(name):
     assert len(commands) > 1 and all("$RUNS" in text for text in commands if "train" in text)
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Where the first notebook makes the sample data, and the others find it."""
+    return tmp_path_factory.mktemp("data")
+
+
 @pytest.mark.slow("every command of a lesson runs")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", notebooks.LESSONS)
-def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
+def test_a_notebook_runs_from_top_to_bottom(name, tmp_path, data):
+    (tmp_path / "data").symlink_to(data)
     for path in notebooks.ROOT.iterdir():
         if path.name not in ("logs", "data", ".git"):
             (tmp_path / path.name).symlink_to(path)

@@ -142,6 +142,13 @@ def test_on_a_cpu_the_host_and_messages_come_on_top_of_computing():
     assert hidden.parts["communication dp"] < found.parts["communication dp"]
 
 
+def test_a_step_of_several_ranks_takes_as_long_as_the_slowest_computes():
+    operation = Operation("forward", "matmul", 1e9, 1e7, torch.float32, "mm")
+    trace, gpu = Trace({}, {}, 0, Counter({operation: 3}), Counter(), {}), gpu_of("made", made(slowest=1.5))
+    one, two = (step_time([trace], *settings_of("--config=quick", ranks=n), gpu).parts["matmul"] for n in (1, 2))
+    assert one == pytest.approx(1.5) and two == pytest.approx(1.5 * one)
+
+
 def test_on_a_cpu_fully_shard_waits_for_each_of_its_messages():
     config, layout = settings_of("--config=quick", "--data_parallel=fsdp", ranks=2)
     operation = Operation("forward", "matmul", 1e9, 1e7, torch.float32, "mm")

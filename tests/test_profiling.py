@@ -115,7 +115,9 @@ def run(words, **variables):
     "step, report",
     [
         ({}, "mine"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, "mine"),
+        pytest.param(
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, "mine", marks=pytest.mark.slow("a step of one")
+        ),
         (dict(zip(VARIABLES, ["2", "2", "4", "127.0.0.1", "1"], strict=True)), "mine-rank2"),
     ],
 )

@@ -163,6 +163,7 @@ def compiled(x, sizes, mesh=()):
         assert error(w.grad, grad) < 1e-5
 
 
+@pytest.mark.slow("what the compiler makes of the rules")
 def test_rules_compile_in_one_graph(ranks):
     ranks(2, compiled, X((2, 4, 6, 7), (3,), {0: (3, 4)}), {0: (3, 4)})
 

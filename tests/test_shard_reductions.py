@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check_all
 
 
@@ -138,10 +139,11 @@ PLANE_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", slow_but([3], [2, 3, 4], "other numbers of ranks"))
 def test_reductions_are_those_of_the_whole(ranks, size):
     ranks(size, check_all, reduction_cases(size))
 
 
+@pytest.mark.slow("four ranks")
 def test_reductions_on_a_plane_of_ranks_are_those_of_the_whole(ranks):
     ranks(4, check_all, PLANE_CASES)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check_all
 from tests.support.spatial_cases import cases, check_all_of, images
 
@@ -77,7 +78,7 @@ def test_places_of_maxima_are_those_in_the_whole_image_and_lead_back(ranks, worl
     ranks(world, check_all, found)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3], [2, 3, 4], "other numbers of ranks"))
 def test_interpolation(ranks, world):
     found = []
     for count, name in ((1, "linear"), (2, "bilinear"), (3, "trilinear")):

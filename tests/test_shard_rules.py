@@ -198,6 +198,7 @@ def test_rules_give_what_the_whole_tensors_give(ranks, size):
     assert refused[0] <= MAY_BE_REFUSED
 
 
+@pytest.mark.slow("four ranks")
 def test_rules_on_a_plane_of_ranks_give_what_the_whole_tensors_give(ranks):
     refused = ranks(4, refusals, table_of(4, plane_pairs(), (2, 2)))
     assert refused[0] <= MAY_BE_REFUSED

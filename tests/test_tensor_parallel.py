@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from distributed.collectives import shard, shard_sizes
 from distributed.tensor_parallel import reduce_partial_gradients, tensor_parallel
 from tests.support import parity
+from tests.support.marks import slow_but
 from tools.instruments.counting import CollectiveCounter
 
 SERIAL = {"all_reduce": 2}
@@ -85,7 +86,7 @@ def whole_weights(steps, sequence_parallel):
     return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters() if name not in dims}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", slow_but([True], [False, True], "without sequence parallelism"))
 def test_whole_weights_are_the_same_to_the_bit_after_200_steps(ranks, sequence_parallel):
     first, second = ranks(2, whole_weights, 200, sequence_parallel)
     assert len(first) == 3 + 2 * 6 + 4  # embeddings; norms and biases of two blocks; last norm and head

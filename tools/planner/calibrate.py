@@ -32,6 +32,7 @@ from utils.launch import read_launch
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
 ROUNDS, MOST_SECONDS, STEPS = 3, 45, 12  # no round begins after so many seconds
+PRODUCTS = 0.03  # seconds of matrix products between two messages
 # What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
 TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
 WRAPPED = {
@@ -81,7 +82,7 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
         for where, groups in collective_speed.places(nodes).items():
             points = collective_speed.all_points(groups, device, MESSAGES)
             figures["points"][where, max(map(len, groups))] = {kind: dict(own) for kind, own in points.items()}
-        figures["overlap"] = _overlapped(device)
+        figures["overlap"] = _side_by_side(device)
     traces = {}
     for name, own in tiny.items():
         figures["steps"][name] = _seconds_of_phases(own)
@@ -103,22 +104,35 @@ def _seconds_of_phases(tiny: RankCase) -> Figures:
     return {phase: statistics.median(own[phase] for own in found) for phase in PHASES}
 
 
-def _overlapped(device):
-    """{what: seconds} of an all-reduce, of matrix products, and of both at once."""
+def _side_by_side(device):
+    """What ranks do to one another: {what: seconds} of an all-reduce, of matrix products, and of both at once.
+
+    slowest: how many times as long as the mean rank the slowest one takes for the products.
+    """
     x, a = torch.zeros(2**20, device=device), torch.rand(512, 512, device=device)
     found = defaultdict[str, list[float]](list)
-    for _ in range(8):
-        for name, reduces, products in (("reduce", 1, 0), ("compute", 0, 3), ("both", 1, 3)):
-            dist.barrier()
-            synchronize(device)
-            began = time.perf_counter()
-            works = [dist.all_reduce(x, async_op=True) for _ in range(reduces)]
-            for _ in range(products):
-                torch.mm(a, a)
-            for work in works:
-                work.wait()
-            synchronize(device)
-            found[name].append(time.perf_counter() - began)
+
+    def timed(reduces: int, products: int) -> float:
+        dist.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        works = [dist.all_reduce(x, async_op=True) for _ in range(reduces)]
+        for _ in range(products):
+            torch.mm(a, a)
+        for work in works:
+            work.wait()
+        synchronize(device)
+        return time.perf_counter() - began
+
+    timed(1, 1)
+    each = comm.global_max(timed(0, 8) / 8, device)
+    products = math.ceil(PRODUCTS / max(each, 1e-6))
+    for _ in range(12):
+        found["reduce"].append(timed(1, 0))
+        found["compute"].append(timed(0, products))
+        own = torch.tensor([found["compute"][-1]], device=device)
+        found["slowest"].append(comm.global_max(float(own), device) / float(comm.global_mean(own)))
+        found["both"].append(timed(1, products))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
@@ -140,11 +154,12 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
     for (where, size), kinds in figures["points"].items():
         fits = {kind: collective_speed.fit(list(points.items())) for kind, points in kinds.items()}
         collectives[where] = {k: {"latency": a, "bandwidth": b, "ranks": size} for k, (a, b) in fits.items()}
-    seconds = figures.get("overlap", {"reduce": 1, "compute": 0, "both": 0})
+    seconds = figures.get("overlap", {"reduce": 1, "compute": 0, "both": 0, "slowest": 1})
     overlap = 1 - (seconds["both"] - seconds["compute"]) / seconds["reduce"]
     found = machine_of(device) | {
         "torch_version": torch.__version__, "threads": torch.get_num_threads(), "ranks": ranks, "compute": compute,
         "collectives": collectives, "overlap": min(1.0, max(0.0, overlap)), "wrappers": wrappers,
+        "slowest": max(1.0, seconds["slowest"]),
     }  # fmt: skip
     for name, phases in figures["steps"].items():
         case, trace = traces[name]

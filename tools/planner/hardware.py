@@ -134,6 +134,7 @@ class Measured(_Strict):
     )
     collectives: dict[str, dict[str, Collective]] = key("by place (inside a node, across nodes) and kind")
     overlap: Annotated[float, Field(ge=0, le=1)] = key("share of a collective that computation can hide")
+    slowest: Annotated[float, Field(ge=1)] = key("time of computing of the slowest rank, in that of the mean one", 1.0)
     wrappers: dict[str, float] = key("seconds of the host for each collective or block, by what wraps it")
 
     def speeds(self, ranks: int) -> Speeds:

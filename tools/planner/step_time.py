@@ -131,7 +131,9 @@ class _Step:
     """The step of one traced rank."""
 
     def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu, calibration: float):
-        self.trace, self.config, self.layout, self.gpu, self.calibration = trace, config, layout, gpu, calibration
+        self.trace, self.config, self.layout, self.gpu = trace, config, layout, gpu
+        waits = gpu.measured.slowest if gpu.measured and layout.world_size > 1 else 1.0  # for the slowest rank
+        self.calibration = calibration * waits
         self.speeds = gpu.measured.speeds(min(layout.world_size, gpu.gpus_per_node)) if gpu.measured else None
 
     @cached_property
