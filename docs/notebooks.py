@@ -27,7 +27,7 @@ RUN = (
 )  # sections whose commands run
 SHORTER = {  # what cuts a command down to a laptop; the options of a training command itself stay
     "train": "--device cpu --expdir $RUNS --num_iters 20 --warmup 5 --limit_nsamples 320 --limit_nsamples_val 16",
-    "ladder": "--device cpu --steps 2 --rounds 1 --png $RUNS/ladder.png",
+    "ladder": "--device cpu --depth 2 --steps 2 --rounds 1 --png $RUNS/ladder.png",
     "dp": "--device cpu --strategies ddp zero1 fsdp --world_sizes 2 --steps 1 --rounds 1 --png $RUNS/dp.png",
     "mp": "--device cpu --layouts tp2 cp2 pp2 --embed_dims 128 --steps 1 --rounds 1 --png $RUNS/mp.png",
     "domain": "--device cpu --sizes 128 256 128 --layouts dp2 domain2 --rounds 1 --png $RUNS/domain.png",
