@@ -1,5 +1,6 @@
 """How long collectives take between the ranks of a node, and between nodes: by size, and as latency and bandwidth."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -42,7 +43,7 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
 
     Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
-    and a CPU has to wake the thread that sends. Called one after another, small messages take a third of the time.
+    and a CPU has to wake the thread that sends. One after another, small messages can take a third of that time.
     """
     ranks, rank = group.size(), group.rank()
     count = max(1, size // 4 // ranks)
@@ -81,8 +82,9 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     batch(1)
     number = torch.tensor([seconds / BATCHES / max(batch(2), 1e-6)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MIN, group)  # as many on all ranks
-    times = sorted(batch(max(1, int(number))) - batch(max(1, int(number)), 0) for _ in range(BATCHES))
-    usual = torch.tensor([max(1e-6, times[BATCHES // 2])], device=device)
+    times = max(1, int(number))
+    found = statistics.median(batch(times) - batch(times, 0) for _ in range(BATCHES))
+    usual = torch.tensor([max(1e-6, found)], device=device)
     dist.all_reduce(usual, dist.ReduceOp.MAX, group)
     return float(sent), float(usual)
 

@@ -31,7 +31,8 @@ from utils.launch import read_launch
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
-ROUNDS, MOST_SECONDS, STEPS = 3, 45, 12  # no round begins after so many seconds
+ROUNDS, STEPS = 3, 12
+MOST_SECONDS = 45  # no round begins later
 PRODUCTS = 0.03  # seconds of matrix products between two messages
 # What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
 TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
@@ -127,7 +128,7 @@ def _side_by_side(device):
     timed(1, 1)
     each = comm.global_max(timed(0, 8) / 8, device)
     products = math.ceil(PRODUCTS / max(each, 1e-6))
-    for _ in range(12):
+    for _ in range(STEPS):
         found["reduce"].append(timed(1, 0))
         found["compute"].append(timed(0, products))
         own = torch.tensor([found["compute"][-1]], device=device)
