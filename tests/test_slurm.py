@@ -107,7 +107,7 @@ class Cluster:
             assert time.monotonic() < end, (
                 f"job {job}: no {what} within {PATIENCE_SECONDS} s; output: {self.output(job)}"
             )
-            time.sleep(0.1)
+            time.sleep(0.3)  # each question starts a program of Slurm
 
 
 def _runs_on(process, node, job):
@@ -246,19 +246,14 @@ def test_a_warning_before_training_began_is_not_answered_with_a_requeue(cluster)
     assert "ask for more time" in cluster.output(job)
 
 
-SHARD = {"yaml_config": "config/shard.yaml", "config": "shard_quick"}
-
-
 @pytest.mark.slow("Slurm itself warns and preempts real training, and starts it again where it stopped")
 @pytest.mark.parametrize(
     "script, requests, taken, tasks, num_iters, layout",
     [
         ("submit_pm.sh", ["-n", "1", "-t", "20"], "node4", 1, 1500, {}),
-        ("submit_dp.sh", ["-N", "2", "--ntasks-per-node=2"], "node[3-4]", 4, 250, {}),
         ("submit_mp.sh", ["-N", "2", "--ntasks-per-node=1"], "node[3-4]", 2, 500, {"tensor_parallel": 2}),
-        ("submit_shard.sh", ["-N", "2", "--ntasks-per-node=1"], "node[3-4]", 2, 300, SHARD | {"domain_parallel": 2}),
     ],
-    ids=["one-task", "two-nodes-of-two", "tensor-parallel-nodes", "domain-parallel-nodes"],
+    ids=["one-task", "tensor-parallel-nodes"],
 )
 def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
     cluster, tiny_options, tmp_path, script, requests, taken, tasks, num_iters, layout
@@ -272,7 +267,7 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
 
     def losses(run_num, job):
         assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
-        run = tmp_path / "logs" / layout.get("config", "quick") / run_num
+        run = tmp_path / "logs/quick" / run_num
         summary = json.loads((run / "summary.json").read_text())
         assert summary["world_size"] == tasks
         return {"train_loss": summary["train_loss"], "val_loss": summary["val_loss"], **summary["rmse"]}

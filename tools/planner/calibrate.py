@@ -25,13 +25,13 @@ from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm
 from utils.device import library, synchronize
-from utils.errors import ArgumentParser, UsageError
+from utils.errors import ArgumentParser, UsageError, whole
 from utils.files import write_json
 from utils.launch import read_launch
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
-ROUNDS, STEPS = 3, 12
+STEPS = 12
 MOST_SECONDS = 45  # no round begins later
 PRODUCTS = 0.03  # seconds of matrix products between two messages
 # What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
@@ -191,6 +191,7 @@ def main(words: Sequence[str]) -> int:
     parser = ArgumentParser(prog="plan.py --calibrate", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (%(default)s)")
     parser.add_argument("--name", metavar="NAME", help="of the entry (device and number of ranks)")
+    parser.add_argument("--rounds", type=whole(1, 100), default=3, metavar="N", help="of measurements (%(default)s)")
     options = parser.parse_args(words)
     if options.name and (options.name in read_gpus() or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,60}", options.name)):
         raise UsageError(f"--name {options.name}: letters, digits, - _ and . , and no name of {HARDWARE.name}")
@@ -203,7 +204,9 @@ def main(words: Sequence[str]) -> int:
     memory, figures = memory_sizes(device, ranks), list[Figures]()
     nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
     rank = Rank(device)
-    while not figures or (len(figures) < ROUNDS and comm.global_max(time.monotonic() - began, device) < MOST_SECONDS):
+    for _ in range(options.rounds):
+        if figures and comm.global_max(time.monotonic() - began, device) > MOST_SECONDS:
+            break
         own, traces = measure(rank, nodes)
         figures.append(own)
     if comm.is_main():
