@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors; processes of a test must not fight over the cores
 # A test names its device. Where no GPU is, `auto` fails in every process of a test: utils.device.promised_gpus.
@@ -88,15 +87,9 @@ def words_of(settings):
 @pytest.fixture(scope="session", autouse=True)
 def _processes_start_in_milliseconds():
     """What benchmarks start by "spawn" is forked from a server that has imported all there is."""
-    get_context = multiprocessing.get_context
     forked.context().set_forkserver_preload([*forked.PRELOAD, *forked.EXERCISES, "tests.support.warm"])
-
-    def forking(method=None):
-        of_ours = sys._getframe(1).f_globals["__name__"].startswith("tools.")  # DALI's workers rely on spawn
-        return forked.context() if method == "spawn" and of_ours else get_context(method)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing, "get_context", forking)
+        patch.setattr(multiprocessing, "get_context", forked.instead_of_spawn(forked.context()))
         yield
 
 

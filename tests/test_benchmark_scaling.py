@@ -326,7 +326,10 @@ words=" $* "; echo "$words" >> {tmp_path}/asked
 
 @pytest.mark.slow("a study whose runs the training scripts make, started by torchrun")
 @pytest.mark.timeout(200)
-def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repeated(study_file, capsys):
+def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repeated(
+    study_file, capsys, tmp_path, monkeypatch
+):
+    programs.use_forks(tmp_path / "bin", monkeypatch)
     layouts = {"one": {"ranks": 1}, "tensor": TENSOR}
     path = study_file({"strong": {"layouts": layouts, "batch": 4}}, options={"num_iters": 300, "validate_every": 20})
     words = ["scaling", "--study=tiny", f"--study_file={path}", f"--out={path}-report"]

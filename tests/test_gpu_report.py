@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import programs
 from tests.support.launch import popen
 from tools.gpu_report import __main__ as gpu_report
 from tools.gpu_report import running
@@ -211,6 +212,7 @@ TAUGHT = {  # trainings whose words the test above checks, and which other tests
 @pytest.mark.slow("the real parts of the report, at tiny sizes on the CPU, of two ranks")
 @pytest.mark.timeout(1800)
 def test_the_parts_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
+    programs.use_forks(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # preflight would take the GPUs of this machine
     parts = [
         replace(part, seconds=300) for part in parts_of(Machine("cpu", 2, "h100", tmp_path)) if part.name not in TAUGHT

@@ -192,11 +192,12 @@ def data(tmp_path_factory):
 @pytest.mark.slow("every command of a lesson runs")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", notebooks.LESSONS)
-def test_a_notebook_runs_from_top_to_bottom(name, tmp_path, data):
+def test_a_notebook_runs_from_top_to_bottom(name, tmp_path, data, monkeypatch):
     (tmp_path / "data").symlink_to(data)
     for path in notebooks.ROOT.iterdir():
-        if path.name not in ("logs", "data", ".git"):
+        if path.name not in ("logs", "data", ".git", ".venv"):
             (tmp_path / path.name).symlink_to(path)
+    programs.use_forks(tmp_path / ".venv/bin", monkeypatch)
     made = nbformat.read(notebooks.FOLDER / f"{name}.ipynb", 4)
     NotebookClient(made, timeout=800, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(out.get("text", "") for cell in made.cells for out in cell.get("outputs", []))

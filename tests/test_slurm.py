@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import train
+from tests.support.programs import write_python
 
 REPOSITORY = Path(__file__).parents[1]
 CLUSTER = REPOSITORY / "tests/slurm/cluster.sh"
@@ -55,7 +56,11 @@ class Cluster:
             if not path.name.startswith(".") and path.name not in ("data", "logs"):
                 (folder / path.name).symlink_to(path)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "MASTER_"))}
-        self.environment = kept | {"SLURM_CONF": f"{state}/slurm.conf", "PYTHON": sys.executable, "SITE": "generic"}
+        self.environment = kept | {
+            "SLURM_CONF": f"{state}/slurm.conf",
+            "PYTHON": write_python(folder / "bin"),
+            "SITE": "generic",
+        }
 
     def run(self, *command, **environment):
         environment = self.environment | environment
@@ -332,7 +337,7 @@ def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_pa
     """The last test: the node stays lost."""
 
     def submit(run_num):
-        words = tiny_options(run_num=run_num, num_iters=2000, validate_every=1000, checkpoint_every=100)
+        words = tiny_options(run_num=run_num, num_iters=1000, validate_every=1000, checkpoint_every=100)
         return cluster.submit("submit_dp.sh", *words, options=["-N", "2", "--ntasks-per-node=1"])
 
     def losses(run_num):

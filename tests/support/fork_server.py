@@ -1,64 +1,84 @@
 """A process that has torch and our modules imported, and forks programs: each starts in milliseconds.
 
-tests/support/programs.py starts it, with a socket as its standard input. A request is a Program's words, environment
-and folder, with three files: its output, its errors, and the socket that gets its process id and its exit status.
+tests/support/programs.py starts it, with a socket that listens, and a pipe as its standard input: it ends with the
+tests. Who connects sends a request of tests/support/forked_python.py and gets the program's process id, then its exit
+status; meanwhile it may send numbers of signals. The program ends with the connection.
 """
 
 import atexit
 import contextlib
 import importlib
+import json
+import multiprocessing
 import os
-import pickle
 import runpy
+import select
 import signal
 import socket
 import sys
 import threading
 from pathlib import Path
 
-from tests.support.forked import PRELOAD
+from tests.support import forked
 
 
-def serve(connection):
-    """Fork a program for each request. Returns in the programs alone, with the words of each."""
+def serve(listening):
+    """Fork a program for each connection. Returns in the programs alone, with the words of each."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     while True:
-        request, files, _, _ = socket.recv_fds(connection, 2**20, 3)
-        if not request:
+        if sys.stdin.fileno() in select.select([sys.stdin, listening], [], [])[0]:
             os._exit(0)  # the tests are over
+        connection, _ = listening.accept()
         if not os.fork():
-            connection.close()
-            return keep(*files, **pickle.loads(request))
-        for file in files:
-            os.close(file)
+            listening.close()
+            return keep(connection)
+        connection.close()
 
 
-def keep(output, errors, report, words, environment, folder):
-    """Fork the program, tell its process id and, at its end, its exit status. Returns in the program alone."""
+def keep(connection):
+    """Fork the program and stay with it. Returns in the program alone, with its words."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, files, _, _ = socket.recv_fds(connection, 2**20, 2)
+    words, environment, folder = json.loads(request)
     program = os.fork()
     if program:
         os.setsid()
-        os.write(report, f"{program}\n".encode())
-        for file in (output, errors):
+        for file in files:
             os.close(file)
-        _, status = os.waitpid(program, 0)
-        with contextlib.suppress(BrokenPipeError):
-            os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
-        os._exit(0)
+        stay_with(program, connection)
     os.setsid()  # a process group of its own
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # nohup, or a shell's `&`, may have set them aside for the tests
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
-    for file in (output, errors, report):
+    for standard, file in enumerate(files, 1):
+        os.dup2(file, standard)
         os.close(file)
+    connection.close()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get("PYTHON_EXEC", sys.executable)
+    multiprocessing.get_context = forked.instead_of_spawn(multiprocessing.get_context("fork"))
     return words
+
+
+def stay_with(program, connection):
+    """Tell the program's process id and its exit status; signals that arrive meanwhile are for it."""
+    with contextlib.suppress(BrokenPipeError):
+        connection.send(str(program).encode())
+    ended = os.pidfd_open(program)
+    while ended not in select.select([ended, connection], [], [])[0]:
+        with contextlib.suppress(ProcessLookupError):
+            if number := connection.recv(100):
+                os.kill(program, int(number))
+            else:
+                os.killpg(program, signal.SIGKILL)
+                break
+    _, status = os.waitpid(program, 0)
+    with contextlib.suppress(BrokenPipeError):
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
 
 
 def run(words):
@@ -96,8 +116,8 @@ def leave(status):
 
 
 if __name__ == "__main__":
-    for name in PRELOAD:
+    for name in forked.PRELOAD:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a thread would be missing in the programs"
     importlib.import_module("tests.support.warm")
-    leave(run(serve(socket.socket(fileno=os.dup(0)))))
+    leave(run(serve(socket.socket(fileno=int(sys.argv[1])))))

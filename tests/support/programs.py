@@ -8,10 +8,11 @@ A program has its own process group, no input, and signals at their defaults. Wh
 tested, tests/support/launch.py starts a new python.
 """
 
+import atexit
 import contextlib
 import os
-import pickle
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,8 +21,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tests.support.forked_python import ask
 from tests.support.workers import free_port
 
+ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 200
 _started = []  # programs of the current test
 
@@ -33,11 +36,8 @@ class Program:
         self.words, self.returncode = list(map(str, words)), None
         self.output = tempfile.TemporaryFile()
         self.errors = self.output if merged else tempfile.TemporaryFile()
-        self.report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = {"words": self.words, "environment": dict(env or os.environ), "folder": str(cwd or Path.cwd())}
-        files = [self.output.fileno(), self.errors.fileno(), theirs.fileno()]
-        socket.send_fds(_server(), [pickle.dumps(request)], files)
-        theirs.close()
+        files = [self.output.fileno(), self.errors.fileno()]
+        self.report = ask(_server(), self.words, env or os.environ, str(cwd or Path.cwd()), files)
         self.pid = int(self.report.recv(100))
         _started.append(self)
 
@@ -80,14 +80,40 @@ class Program:
 
 @cache
 def _server():
-    """Our end of the socket to the fork server, which is started now and ends with this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Path of the fork server's socket; it is started now and ends with this process."""
+    folder = tempfile.mkdtemp(prefix="fork-")  # the length of a socket's path is limited
+    atexit.register(shutil.rmtree, folder)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(f"{folder}/server")
+    listening.listen(64)
+    number = listening.fileno()
+    lifeline, _ = os.pipe()  # the other end stays open until this process ends
     subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server"], stdin=theirs, stdout=subprocess.DEVNULL,
-        start_new_session=True, cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.support.fork_server", str(number)], stdin=lifeline,
+        stdout=subprocess.DEVNULL, start_new_session=True, cwd=ROOT, pass_fds=[number],
     )  # fmt: skip
-    theirs.close()
-    return ours
+    return f"{folder}/server"
+
+
+def write_python(folder):
+    """Write `python` and `torchrun` into a folder: what they run is forked as well. Returns the path of `python`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    python, torchrun = folder / "python", folder / "torchrun"
+    python.write_text(
+        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"from tests.support.forked_python import main\nmain({sys.executable!r}, {_server()!r})\n"
+    )
+    torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
+    for file in (python, torchrun):
+        file.chmod(0o755)
+    return str(python)
+
+
+def use_forks(folder, monkeypatch):
+    """What this test's programs start in turn is forked as well: by sys.executable, by torchrun, and from a folder."""
+    python = write_python(folder)
+    monkeypatch.setenv("PYTHON_EXEC", python)  # by which torchrun starts the ranks
+    monkeypatch.setattr(sys, "executable", python)
 
 
 def end_all():
