@@ -89,8 +89,10 @@ def start(run: Run, out: Path) -> int:
 def become(run: Run, out: Path, launch: Launch) -> None:
     """Let this process, which srun or torchrun started as a rank, go on as the training script. Does not return.
 
-    Raises UsageError where the launcher started another number of ranks.
+    Raises UsageError where the launcher started another number of ranks, or the run's folder holds other settings.
     """
+    if (now := state(run, out)).kind == OTHER_SETTINGS:
+        raise UsageError(f"{run.name}: {now.why}")
     if launch.world_size != run.ranks:
         raise UsageError(f"run {run.number}, {run.name}, is of {run.ranks} ranks; {launch.world_size} were started")
     if launch.rank == 0:
