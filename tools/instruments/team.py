@@ -106,26 +106,28 @@ class Team:
         for pipe in self.pipes:
             with suppress(OSError):  # a rank that is gone shows by its missing answer
                 pipe.send((function, args))
-        try:
-            return self._answers()
-        except UsageError as error:  # maybe from a rank that waited for one without memory
-            if any(map(_ran_out, self.processes, self.pipes)):
-                raise OutOfMemory(str(error)) from None
-            raise
+        return self._answers()
 
     def _answers(self) -> list[Any]:
         answers: dict[int, Any] = {}
-        while len(answers) < self.size:
-            asked = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-            for pipe in cast(list[Connection], wait(asked)):
-                rank = self.pipes.index(pipe)
-                try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, ConnectionError):
-                    raise UsageError(f"rank {rank} of {self.size} has ended (out of memory?)") from None
-                if isinstance(answers[rank], Exception):
-                    raise answers[rank]
+        waiting = dict(zip(self.pipes, range(self.size), strict=True))
+        while waiting:
+            for pipe in cast(list[Connection], wait(list(waiting))):
+                rank = waiting.pop(pipe)
+                answers[rank] = self._received(rank)
+                if isinstance(answers[rank], UsageError):  # maybe of a rank that waited for one without memory
+                    others = [self._received(other) for pipe, other in waiting.items() if pipe.poll(0.2)]
+                    raise next((error for error in others if isinstance(error, OutOfMemory)), answers[rank])
         return [answers[rank] for rank in range(self.size)]
+
+    def _received(self, rank: int) -> Any:
+        """The answer of a rank, or its error. One that the system has killed lacked memory."""
+        try:
+            return self.pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            self.processes[rank].join(1)
+            kind = OutOfMemory if self.processes[rank].exitcode == -signal.SIGKILL else UsageError
+            return kind(f"rank {rank} of {self.size} has ended (out of memory?)")
 
     def __enter__(self) -> Self:
         return self
@@ -140,17 +142,6 @@ class Team:
             process.kill()  # they may wait for one another
         for process in self.processes:
             process.join()
-
-
-def _ran_out(process: SpawnProcess, pipe: Connection) -> bool:
-    """Whether a rank reports a lack of memory, or the system has killed it."""
-    try:
-        while pipe.poll(0.2):
-            if isinstance(pipe.recv(), OutOfMemory):
-                return True
-    except (EOFError, ConnectionError):
-        process.join(1)
-    return process.exitcode == -signal.SIGKILL
 
 
 class Teams:
