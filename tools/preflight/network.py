@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed
 from tools.preflight.rendezvous import CheckResult, Rendezvous
-from utils.device import backend_for, library, select_device, synchronize
+from utils.device import backend_for, physical_name, select_device, synchronize
 from utils.errors import first_line
 from utils.launch import interface_towards, name_gloo_interface
 
@@ -54,10 +54,8 @@ def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResul
     if ranks.size == 1:
         return
     launch, device = ranks.launch, select_device("auto", ranks.launch.local_rank)
-    gpu = library(device, "get_device_properties")
-    card = gpu and gpu.get_device_properties(device)
-    own = card and f"{getattr(card, 'uuid', '')} {getattr(card, 'pci_bus_id', device)}"
-    cards = [card and f"{node} {card}" for node, card in ranks.exchange("process group: devices", [ranks.node, own])]
+    own = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
+    cards = ranks.exchange("process group: devices", own)
     count, here = len(set(cards)), torch.accelerator.device_count()
     unequal, shared = None in cards, None not in cards and count < ranks.size
     if unequal and any(cards):
