@@ -100,10 +100,6 @@ class DatedFrames:
             spans = [*spans[:2], "...", *spans[-2:]]
         return f"{', '.join(spans)}, every {self.interval} hours"
 
-    def close(self) -> None:
-        """Close the files."""
-        self.dataset.close()
-
 
 def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
     """The dates at which the forecasts start, (N,) datetime64[s], increasing.

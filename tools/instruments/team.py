@@ -7,11 +7,11 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 
@@ -70,7 +70,7 @@ class Rank:
         comm.swap_meshes(self.meshes[layout])
 
 
-class Team:
+class Team(AbstractContextManager):
     """`size` ranks, each of which waits for functions to call. Leaving its context ends the processes.
 
     config: names the device, and how long ranks wait for one another.
@@ -129,9 +129,6 @@ class Team:
             kind = OutOfMemory if self.processes[rank].exitcode == -signal.SIGKILL else UsageError
             return kind(f"rank {rank} of {self.size} has ended (out of memory?)")
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if kind is None:
             for pipe in self.pipes:
@@ -144,7 +141,7 @@ class Team:
             process.join()
 
 
-class Teams:
+class Teams(AbstractContextManager):
     """Teams by their size, each started by its first call. Leaving the context ends the processes."""
 
     def __init__(self, config: Config):
@@ -160,9 +157,6 @@ class Teams:
         except BaseException as error:
             self.running.pop(size).__exit__(type(error))  # some wait for one that has given up
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         for team in self.running.values():
