@@ -13,11 +13,10 @@ import argparse
 import sys
 import time
 
-from tools.forecasting.dated_frames import DatedFrames, choose_starts
+from tools.forecasting.dated_frames import DatedFrames, choose_starts, run_config
 from tools.forecasting.output_files import LAYOUTS, attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import report
-from tools.forecasting.trained_run import run_config
 from tools.instruments.assembly import build_parallel
 from training.trained_weights import check_origin, find, load_weights_into
 from utils import comm

@@ -15,8 +15,7 @@ from tests.support import programs
 from tests.support.launch import popen
 from tools.benchmarks.cases import STATES
 from tools.benchmarks.layouts import STRATEGIES, by_kind, run_dp, strategy_cases
-from tools.instruments.overlap import hidden_share
-from tools.instruments.rank_case import figures_of, seconds_of
+from tools.instruments.rank_case import figures_of, hidden_share, seconds_of
 from tools.instruments.team import Team
 from tools.pictures import SHADES, draw_bars, panels
 from utils.errors import UsageError, run_main

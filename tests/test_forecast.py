@@ -23,8 +23,8 @@ from tests.conftest import TINY
 from tests.support import programs
 from tools.checkpoint import load_weights
 from tools.forecasting import skill_report
+from tools.forecasting.dated_frames import run_config
 from tools.forecasting.rollout import LeadTimeSkill, own_batches
-from tools.forecasting.trained_run import run_config
 from training.model import build_model
 from training.pictures import animate
 from training.rollout import Rollout

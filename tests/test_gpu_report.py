@@ -16,8 +16,8 @@ from tests.support import programs
 from tests.support.launch import popen
 from tools.gpu_report import __main__ as gpu_report
 from tools.gpu_report import running
-from tools.gpu_report.parts import Machine, parts_of
-from tools.gpu_report.running import Command, Part
+from tools.gpu_report.parts import Machine
+from tools.gpu_report.running import Part
 from tools.tables import installed
 from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
@@ -35,7 +35,7 @@ print("child", child.pid, flush=True)
 
 
 def part(name, program, seconds=60, **others):
-    return Part(name, seconds, [Command(["-c", program])], **others)
+    return Part(name, seconds, ["-c", program], **others)
 
 
 PARTS = [
@@ -54,7 +54,7 @@ def report(tmp_path, monkeypatch, capsys):
     """Call with parts and options: exit status, the report, and where the work was."""
 
     def run(parts, *words):
-        monkeypatch.setattr(gpu_report, "parts_of", lambda machine: parts)
+        monkeypatch.setattr(Machine, "parts", lambda machine: parts)
         monkeypatch.setattr(gpu_report.signal, "signal", lambda *_: None)
         work = tmp_path / "work"
         status = gpu_report.main(["--device=cpu", f"--out={tmp_path}/out", f"--work={work}", *words])
@@ -102,10 +102,9 @@ def test_it_is_a_success_if_no_part_failed(report):
 
 def test_a_command_is_stopped_when_it_says_so_and_must_end_as_expected(tmp_path):
     saves = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('saved'); time.sleep(99)"
-    stopped = Command(["-c", saves], status=75, stop_at="saved")
-    running.run(stopped, tmp_path / "log", time.monotonic() + 60)
+    running.run(["-c", saves], tmp_path / "log", time.monotonic() + 60, status=75, stop_at="saved")
     with pytest.raises(running.Failure, match="exit status 75, not 0"):
-        running.run(Command(stopped.words, stop_at="saved"), tmp_path / "log", time.monotonic() + 60)
+        running.run(["-c", saves], tmp_path / "log", time.monotonic() + 60, stop_at="saved")
 
 
 def test_goals_stand_beside_what_was_measured(tmp_path):
@@ -192,13 +191,13 @@ def _read(file):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 def test_the_parts_train_what_the_scripts_take_on_any_number_of_gpus(count, tmp_path):
     layouts = set()
-    for part in parts_of(Machine("cuda", count, "h100", tmp_path)):
-        for words in (list(command.words) for command in part.commands if not part.lacks):
-            if script := next((word for word in words if word in SCRIPTS), None):
-                start = words.index(script)
-                ranks = int(words[start - 1]) if start else 1
-                layout = load_config(words[start + 1 :], None, ranks, *SCRIPTS[script][:2]).layout(ranks)
-                layouts.add((ranks, *layout.mesh_dims.values()))
+    for part in Machine("cuda", count, "h100", tmp_path).parts():
+        words = [] if part.lacks else part.words
+        if script := next((word for word in words if word in SCRIPTS), None):
+            start = words.index(script)
+            ranks = int(words[start - 1]) if start else 1
+            layout = load_config(words[start + 1 :], None, ranks, *SCRIPTS[script][:2]).layout(ranks)
+            layouts.add((ranks, *layout.mesh_dims.values()))
     assert {ranks for ranks, *_ in layouts} == {1, count}
     assert count in (1, 3) or len(layouts) == 6  # one device, and dp, tp, cp, pp, domain
 
@@ -215,7 +214,7 @@ def test_the_parts_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
     programs.use_forks(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # preflight would take the GPUs of this machine
     parts = [
-        replace(part, seconds=300) for part in parts_of(Machine("cpu", 2, "h100", tmp_path)) if part.name not in TAUGHT
+        replace(part, seconds=300) for part in Machine("cpu", 2, "h100", tmp_path).parts() if part.name not in TAUGHT
     ]
     results = {result["part"]: result for result in running.run_parts(parts, tmp_path, 1700)}
     skipped = {name for name, result in results.items() if result["why"] == "needs a GPU"}

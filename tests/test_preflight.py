@@ -237,7 +237,7 @@ def wrong_collectives(broken):
     )
     kept = dist.all_reduce
     if broken:
-        dist.all_reduce = lambda tensor: None
+        dist.all_reduce = lambda tensor, group=None: None
     try:
         return [result.line() for result in preflight_network.collectives(None, ranks)]
     finally:

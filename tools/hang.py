@@ -4,10 +4,9 @@ python -m tools.hang logs/quick/00
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
@@ -19,37 +18,8 @@ from utils.schema import Ranks
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
 
 
-class Group(NamedTuple):
-    """A process group: its name in torch, what it is for, and its ranks."""
-
-    name: str
-    purpose: str
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        purpose = "" if self.purpose in ("default_pg", "undefined") else f" ({self.purpose.removeprefix('mesh_')})"
-        return f"{_ranks(self.ranks)}{purpose}"
-
-
-class Call(NamedTuple):
+class Call(BaseModel):
     """A collective that a rank called, the number-th one of its group."""
-
-    group: Group
-    number: int
-    operation: str  # and the type and shape of its tensors
-    done: bool
-
-    def __str__(self) -> str:
-        return f"{self.operation}, number {self.number} of {self.group}"
-
-    def fits(self, other: "Call") -> bool:
-        """Whether two ranks may call these two as the same collective."""
-        kind, other_kind = self.operation.split()[0], other.operation.split()[0]
-        return self.operation == other.operation or kind == other_kind not in SAME_SHAPE
-
-
-class CallSchema(BaseModel):
-    """A collective in a record."""
 
     group: str
     number: NonNegativeInt
@@ -57,9 +27,16 @@ class CallSchema(BaseModel):
     tensors: list[str]
     done: bool
 
+    def __str__(self) -> str:
+        return " ".join([self.operation, *self.tensors])
+
+    def fits(self, other: "Call") -> bool:
+        """Whether two ranks may call these two as the same collective."""
+        return str(self) == str(other) or self.operation == other.operation not in SAME_SHAPE
+
 
 class Record(BaseModel):
-    """What a rank writes: utils.collective_record."""
+    """What a rank leaves (utils.collective_record). groups: {name: (purpose, ranks)}. at: where it was."""
 
     rank: NonNegativeInt
     world_size: Ranks
@@ -67,101 +44,103 @@ class Record(BaseModel):
     reason: str
     at: list[str]
     groups: dict[str, tuple[str, tuple[NonNegativeInt, ...]]]
-    calls: list[CallSchema]
+    calls: list[Call]
+
+    def current(self) -> Call | None:
+        """The collective that the rank is in. One that ended in an error counts as done, too."""
+        return next((call for call in self.calls if not call.done), self.calls[-1] if self.calls else None)
+
+    def place(self, call: Call) -> str:
+        """The number of a call and its group, in words."""
+        purpose, ranks = self.groups[call.group]
+        use = "" if purpose in ("default_pg", "undefined") else f" ({purpose.removeprefix('mesh_')})"
+        return f"number {call.number} of {_ranks(ranks)}{use}"
+
+    def missing(self, records: dict[int, "Record"]) -> list[int]:
+        """The ranks that have not called the collective that this one is in."""
+        if not (own := self.current()):
+            return []
+        here = {rank for rank, record in records.items() if record.has_called(own)}
+        return [rank for rank in self.groups[own.group][1] if rank not in here]
+
+    def has_called(self, call: Call) -> bool:
+        """Whether the rank has come as far as this call of its group."""
+        return any(own.group == call.group and own.number >= call.number for own in self.calls)
 
 
-class Rank:
-    """What one rank left: its calls in order, the one it is in, and where it was."""
-
-    def __init__(self, record: Record):
-        self.number, self.world_size, self.start = record.rank, record.world_size, record.start
-        self.where = " < ".join(record.at) + (f", and ended: {record.reason}" if record.reason else "")
-        groups = {name: Group(name, *of) for name, of in record.groups.items()}
-        self.calls = [
-            Call(groups[c.group], c.number, " ".join([c.operation, *c.tensors]), c.done)
-            for c in record.calls
-            if c.group in groups
-        ]
-        self.last = {call.group: call.number for call in self.calls}
-        # A collective that ended in an error counts as done, too.
-        self.in_call = next((call for call in self.calls if not call.done), self.calls[-1] if self.calls else None)
-
-
-def read_ranks(folder: Path) -> dict[int, Rank]:
-    """{number: Rank} of the last start that left records in a run's folder. Raises UsageError where there are none."""
+def read_ranks(folder: Path) -> dict[int, Record]:
+    """{rank: Record} of the last start that left records in a run's folder. Raises UsageError where there are none."""
     pattern = FILE_NAME.format("*")
     files = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
     if not files:
         raise UsageError(f"{folder}: no {pattern} in it: no rank noticed that the run hung, or there was only one")
-    ranks = []
+    records = []
     for path in files:
         try:
-            ranks.append(Rank(Record.model_validate_json(path.read_bytes())))
+            record = Record.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
             problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else first_line(error)
             raise UsageError(f"{path} is damaged ({problem}): remove it to read the others") from None
-    return {rank.number: rank for rank in ranks if rank.start == ranks[-1].start}
+        record.calls = [call for call in record.calls if call.group in record.groups]
+        records.append(record)
+    return {record.rank: record for record in records if record.start == records[-1].start}
 
 
-def explain(ranks: dict[int, Rank]) -> Iterator[str]:
+def explain(records: dict[int, Record]) -> Iterator[str]:
     """Lines that say which ranks wait, in which collective, and for whom."""
-    size = next(iter(ranks.values())).world_size
-    silent = sorted(set(range(size)) - set(ranks))
-    if silent:
+    records = dict(sorted(records.items()))
+    size = next(iter(records.values())).world_size
+    if silent := sorted(set(range(size)) - set(records)):
         yield f"no record of {_ranks(silent)}: ended by something else, or on a node whose files are not here"
-    mismatches = list(_mismatches(ranks))
+    mismatches = list(_mismatches(records))
     for calls in mismatches:
-        first = next(iter(calls.values()))
-        yield f"the order of collectives differs: number {first.number} of {first.group} is"
-        yield from _grouped((rank, call.operation) for rank, call in calls.items())
-    waiting = defaultdict(list)  # ranks, by what they are in and others have not called
-    for number, rank in sorted(ranks.items()):
-        if rank.in_call and _missing(rank.in_call, ranks):
-            waiting[rank.in_call._replace(done=False)].append(number)
-    for call, numbers in waiting.items():
-        yield f"waiting for {_ranks(_missing(call, ranks))}: {_ranks(numbers)}, in {call}"
-    late = {number for call in waiting for number in _missing(call, ranks)} - set(chain(*waiting.values()))
-    if late:
+        rank = min(calls)
+        yield f"the order of collectives differs: {records[rank].place(calls[rank])} is"
+        yield from _grouped(calls.items())
+    missing = {rank: record.missing(records) for rank, record in records.items()}
+    within = {rank: f"{call}, {record.place(call)}" for rank, record in records.items() if (call := record.current())}
+    waiting = defaultdict(list)  # ranks, by those that they wait for, and the collective
+    for rank in filter(missing.get, records):
+        waiting[_ranks(missing[rank]), within[rank]].append(rank)
+    for (absent, collective), ranks in waiting.items():
+        yield f"waiting for {absent}: {_ranks(ranks)}, in {collective}"
+    if late := set(chain(*missing.values())) - set(chain(*waiting.values())):
         yield f"late: {_ranks(sorted(late))}"
     elif waiting and not mismatches:
         yield "the order of collectives differs: no rank is late, they wait for one another in different groups"
     elif not mismatches:
         yield "no rank waits for another that has not come; the last collective of"
-        yield from _grouped((number, str(rank.in_call)) for number, rank in ranks.items())
+        yield from _grouped((rank, within.get(rank)) for rank in records)
     yield "where the ranks were (all threads: stacks-rank<N>.txt):"
-    yield from _grouped((number, rank.where) for number, rank in sorted(ranks.items()))
+    ends = {rank: f", and ended: {record.reason}" if record.reason else "" for rank, record in records.items()}
+    yield from _grouped((rank, " < ".join(record.at) + ends[rank]) for rank, record in records.items())
 
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {shortened(numbers)}"
 
 
-def _missing(call, ranks):
-    """The ranks that have not called what another one is in."""
-    return [n for n in call.group.ranks if n not in ranks or ranks[n].last.get(call.group, 0) < call.number]
-
-
-def _mismatches(ranks):
+def _mismatches(records: dict[int, Record]) -> Iterator[dict[int, Call]]:
     """{rank: call} of the first number in each group that is not the same collective on all ranks."""
-    calls = defaultdict(dict)
-    for number, rank in sorted(ranks.items()):
-        for call in rank.calls:
-            calls[call.group, call.number][number] = call
+    calls = defaultdict[tuple[str, int], dict[int, Call]](dict)
+    for rank, record in records.items():
+        for call in record.calls:
+            calls[call.group, call.number][rank] = call
     found = set()
     for (group, _), same in sorted(calls.items()):
-        first = next(iter(same.values()))
+        first = same[min(same)]
         if group not in found and not all(first.fits(call) for call in same.values()):
             found.add(group)
             yield same
 
 
-def _grouped(texts):
-    """A line for the ranks of which the same is to be said. texts: (rank, text)."""
+def _grouped(texts: Iterable[tuple[int, object]]) -> Iterator[str]:
+    """A line for the ranks of which the same is to be said. texts: (rank, what)."""
     lines = defaultdict(list)
-    for number, text in texts:
-        lines[text].append(number)
-    for text, numbers in lines.items():
-        yield f"    {_ranks(numbers)}: {text}"
+    for rank, text in texts:
+        lines[str(text)].append(rank)
+    for text, ranks in lines.items():
+        yield f"    {_ranks(ranks)}: {text}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -35,13 +35,15 @@ def find_log_folder(folder: Path | str | None = None) -> Path:
     for origin, choice in choices.items():
         if choice:
             path = Path(choice).expanduser().resolve()
-            if not path.is_dir():
-                raise UsageError(f"{path} ({origin}): no such log folder")
-            return path
-    for path in (Path("logs").resolve(), ROOT / "example_logs"):
-        if path.is_dir():
-            return path
-    raise UsageError(f"no log folder: neither {Path('logs').resolve()} nor {ROOT / 'example_logs'} is there")
+            if path.is_dir():
+                return path
+            raise UsageError(f"{path} ({origin}): no such log folder")
+    logs, examples = Path("logs").resolve(), ROOT / "example_logs"
+    if logs.is_dir():
+        return logs
+    if examples.is_dir():
+        return examples
+    raise UsageError(f"no log folder: neither {logs} nor {examples} is there")
 
 
 class PrivateTensorBoard:
@@ -122,13 +124,11 @@ def _python_with_tensorboard() -> str:
 
 def _end(process):
     """Close the standard input of the process, which makes it end; kill it if it does not."""
-    process.stdin.close()
     try:
-        process.wait(10)
+        process.communicate(timeout=10)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-    process.stdout.close()
+        process.communicate()
 
 
 def _serve() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tools.instruments.overlap import hidden_share
+from tools.instruments.rank_case import hidden_share
 from tools.tables import format_table
 from utils.errors import ArgumentParser, UsageError, run_main
 

@@ -7,9 +7,10 @@ import importlib
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +130,8 @@ def _plain(config: Config, count: int) -> float:
     """Samples per second of the plain design."""
     train, valid = build_task(config.model_copy(update={"num_data_workers": 0})).build_loaders(select_device("cpu"))
     loader = plain_loader(train.dataset, train.statistics, config.global_batch_size, config.num_data_workers)
-
-    def endless() -> Generator[Any, None, None]:
-        while True:
-            yield from loader
-
-    with closing(train), closing(valid), closing(endless()) as batches:
-        return _timed(batches, count, config.global_batch_size, train.device)
+    with closing(train), closing(valid):
+        return _timed(chain.from_iterable(repeat(loader)), count, config.global_batch_size, train.device)
 
 
 class PlainDataset(torch.utils.data.Dataset):

@@ -1,6 +1,9 @@
-"""Frames by their date: the initial states of forecasts, and the truth that forecasts are compared with."""
+"""What forecasts start from: the config of a trained run, and frames by their date.
 
-from collections.abc import Sequence
+Frames are the initial states, and the truth that forecasts are compared with.
+"""
+
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +11,40 @@ import torch
 from torch import Tensor
 
 from training.model import patch_size
-from training.tasks.forecast import statistics_of
+from training.tasks import forecast, task_of
+from utils.config import check_config, differing_keys, load_config, read_mappings, read_named_config
 from utils.device import to_device
 from utils.errors import UsageError
-from utils.schema import Config
+from utils.schema import Config, keys_that_affect
 from utils.tiles import own_window
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings, turns
 from weather.grid import HOUR
 from weather.year_data import file_times
+
+
+def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits: Collection[str]) -> Config:
+    """The Config of the run in a folder, overridden by the words of a command line.
+
+    splits: the keys by which this program can split a model; the layout of the run itself does not matter. The local
+    batch size is 1 unless the words set it. Raises UsageError if the folder holds no run of a forecasting model, or if
+    the words contradict its weights.
+    """
+    file = Path(folder) / "config.yaml"
+    if not file.is_file():
+        raise UsageError(f"{folder}: no run there (it has no config.yaml); give the folder of one, like logs/quick/00")
+    name = next(iter(read_mappings(file, "configs")), "")
+    trained = check_config(read_named_config(file, name), name, f"{file}: {name}")
+    if not isinstance(task_of(trained), forecast.Trained):
+        raise UsageError(f"{folder}: is a run of task {trained.task}, which forecasts nothing")
+    # Layout and regularisation of the training do not matter here: the defaults take their place.
+    preset = {key: Config.model_fields[key].default for key in keys_that_affect("layout", "training")}
+    preset |= {"local_batch_size": 1}
+    words = [f"--yaml_config={file}", f"--config={name}", *words]
+    config = load_config(words, world_size=world_size, splits=splits, preset=preset)
+    for key in differing_keys(trained, config, "model"):
+        raise UsageError(f"{folder}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
+    return config.model_copy(update={"noddp": True})  # no gradients: nothing to average
 
 
 class DatedFrames:
@@ -28,7 +56,7 @@ class DatedFrames:
     """
 
     def __init__(self, folder: Path | str, config: Config, device: torch.device):
-        self.folder, self.device, self.statistics = folder, device, statistics_of(config)
+        self.folder, self.device, self.statistics = folder, device, forecast.statistics_of(config)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
         rows, columns = own_window(config.img_size, patch_size(config))
         self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, rows, columns)
@@ -71,10 +99,6 @@ class DatedFrames:
         if len(spans) > 4:
             spans = [*spans[:2], "...", *spans[-2:]]
         return f"{', '.join(spans)}, every {self.interval} hours"
-
-    def close(self) -> None:
-        """Close the files."""
-        self.dataset.close()
 
 
 def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:

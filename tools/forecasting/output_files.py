@@ -148,8 +148,7 @@ def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
     level = weatherbench2_name(name)[1]
     if level is None:
         return STANDARD_NAMES.get(name) if len(name) > 1 else None, None
-    attrs = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
-    return STANDARD_NAMES[name[0]], (f"p{level}", ((), float(level), attrs, FULL))
+    return STANDARD_NAMES[name[0]], (f"p{level}", ((), float(level), LEVEL, FULL))
 
 
 def _described(standard_name: str) -> dict[str, str]:

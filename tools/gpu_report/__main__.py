@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tools import tables
-from tools.gpu_report.parts import PARTS, Machine, parts_of
+from tools.gpu_report.parts import PARTS, Machine
 from tools.gpu_report.running import run_parts
 from tools.planner.hardware import load_gpu, read_gpus
 from utils.config import read_mappings
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its part first
     machine = Machine(device.type, count, options.gpu or planner_entry(about["name"]), work)
     try:
-        for result in run_parts(list(parts_of(machine)), work, 60 * MINUTES):
+        for result in run_parts(list(machine.parts()), work, 60 * MINUTES):
             results.append(result)
             write_report(path, about, results)
             print(f"{result['status']:<12} {result['seconds']:6.1f} s  {result['part']}  {result['why']}", flush=True)
@@ -92,34 +92,27 @@ def planner_entry(name: str) -> str:
 def write_report(path: Path, machine: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
     """Write PATH.json and PATH.md, each whole or not at all. machine: {what: value}. parts: results of run_parts."""
     found, goals = {part["part"]: part["figures"] for part in parts}, []
-    for name, part in read_mappings(PARTS, "parts").items():
+    for name, part in read_mappings(PARTS, "parts")["parts"].items():
         for what, goal in part.get("goals", {}).items():
             measured = found.get(name, {}).get(goal["figure"])
             least, most = goal.get("least", -math.inf), goal.get("most", math.inf)
             met = "not measured" if measured is None else "yes" if least <= measured <= most else "no"
             goals.append({"goal": what, "wanted": goal["wanted"], "measured": measured, "met": met})
     write_json(f"{path}.json", {"machine": machine, "goals": goals, "parts": parts})
-    with whole_file(Path(f"{path}.md")) as file:
-        file.write_text(page(machine, goals, parts))
 
-
-def page(machine: dict[str, Any], goals: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> str:
-    """The page in Markdown."""
+    rows = []
+    for part in parts:
+        figures = ", ".join(f"{name} {shown(value)}" for name, value in part["figures"].items())
+        rows.append((part["part"], part["status"], part["seconds"], part["why"].replace("|", "/") or figures))
     about = ", ".join(f"{what} {value}" for what, value in machine.items())
-    rows = [
-        (part["part"], part["status"], part["seconds"], part["why"].replace("|", "/") or listed(part["figures"]))
-        for part in parts
-    ]
-    shown_tables = [
+    sections = [
+        f"# {machine['name']}",
+        f"Made by `make gpu`: {about}.",
         tables.format_table(dict.fromkeys(goals[0], ""), [[*map(shown, goal.values())] for goal in goals]),
         tables.format_table({"part": "", "status": "", "seconds": ".1f", "found": ""}, rows),
     ]
-    return "\n\n".join((f"# {machine['name']}", f"Made by `make gpu`: {about}.", *shown_tables)) + "\n"
-
-
-def listed(figures: dict[str, Any]) -> str:
-    """Figures in one line."""
-    return ", ".join(f"{name} {shown(value)}" for name, value in figures.items())
+    with whole_file(Path(f"{path}.md")) as file:
+        file.write_text("\n\n".join(sections) + "\n")
 
 
 def shown(value: Any) -> str:

@@ -18,6 +18,7 @@ from torch.utils.benchmark import Timer
 from distributed import attention
 from distributed.collectives import as_group
 from tools.benchmarks.ladder import matmul_flops_per_sec
+from tools.instruments.collective_speed import are_right
 from utils.device import select_device
 from utils.files import write_json
 from utils.layout import shard_sizes
@@ -28,29 +29,10 @@ TOLERANCE = 0.02  # of bfloat16
 
 def check_collectives(device: torch.device) -> list[str]:
     """Names of the collectives that were tried on tensors of a device. Raises ValueError for wrong numbers."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    after, before = (rank + 1) % size, (rank - 1) % size
-    own, x, parts = (torch.zeros(*shape, device=device) for shape in ((2,), (2,), (size, 2)))
-    own += rank + 1
-    received, sent = ([2 * (other == peer) for other in range(size)] for peer in (before, after))  # others: nothing
-    total, neighbour = size * (size + 1) / 2, before + 1
-    calls = {
-        "all_reduce": (lambda: dist.all_reduce(x.copy_(own)), total),
-        "broadcast": (lambda: dist.broadcast(x.copy_(own), size - 1), size),
-        "all_gather": (lambda: (dist.all_gather([*parts], own), x.copy_(parts.sum(0))), total),
-        "reduce_scatter": (lambda: dist.reduce_scatter(x, [own] * size), total),
-        "all_to_all": (lambda: dist.all_to_all_single(x, own, received, sent), neighbour),
-    }
-    if size > 1 or device.type != "cpu":  # gloo sends nothing to itself
-        ops = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, x, before)]
-        calls["point-to-point"] = (lambda: [work.wait() for work in dist.batch_isend_irecv(ops)], neighbour)
-    for name, (call, expected) in calls.items():
-        x.zero_()
-        call()
-        if x.tolist() != [expected] * 2:
-            raise ValueError(f"{name} on {device}: {x.tolist()}, not {expected}")
-    dist.barrier()
-    return list(calls)
+    right = are_right(device, torch.float32)
+    if wrong := [kind for kind, well in right.items() if not well]:
+        raise ValueError(f"wrong numbers on {device} from {', '.join(wrong)}")
+    return list(right)
 
 
 def attend(method: str, device: torch.device) -> dict[str, float]:

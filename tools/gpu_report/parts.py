@@ -9,17 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_report.running import Command, Failure, Part
+from tools.gpu_report.running import Failure, Part
 from training.flops import training_flops
 from utils.config import check_config, read_mappings, read_named_config
 from utils.schema import Config
 
 GIB = 2**30
-
-SMALL = ["--img_size", "16", "32", "--patch_size=4", "--embed_dim=32", "--num_heads=4", "--depth=2"]
-PATHS = {"train_data": "train", "valid_data": "valid", "inf_data": "test"} | {
-    name: f"stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")
-}
 PARTS = "config/gpu_report.yaml"
 
 
@@ -36,33 +31,30 @@ class Machine:
     gpu: str
     work: Path
 
-    def values(self) -> dict[str, Any]:
-        """What stands in braces in config/gpu_report.yaml. split: ranks that divide 4 heads and 4 blocks."""
-        workers = 1 if self.device == "cpu" else 8
-        return vars(self) | {"split": math.gcd(self.count, 4), "workers": workers}
-
-    def words(self) -> dict[str, list[str]]:
-        """The words that stand for several: data and settings of each config, and what is tiny without a GPU."""
-        tiny, found = self.device == "cpu", {}
-        for config in ("quick", "mp_quick", "shard_quick", "short"):
-            data = "short" if config == "short" else "quick"
-            paths = [f"--{key}_path={self.work}/data/{data}/{path}" for key, path in PATHS.items()]
-            own = [f"--config={config}", f"--device={self.device}", *paths, *(SMALL if tiny else [])]
-            found[f"$data_of_{config}"] = own
-            # Without validation on the way.
-            found[f"${config}"] = [*own, f"--expdir={self.work}/runs", "--warmup=5", "--validate_every=1000"]
-        found["$short"] += [f"--num_iters={30 if tiny else 60}"]
-        return found | {
-            "$few": [f"--num_iters={30 if tiny else 300}"],
-            "$many": [f"--num_iters={400 if tiny else 2000}", f"--checkpoint_every={40 if tiny else 200}"],
-            "$points_of_quick": SMALL[:3] if tiny else ["--img_size", "32", "64"],
-            "$points_of_short": SMALL[:3] if tiny else ["--img_size", "360", "720"],
-            "$torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", f"{self.count}"],
-            "$steps": ["--steps=1" if tiny else "--steps=4"], "$fast": ["--amp_mode=bf16", "--enable_fused"],
-            "$graphs": [] if tiny else ["--amp_mode=fp16", "--enable_fused", "--enable_cuda_graphs"],
-            "$compiled": [] if tiny else ["--enable_jit"],  # a CPU compiles for minutes
-            "$large": [] if tiny else ["--embed_dim=1024"],
+    def parts(self) -> Iterator[Part]:
+        """The parts as config/gpu_report.yaml has them."""
+        said, rehearsal = read_mappings(PARTS, "parts"), self.device == "cpu"
+        several = said["words"] | (said["rehearsal"] if rehearsal else {})
+        # split: ranks that divide 4 heads and 4 blocks
+        values = vars(self) | {"split": math.gcd(self.count, 4), "workers": 1 if rehearsal else 8}
+        lacks = {
+            "a GPU": rehearsal and "needs a GPU", "two GPUs": self.count < 2 and "needs two GPUs",
+            "a known GPU": not self.gpu and "config/hardware.yaml has no GPU of this name: choose one with --gpu",
         }  # fmt: skip
+
+        def words(text: str) -> Iterator[str]:
+            for word in text.split():
+                if word in several:
+                    yield from words(several[word])
+                else:
+                    yield word.format(**values)
+
+        for name, part in said["parts"].items():
+            function, *arguments = part.get("figures", "none").split()
+            yield Part(
+                name, part.get("seconds", 90), list(words(part["run"])), part.get("stop", ""),
+                partial(getattr(self, function, dict), *arguments), lacks.get(part.get("needs")) or "",
+            )  # fmt: skip
 
     def _json(self, name: str) -> Any:
         return json.loads((self.work / name).read_text())
@@ -115,10 +107,8 @@ class Machine:
 
     def loaders(self, config: str) -> dict[str, Any]:
         """Samples/s of the fastest loader of each kind."""
-        speeds: dict[str, list[float]] = {}
-        for row in self._json(f"data_{config}.json")["loaders"]:
-            speeds.setdefault(row["loader"].split(",")[0], []).append(row["samples_per_sec"])
-        return {kind: max(found) for kind, found in speeds.items()}
+        rows = sorted(self._json(f"data_{config}.json")["loaders"], key=lambda row: row["samples_per_sec"])
+        return {row["loader"].split(",")[0]: row["samples_per_sec"] for row in rows}
 
     def on_device(self) -> dict[str, Any]:
         """Collectives that were right, milliseconds of attention."""
@@ -134,23 +124,3 @@ class Machine:
     def tests(self, log: str) -> dict[str, Any]:
         """How many tests ended how."""
         return {how: int(n) for n, how in re.findall(r"(\d+) (passed|skipped)", (self.work / log).read_text())}
-
-
-def parts_of(machine: Machine) -> Iterator[Part]:
-    """All parts for a machine, as config/gpu_report.yaml has them."""
-    lacks = {
-        "a GPU": machine.device == "cpu" and "needs a GPU", "two GPUs": machine.count < 2 and "needs two GPUs",
-        "a known GPU": not machine.gpu and "config/hardware.yaml has no GPU of this name: choose one with --gpu",
-    }  # fmt: skip
-    several, values = machine.words(), machine.values()
-    for name, part in read_mappings(PARTS, "parts").items():
-        nested = [
-            several.get(word, [word]) if word[0] == "$" else [word.format(**values)] for word in part["run"].split()
-        ]
-        words = [word for own in nested for word in own]
-        commands = [Command(words, status=75, stop_at=part["stop"])] if "stop" in part else []
-        function, *arguments = part.get("figures", "nothing").split()
-        figures = partial(getattr(machine, function, dict), *arguments)
-        yield Part(
-            name, part.get("seconds", 90), [*commands, Command(words)], figures, lacks.get(part.get("needs", "")) or ""
-        )

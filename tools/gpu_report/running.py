@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.errors import first_line
+from utils.errors import STOPPED_STATUS, first_line
 
 MARK = "GPU_REPORT_PART"  # in the environment of every process of a part
 KILL_SECONDS = 10  # for killed processes to be gone: one that waits in a driver may never be
@@ -26,25 +26,17 @@ class Failure(Exception):
 
 
 @dataclass(frozen=True)
-class Command:
-    """A program for this Python, as words; its exit status if all is well; what it says when it is to be stopped."""
-
-    words: Sequence[str]
-    status: int = 0
-    stop_at: str = ""
-
-
-@dataclass(frozen=True)
 class Part:
-    """Commands, and the seconds that all of them may take.
+    """A program for this Python, as words, and the seconds that it may take.
 
-    figures: reads {name: value} from what they have left, and raises where that is wrong. lacks: what is not on this
-    machine, so that the part is skipped.
+    stop_at: what it says when it is to be stopped; then it is started again. figures: reads {name: value} from what it
+    has left, and raises where that is wrong. lacks: what is not on this machine, so that the part is skipped.
     """
 
     name: str
     seconds: float
-    commands: Sequence[Command]
+    words: Sequence[str]
+    stop_at: str = ""
     figures: Callable[[], dict[str, Any]] = dict
     lacks: str = ""
 
@@ -63,8 +55,10 @@ def run_parts(parts: Sequence[Part], folder: Path, seconds: float) -> Iterator[d
             elif began > end:
                 status, why = "not run", f"the {seconds:g} s of all parts are over"
             else:
-                for command in part.commands:
-                    run(command, folder / f"{part.name}.log", min(began + part.seconds, end))
+                log, limit = folder / f"{part.name}.log", min(began + part.seconds, end)
+                if part.stop_at:
+                    run(part.words, log, limit, STOPPED_STATUS, part.stop_at)
+                run(part.words, log, limit)
                 figures = part.figures()
         except TimeoutError:
             status, why = "out of time", f"not done after {time.monotonic() - began:.0f} s"
@@ -74,12 +68,15 @@ def run_parts(parts: Sequence[Part], folder: Path, seconds: float) -> Iterator[d
         yield {"part": part.name, "status": status, "seconds": took, "why": why, "figures": figures}
 
 
-def run(command: Command, log: Path, end: float) -> None:
-    """Run a command, and end whatever it leaves. Raises Failure, or TimeoutError at the time `end`."""
-    mark, start, awaited = str(uuid.uuid4()), log.stat().st_size if log.exists() else 0, command.stop_at
+def run(words: Sequence[str], log: Path, end: float, status: int = 0, stop_at: str = "") -> None:
+    """Run a program, and end whatever it leaves. Raises Failure, or TimeoutError at the time `end`.
+
+    status: its exit status if all is well. stop_at: what it says when it is to be stopped.
+    """
+    mark, start = str(uuid.uuid4()), log.stat().st_size if log.exists() else 0
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, *command.words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env=os.environ | {MARK: mark, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
         )  # fmt: skip
 
@@ -90,17 +87,17 @@ def run(command: Command, log: Path, end: float) -> None:
         while process.poll() is None:
             if time.monotonic() > end:
                 raise TimeoutError
-            if awaited and awaited in said():
+            if stop_at and stop_at in said():
                 process.terminate()
-                awaited = ""
+                stop_at = ""
             time.sleep(POLL_SECONDS)
     finally:
         end_processes(mark)
         process.wait()
-    if process.returncode != command.status:
+    if process.returncode != status:
         lines = said().splitlines() or ["no output"]
         telling = [line for line in lines if TELLING.search(line)] or lines
-        raise Failure(f"exit status {process.returncode}, not {command.status}: {telling[-1].strip()}")
+        raise Failure(f"exit status {process.returncode}, not {status}: {telling[-1].strip()}")
 
 
 def end_processes(mark: str) -> None:

@@ -1,4 +1,7 @@
-"""How long collectives take between the ranks of a node, and between nodes: by size, and as latency and bandwidth."""
+"""Collectives between the ranks of a node, and between nodes: whether their numbers are right, and how long they take.
+
+Times are measured by size, and fitted as latency and bandwidth.
+"""
 
 import statistics
 import time
@@ -8,12 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import least_squares
+from torch import Tensor
 
 from tools.instruments.counting import bytes_sent
 from utils.device import synchronize
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 BATCHES = 5
+CHECKED = 1001  # numbers of each rank; not a multiple of the pattern's length
 PRODUCT = 320  # rows of the matrices: a millisecond on a core
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,16 +44,14 @@ def join(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     return own
 
 
-def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device, seconds: float = 0.05) -> Point:
-    """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
+def calls_of(
+    group: dist.ProcessGroup, part: Tensor, whole: Tensor, other: Tensor
+) -> dict[str, tuple[Callable[[], object], Tensor, Tensor]]:
+    """{kind: (a call of this collective, the tensor that it is given, the tensor that receives)}.
 
-    Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
-    and a CPU has to wake the thread that sends. One after another, small messages can take a third of that time.
+    part: (n,), of a rank. whole, other: (ranks * n,), of all ranks.
     """
     ranks, rank = group.size(), group.rank()
-    count = max(1, size // 4 // ranks)
-    part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)
-    other = torch.empty_like(whole)
 
     def exchange() -> None:  # with the ranks beside: what a pipeline sends forward and backward
         sends = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
@@ -56,17 +59,55 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
         for work in dist.batch_isend_irecv([sends, takes]):
             work.wait()
 
-    calls: dict[str, tuple[Callable[[], object], int]] = {
-        "all_reduce": (lambda: dist.all_reduce(whole, group=group), whole.nbytes),
-        "all_gather": (lambda: all_gather(other, part, group=group), part.nbytes),
-        "reduce_scatter": (lambda: reduce_scatter(part, whole, group=group), whole.nbytes),
-        "all_to_all": (lambda: dist.all_to_all_single(other, whole, group=group), whole.nbytes),
-        "broadcast": (lambda: dist.broadcast(whole, group=group, group_src=0), whole.nbytes),
-        "send": (exchange, whole.nbytes),
+    return {
+        "all_reduce": (lambda: dist.all_reduce(whole, group=group), whole, whole),
+        "all_gather": (lambda: all_gather(other, part, group=group), part, other),
+        "reduce_scatter": (lambda: reduce_scatter(part, whole, group=group), whole, part),
+        "all_to_all": (lambda: dist.all_to_all_single(other, whole, group=group), whole, other),
+        "broadcast": (lambda: dist.broadcast(whole, group=group, group_src=0), whole, whole),
+        "send": (exchange, whole, other),
     }
-    call, given = calls[kind]
-    sent = bytes_sent(kind, given, ranks) if kind != "all_to_all" else given * (ranks - 1) / ranks
 
+
+def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
+    """{kind: whether this rank gets the right numbers} of collectives of all ranks; bfloat16 holds these numbers."""
+    group = dist.group.WORLD
+    assert group
+    ranks, rank = group.size(), group.rank()
+    factors = torch.arange(ranks, device=device) % 3 + 1  # of the ranks
+    pattern = torch.arange(ranks * CHECKED, device=device) % 5
+    total = pattern * factors.sum()
+    expected = {
+        "all_reduce": total,
+        "all_gather": factors.repeat_interleave(CHECKED),
+        "reduce_scatter": total.view(ranks, CHECKED)[rank],
+        "all_to_all": (pattern.view(ranks, CHECKED)[rank] * factors[:, None]).flatten(),
+        "broadcast": pattern * factors[0],
+        "send": pattern * factors[rank - 1],
+    }
+    if ranks == 1 and device.type == "cpu":
+        del expected["send"]  # gloo sends nothing to itself
+    right = {}
+    for kind, numbers in expected.items():
+        whole = (pattern * factors[rank]).to(dtype)
+        part = torch.full((CHECKED,), int(factors[rank]), device=device, dtype=dtype)
+        call, _, received = calls_of(group, part, whole, torch.zeros_like(whole))[kind]
+        call()
+        right[kind] = torch.allclose(received.float(), numbers.float(), rtol=0.02)  # partial sums are rounded
+    return right
+
+
+def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device, seconds: float = 0.05) -> Point:
+    """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
+
+    Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
+    and a CPU has to wake the thread that sends. One after another, small messages can take a third of that time.
+    """
+    ranks = group.size()
+    part = torch.zeros(max(1, size // 4 // ranks), device=device)
+    whole = torch.zeros(len(part) * ranks, device=device)
+    call, given, _ = calls_of(group, part, whole, torch.empty_like(whole))[kind]
+    sent = bytes_sent(kind, given.nbytes, ranks) if kind != "all_to_all" else given.nbytes * (ranks - 1) / ranks
     factor = torch.rand(PRODUCT, PRODUCT, device=device)
 
     def batch(times: int, calls: int = 1) -> float:

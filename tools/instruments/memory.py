@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, tracker: Tracker 
         if not stages:
             stack.enter_context(around(step.scaler, "scale", partial(first, after_forward)))
         stack.enter_context(around(step.scaler, "step", partial(first, before_update)))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor))
         stack.enter_context(saved)
         step(0, x, y)
     if not stages:
@@ -101,7 +102,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 class SavedTensors(Watch):
     """Context: notes the tensors that a forward pass keeps for the backward pass, except for parameters.
 
-    Autograd saves some of them, and selective activation checkpointing keeps others by itself.
+    Autograd saves some of them (`note` is its hook), and selective activation checkpointing keeps others by itself.
     listener: called with each of them.
     """
 
@@ -109,7 +110,6 @@ class SavedTensors(Watch):
         super().__init__()
         self.module, self.listener = module, listener
         self.sizes: dict[StorageWeakRef, int] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
 
     def note(self, tensor: Tensor) -> Tensor:
         """Remember the storage of a tensor that is kept; returns the tensor."""
@@ -129,11 +129,3 @@ class SavedTensors(Watch):
     def nbytes(self) -> int:
         """Bytes of the noted storages that still exist."""
         return sum(size for storage, size in self.sizes.items() if not storage.expired())
-
-    def __enter__(self) -> Self:
-        self.hooks.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.hooks.__exit__(*error)

@@ -1,7 +1,7 @@
 """The phase of a training step: forward, backward or update."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,20 +22,9 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
     pipeline = step.parallel.pipeline
     listener.phase, listener.sent_forward = "backward", set()
 
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        before, listener.phase = listener.phase, name
-        try:
-            yield
-        finally:
-            listener.phase = before
-
-    def within(name: str) -> Callable[..., Any]:
-        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with phase(name):
-                return function(*args, **kwargs)
-
-        return call
+    def within(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with patch.object(listener, "phase", phase):
+            return function(*args, **kwargs)
 
     def sends(change, function, *args):
         made = function(*args)
@@ -44,15 +33,15 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
 
     @contextmanager
     def span_and_phase(name: str) -> Iterator[None]:
-        with span(name), phase("forward") if name == "forward" else nullcontext():
+        with span(name), patch.object(listener, "phase", "forward" if name == "forward" else listener.phase):
             yield
 
     with ExitStack() as stack:
         stack.enter_context(patch("training.step.span", span_and_phase))
-        stack.enter_context(around(step, "loss", within("forward")))  # which a pipeline calls
-        stack.enter_context(around(step.scaler, "step", within("update")))
+        stack.enter_context(around(step, "loss", partial(within, "forward")))  # which a pipeline calls
+        stack.enter_context(around(step.scaler, "step", partial(within, "update")))
         for stage in pipeline.used if pipeline else ():
-            stack.enter_context(around(stage, "forward_one_chunk", within("forward")))
+            stack.enter_context(around(stage, "forward_one_chunk", partial(within, "forward")))
             stack.enter_context(around(stage, "get_fwd_send_ops", partial(sends, set.union)))
             # A gradient may reuse the storage of an activation that was sent.
             stack.enter_context(around(stage, "get_bwd_send_ops", partial(sends, set.difference)))

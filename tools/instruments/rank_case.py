@@ -1,7 +1,7 @@
 """A case on one rank: its training step and a batch, as measurements of ranks use them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from distributed.shard.rules.attention import set_attention_method
 from tools.instruments.assembly import build_step, random_batch
 from tools.instruments.memory import memory_of_a_step
-from tools.instruments.overlap import hidden_share_of
 from tools.instruments.team import Case, Rank
 from tools.instruments.tracker import messages_of_a_step
 from utils import comm
@@ -19,6 +18,7 @@ from utils.device import library, synchronize
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
 PROFILED_STEPS = 3
+Interval = tuple[float, float]  # start, end
 
 
 def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
@@ -103,3 +103,36 @@ def figures_of(rank: Rank, case: Case) -> dict[str, Any]:
         "messages": messages_of_a_step(own.step, own.x, own.y),
         "hidden": hidden_share_of(lambda: own.train(PROFILED_STEPS)) if own.gpu else None,
     }
+
+
+def hidden_share_of(run: Callable[[], None]) -> float | None:
+    """Of the time in which kernels of NCCL, RCCL or oneCCL run, the share in which others run too; None without any.
+
+    run: called once under the profiler.
+    """
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        run()
+    communication, compute = [], []
+    for event in profile.events():
+        if event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation:
+            name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
+            if "ccl" in name:
+                communication.append(span)
+            elif not name.startswith(("memcpy", "memset")):
+                compute.append(span)
+    return hidden_share(communication, compute)
+
+
+def hidden_share(communication: list[Interval], compute: list[Interval]) -> float | None:
+    """Share of the time covered by some intervals in which others go on as well; None where there is no such time."""
+    total = _length(communication)
+    return (total + _length(compute) - _length(communication + compute)) / total if total else None
+
+
+def _length(intervals: list[Interval]) -> float:
+    """Length of the union."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered

@@ -7,11 +7,11 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 
@@ -70,7 +70,7 @@ class Rank:
         comm.swap_meshes(self.meshes[layout])
 
 
-class Team:
+class Team(AbstractContextManager):
     """`size` ranks, each of which waits for functions to call. Leaving its context ends the processes.
 
     config: names the device, and how long ranks wait for one another.
@@ -106,29 +106,28 @@ class Team:
         for pipe in self.pipes:
             with suppress(OSError):  # a rank that is gone shows by its missing answer
                 pipe.send((function, args))
-        try:
-            return self._answers()
-        except UsageError as error:  # maybe from a rank that waited for one without memory
-            if any(map(_ran_out, self.processes, self.pipes)):
-                raise OutOfMemory(str(error)) from None
-            raise
+        return self._answers()
 
     def _answers(self) -> list[Any]:
         answers: dict[int, Any] = {}
-        while len(answers) < self.size:
-            asked = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-            for pipe in cast(list[Connection], wait(asked)):
-                rank = self.pipes.index(pipe)
-                try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, ConnectionError):
-                    raise UsageError(f"rank {rank} of {self.size} has ended (out of memory?)") from None
-                if isinstance(answers[rank], Exception):
-                    raise answers[rank]
+        waiting = dict(zip(self.pipes, range(self.size), strict=True))
+        while waiting:
+            for pipe in cast(list[Connection], wait(list(waiting))):
+                rank = waiting.pop(pipe)
+                answers[rank] = self._received(rank)
+                if isinstance(answers[rank], UsageError):  # maybe of a rank that waited for one without memory
+                    others = [self._received(other) for pipe, other in waiting.items() if pipe.poll(0.2)]
+                    raise next((error for error in others if isinstance(error, OutOfMemory)), answers[rank])
         return [answers[rank] for rank in range(self.size)]
 
-    def __enter__(self) -> Self:
-        return self
+    def _received(self, rank: int) -> Any:
+        """The answer of a rank, or its error. One that the system has killed lacked memory."""
+        try:
+            return self.pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            self.processes[rank].join(1)
+            kind = OutOfMemory if self.processes[rank].exitcode == -signal.SIGKILL else UsageError
+            return kind(f"rank {rank} of {self.size} has ended (out of memory?)")
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if kind is None:
@@ -142,18 +141,7 @@ class Team:
             process.join()
 
 
-def _ran_out(process: SpawnProcess, pipe: Connection) -> bool:
-    """Whether a rank reports a lack of memory, or the system has killed it."""
-    try:
-        while pipe.poll(0.2):
-            if isinstance(pipe.recv(), OutOfMemory):
-                return True
-    except (EOFError, ConnectionError):
-        process.join(1)
-    return process.exitcode == -signal.SIGKILL
-
-
-class Teams:
+class Teams(AbstractContextManager):
     """Teams by their size, each started by its first call. Leaving the context ends the processes."""
 
     def __init__(self, config: Config):
@@ -169,9 +157,6 @@ class Teams:
         except BaseException as error:
             self.running.pop(size).__exit__(type(error))  # some wait for one that has given up
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         for team in self.running.values():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed
 from tools.preflight.rendezvous import CheckResult, Rendezvous
-from utils.device import backend_for, library, select_device, synchronize
+from utils.device import backend_for, physical_name, select_device, synchronize
 from utils.errors import first_line
 from utils.launch import interface_towards, name_gloo_interface
 
@@ -54,10 +54,8 @@ def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResul
     if ranks.size == 1:
         return
     launch, device = ranks.launch, select_device("auto", ranks.launch.local_rank)
-    gpu = library(device, "get_device_properties")
-    card = gpu and gpu.get_device_properties(device)
-    own = card and f"{getattr(card, 'uuid', '')} {getattr(card, 'pci_bus_id', device)}"
-    cards = [card and f"{node} {card}" for node, card in ranks.exchange("process group: devices", [ranks.node, own])]
+    own = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
+    cards = ranks.exchange("process group: devices", own)
     count, here = len(set(cards)), torch.accelerator.device_count()
     unequal, shared = None in cards, None not in cards and count < ranks.size
     if unequal and any(cards):
@@ -94,33 +92,19 @@ def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResul
 
 
 def collectives(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether all-reduce, all-gather and all-to-all give known results, with numbers that bfloat16 can hold."""
-    rank, size, device = ranks.rank, ranks.size, group_device(ranks, "collectives")
+    """Whether collectives of every kind give the right numbers."""
+    device = group_device(ranks, "collectives")
     if device is None:
         return
     ranks.device = None  # a group that fails here is not used again
-    pattern = torch.arange(1000, device=device) % 5
     for dtype in (torch.float32, torch.bfloat16):
-        reduced = (pattern * (rank % 3 + 1)).to(dtype)
-        dist.all_reduce(reduced)
-        total = pattern * sum(r % 3 + 1 for r in range(size))
-        gathered = torch.empty(size * 1000, dtype=dtype, device=device)
-        collective_speed.all_gather(gathered, (pattern + rank % 128).to(dtype))
-        sent = (rank % 16 * 16 + torch.arange(size, device=device) % 16).to(dtype).repeat_interleave(7)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        expected = (torch.arange(size, device=device) % 16 * 16 + rank % 16).repeat_interleave(7)
-        right = {
-            "all-reduce": torch.allclose(reduced.float(), total.float(), rtol=0.02),  # partial sums are rounded
-            "all-gather": all((gathered[r * 1000 : (r + 1) * 1000] == pattern + r % 128).all() for r in range(size)),
-            "all-to-all": bool((received == expected).all()),
-        }
-        name = str(dtype).removeprefix("torch.")
-        if wrong := [kind for kind, well in right.items() if not well]:
+        right, name = collective_speed.are_right(device, dtype), str(dtype).removeprefix("torch.")
+        if wrong := [kind.replace("_", "-") for kind, well in right.items() if not well]:
             advice = "NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1 to find the link; tell the site"
             yield CheckResult("FAIL", "collectives", f"{name}: wrong numbers from {', '.join(wrong)}", advice)
         else:
-            yield CheckResult("ok", "collectives", f"{name}: {', '.join(right)} give the right numbers")
+            kinds = ", ".join(right).replace("_", "-")
+            yield CheckResult("ok", "collectives", f"{name}: {kinds} give the right numbers")
     ranks.device = device
 
 

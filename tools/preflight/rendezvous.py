@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from utils.comm import wait_for_rank_0
 from utils.errors import first_line
 from utils.launch import Launch
 
@@ -81,9 +82,13 @@ class Rendezvous:
             message = f"MASTER_ADDR {host} is not known on {self.node}: {error.strerror}"
             raise Absent(message, "set MASTER_ADDR to a name or an address of rank 0's node") from None
         serve = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if not serve and not _wait_until(lambda: self._listening(host, port), 2 * self.patience):
+        try:
+            if not serve:
+                wait_for_rank_0(self.launch, 2 * self.patience)
+        except OSError:
             message = f"{self.names([0])} did not come: {self.address} cannot be reached from {self.node}"
-            raise Absent(f"{message} within {2 * self.patience:g} s", "is it running? does a firewall close the port?")
+            advice = "is it running? does a firewall close the port?"
+            raise Absent(f"{message} within {2 * self.patience:g} s", advice) from None
         timeout = datetime.timedelta(seconds=self.patience)
         try:
             store = limited(2 * self.patience, dist.TCPStore, host, port, self.size, serve, timeout, False)
@@ -93,12 +98,6 @@ class Rendezvous:
             raise Absent(message, "another MASTER_PORT: another program may have this one") from None
         self.store = dist.PrefixStore(f"preflight{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.nodes = self.exchange("arrival", self.node)
-
-    def _listening(self, host: str, port: int) -> bool:
-        """Whether a program listens at this address."""
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=self.patience):
-            return True
-        return False
 
     def exchange(self, key: str, value: Any, patience: float | None = None) -> list[Any]:
         """The values of all ranks, in rank order. Each key can be used once. Raises Absent."""

@@ -62,15 +62,19 @@ def run(
 
     launch, chosen = read_launch(), runs if only is None else [runs[only]]
     if only is not None and ("RANK" in os.environ or launch.world_size > 1):
-        _startable(chosen, folder, quietly=False)
         become(runs[only], folder, launch)
     if launch.world_size > 1:
         raise UsageError("benchmark.py scaling starts the ranks itself: start it in one process, or give --only")
-    if action == "run":
-        for each in _startable(chosen, folder):
-            if _train(each, folder, len(runs)) == STOPPED_STATUS:
-                print("stopped; the same command goes on from here")
-                return STOPPED_STATUS
+    for each in _startable(chosen, folder) if action == "run" else ():
+        print(f"[{each.number + 1}/{len(runs)}] {each.command}", flush=True)
+        started = time.monotonic()
+        status = start(each, folder)
+        now = state(each, folder)
+        said = "finished" if now.kind == FINISHED else f"{now.kind}: {now.why} ({output_file(each, folder)})"
+        print(f"    {said} after {time.monotonic() - started:.0f} s", flush=True)
+        if status == STOPPED_STATUS:
+            print("stopped; the same command goes on from here")
+            return STOPPED_STATUS
     if action == "run" and only is not None:
         return 0 if state(runs[only], folder).kind == FINISHED else FAILED_STATUS
     figures = collect(runs, folder, aim)
@@ -79,25 +83,13 @@ def run(
     return 0 if all(figures.rows["state"] == FINISHED) else FAILED_STATUS
 
 
-def _startable(runs: list[Run], folder: Path, quietly: bool = True) -> list[Run]:
+def _startable(runs: list[Run], folder: Path) -> list[Run]:
     """Runs that may start: unfinished ones, unless their folder holds other settings, which a line then says."""
     chosen = []
     for each in runs:
         now = state(each, folder)
         if now.kind == OTHER_SETTINGS:
-            if not quietly:
-                raise UsageError(f"{each.name}: {now.why}")
             print(f"# {each.name} is left out: {now.why}")
         elif now.kind != FINISHED:
             chosen.append(each)
     return chosen
-
-
-def _train(each: Run, folder: Path, count: int) -> int:
-    print(f"[{each.number + 1}/{count}] {each.command}", flush=True)
-    started = time.monotonic()
-    status = start(each, folder)
-    now = state(each, folder)
-    said = "finished" if now.kind == FINISHED else f"{now.kind}: {now.why} ({output_file(each, folder)})"
-    print(f"    {said} after {time.monotonic() - started:.0f} s", flush=True)
-    return status

@@ -7,14 +7,13 @@ has several event files. TensorBoard's reader joins them and drops steps that we
 import io
 import json
 import math
-import re
 from collections.abc import Callable
-from html import escape
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+from jinja2 import Template
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series, option_context
@@ -33,7 +32,7 @@ from utils.files import whole_file, write_json
 
 USUAL_FIELD = "z500"
 OF_THE_SUMMARY = ("parameters", "peak_memory_bytes", "rmse", "persistence_rmse", "units")
-OF_THE_STEPS = ("samples_per_sec", "slowest_epoch", "fastest_epoch", "training_seconds")
+MEASURED = (*OF_THE_SUMMARY, "samples_per_sec", "training_seconds", "seconds_to_target")
 TEXTS = read_mappings("config/scaling_report.yaml", "texts")
 
 
@@ -69,21 +68,19 @@ def collect(runs: list[Run], out: Path, target: Target | None) -> Figures:
         if now.kind == FINISHED:
             summary = read_summary(run.folder / "summary.json")
             steps, errors[run.name] = read_history(run.folder, run.config.global_batch_size)
-            row |= {name: summary.get(name) for name in OF_THE_SUMMARY}
-            row |= zip(OF_THE_STEPS, _speed(steps), strict=True)
+            row |= {name: summary.get(name) for name in OF_THE_SUMMARY} | _speed(steps)
             row["crowd"] = _crowd(run, where, summary["device"]) if where else ""
     if target and (missing := [own for own in errors.values() if target.field not in own]):
         near = nearest(target.field, missing[0])
         raise UsageError(f"target {target.field}={target.rmse:g}: no run forecasts '{target.field}'{near}")
     target = target or _choose(errors)
-    if target:
-        for row in rows:
-            if row["run"] in errors:
-                own = errors[row["run"]][target.field]
-                seconds, sign = seconds_to(own, target.rmse), "≤ " if own.iloc[0] <= target.rmse else ""
-                row["seconds_to_target"] = seconds
-                row["reached"] = "not reached" if math.isnan(seconds) else f"{sign}{seconds:.1f}"
-    return Figures(_compared(rows), errors, target)
+    for row in rows:
+        if target and row["run"] in errors:
+            own = errors[row["run"]][target.field]
+            seconds, sign = seconds_to(own, target.rmse), "≤ " if own.iloc[0] <= target.rmse else ""
+            row["seconds_to_target"] = seconds
+            row["reached"] = "not reached" if math.isnan(seconds) else f"{sign}{seconds:.1f}"
+    return Figures(_compared(DataFrame(rows)), errors, target)
 
 
 def read_history(folder: Path, batch: int) -> tuple[DataFrame, DataFrame]:
@@ -120,12 +117,15 @@ def seconds_to(errors: Series, target: float) -> float:
     return float(numpy.interp(-target, -around, around.index))  # the errors fall, interp wants a rise
 
 
-def _speed(steps: DataFrame) -> list[float]:
-    """OF_THE_STEPS. The first steps count in the seconds alone, unless the run has no others."""
+def _speed(steps: DataFrame) -> dict[str, float]:
+    """Speed and seconds. The first steps count in the seconds alone, unless the run has no others."""
     steady = steps[steps["first"] >= WARMUP_ITERATIONS]
     epochs = (steps if steady.empty else steady).groupby("epoch")[["samples", "seconds"]].sum()
     speeds = epochs["samples"] / epochs["seconds"]
-    return [speeds.median(), speeds.min(), speeds.max(), steps["seconds"].sum() if len(steps) else math.nan]
+    return {
+        "samples_per_sec": speeds.median(), "slowest_epoch": speeds.min(), "fastest_epoch": speeds.max(),
+        "training_seconds": steps["seconds"].sum() if len(steps) else math.nan,
+    }  # fmt: skip
 
 
 def _crowd(run: Run, where: dict[str, Any], device: str) -> str:
@@ -137,22 +137,23 @@ def _crowd(run: Run, where: dict[str, Any], device: str) -> str:
     return f"oversubscribed: {run.ranks} ranks with {where['threads']} thread(s) each take turns on {there}"
 
 
-def _compared(rows: list[dict[str, Any]]) -> DataFrame:
+def _compared(frame: DataFrame) -> DataFrame:
     """The rows with speedup and efficiency, relative to the fastest of the smallest runs of a family, and costs."""
-    known = dict.fromkeys(name for row in rows for name in row)
-    frame = DataFrame(rows, columns=[*known, *({*OF_THE_SUMMARY, *OF_THE_STEPS, "seconds_to_target"} - {*known})])
+    frame = frame.reindex(columns=frame.columns.union(MEASURED, sort=False))  # also where no run is finished
     timed = frame[frame["samples_per_sec"].notna()].sort_values(["ranks", "samples_per_sec"], ascending=[True, False])
     base = timed.groupby("family")[["run", "ranks", "samples_per_sec"]].first().reindex(frame["family"])
     base.index = frame.index
-    frame["relative_to"] = base["run"].where(frame["samples_per_sec"].notna())
-    frame["speedup"] = frame["samples_per_sec"] / base["samples_per_sec"]
-    frame["efficiency"] = frame["speedup"] / (frame["ranks"] / base["ranks"])
     hours = frame["ranks"] / 3600  # of devices, whether they compute or wait
-    frame["device_hours"] = hours * frame["training_seconds"]
-    frame["device_hours_per_1000_samples"] = hours * 1000 / frame["samples_per_sec"]
-    frame["device_hours_to_target"] = hours * frame["seconds_to_target"]
-    frame["peak_gib"] = frame["peak_memory_bytes"].astype(float) / 2**30
-    return frame
+    speedup = frame["samples_per_sec"] / base["samples_per_sec"]
+    return frame.assign(
+        relative_to=base["run"].where(frame["samples_per_sec"].notna()),
+        speedup=speedup,
+        efficiency=speedup / (frame["ranks"] / base["ranks"]),
+        device_hours=hours * frame["training_seconds"],
+        device_hours_per_1000_samples=hours * 1000 / frame["samples_per_sec"],
+        device_hours_to_target=hours * frame["seconds_to_target"],
+        peak_gib=frame["peak_memory_bytes"].astype(float) / 2**30,
+    )
 
 
 def _choose(errors: dict[str, DataFrame]) -> Target | None:
@@ -199,32 +200,18 @@ def page(figures: Figures, study: Study) -> str:
     """The whole page."""
     rows = figures.rows
     done, missing = rows[rows["state"] == FINISHED], rows[rows["state"] != FINISHED]
-    parts = [f"<h1>Scaling study: {escape(study.name)}</h1>", f"<p>{escape(study.about)}</p>"]
-    if len(missing):
-        title = f"{len(missing)} of {len(rows)} runs are not in the figures"
-        parts.append(_table(title, missing[["run", "state", "why"]]))
-    parts += [f'<p class="warn">{escape(f"{row.run}: {row.crowd}")}</p>' for row in done.itertuples() if row.crowd]
-    if figures.target:
-        parts.append(f"<p>Target: RMSE of {escape(str(figures.target))}</p>")
+    families = []
     for (scaling, family), own in done.groupby(["scaling", "family"], sort=False):
-        held = TEXTS["scaling"][scaling]
-        parts.append(f"<h2>{escape(family)}: {scaling} scaling, {held}</h2>")
-        parts += [_table(title, in_words(own, title)) for title in ("Speed", "Time and cost")]
+        tables = {title: in_words(own, title) for title in ("Speed", "Time and cost")}
         if own["rmse"].notna().any():
-            parts.append(_table("RMSE at the end", _errors(own[own["rmse"].notna()])))
-    for name, svg in pictures(figures, done).items():
-        caption = TEXTS["pictures"][name]
-        parts.append(f"<h2>{name.capitalize()}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>")
-    parts += ["<h2>Runs</h2>", _table("Commands", rows[["run", "command"]])]
-    parts.append(_table("Run on", DataFrame([{"run": row.run} | row.place for row in done.itertuples()]).fillna("-")))
-    body, style = "\n".join(parts), TEXTS["page"]["style"]
-    head = f'<meta charset="utf-8"><title>Scaling study: {escape(study.name)}</title><style>{style}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-
-
-def _table(title: str, cells: DataFrame) -> str:
+            tables["RMSE at the end"] = _errors(own[own["rmse"].notna()])
+        families.append((family, scaling, tables))
+    places = DataFrame([{"run": row.run} | row.place for row in done.itertuples()]).fillna("-")
     with option_context("display.max_colwidth", None):
-        return f"<h3>{escape(title)}</h3>\n{cells.to_html(index=False, border=0)}"
+        return Template(TEXTS["page"]["template"], autoescape=True).render(
+            study=study, rows=rows, done=done, missing=missing, target=figures.target, families=families,
+            places=places, pictures=pictures(figures, done), texts=TEXTS,
+        )  # fmt: skip
 
 
 def _errors(rows: DataFrame) -> DataFrame:
@@ -298,6 +285,5 @@ def _panels(rows: DataFrame, draw: Callable[[Axes, DataFrame], None]) -> str:
 def _svg(figure: Figure) -> str:
     """The figure as an <svg> element; the names inside are unique on a page only by the figure."""
     text = io.StringIO()
-    figure.savefig(text, format="svg")
-    svg = text.getvalue()
-    return re.sub(r"\s*<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
+    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -6,9 +6,9 @@ Everything else is in the run folder.
 
 import os
 import re
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,11 @@ from utils.config import check_config, differing_keys, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError
 from utils.files import read_json, write_json
 from utils.launch import Launch
+from utils.signals import StopRequest
 
 FINISHED, FAILED, MISSING = "finished", "failed", "missing"
 UNFINISHED, OTHER_SETTINGS = "unfinished", "of other settings"
+POLL_SECONDS = 0.1
 START_OF_A_JOB = "launch: job "  # sites/launch.sh begins with it; a job that is requeued appends to its file
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+: )?(?:error: |(?!.*SignalException)[\w.]*(?:Error|Exception): ).+", re.M)
 
@@ -62,35 +64,31 @@ def start(run: Run, out: Path) -> int:
     _write_place(run, out, Launch(world_size=run.ranks), int(os.environ.get("OMP_NUM_THREADS", 1)))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"]
     command = [sys.executable, *(launcher if run.ranks > 1 else []), run.script, *run.words]
-    stopped = []
     with (
+        StopRequest() as stop,
         output_file(run, out).open("w") as output,
         subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,  # or Ctrl-C would reach it twice
         ) as process,
     ):  # fmt: skip
-
-        def stop(*_):
-            stopped.append(True)
+        while process.poll() is None and not stop.made:
+            time.sleep(POLL_SECONDS)
+        if stop.made:
             process.terminate()
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            status = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if status not in (0, STOPPED_STATUS) and not stopped and _last_error(run, out) is None:
+        status = process.wait()
+        if status not in (0, STOPPED_STATUS) and not stop.made and _last_error(run, out) is None:
             print(f"error: it ended with status {status}", file=output)
-    return STOPPED_STATUS if stopped else status
+    return STOPPED_STATUS if stop.made else status
 
 
 def become(run: Run, out: Path, launch: Launch) -> None:
     """Let this process, which srun or torchrun started as a rank, go on as the training script. Does not return.
 
-    Raises UsageError where the launcher started another number of ranks.
+    Raises UsageError where the launcher started another number of ranks, or the run's folder holds other settings.
     """
+    if (now := state(run, out)).kind == OTHER_SETTINGS:
+        raise UsageError(f"{run.name}: {now.why}")
     if launch.world_size != run.ranks:
         raise UsageError(f"run {run.number}, {run.name}, is of {run.ranks} ranks; {launch.world_size} were started")
     if launch.rank == 0:
