@@ -1,13 +1,13 @@
 """Pooling of a tensor with split spatial dimensions: see windows.py. With indices the images become whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import tensor_on
+from distributed.collectives import Sizes, tensor_on
 from distributed.halo import Interval
 from distributed.shard.operands import fitted, reduced
 from distributed.shard.rules import windows
@@ -22,17 +22,13 @@ def max_pool(
     padding: PerAxis = 0, dilation: PerAxis = 1, ceil_mode: bool = False,
 ) -> Output:  # fmt: skip
     """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
-    count, stride = DIMENSIONS[func], stride or kernel_size
+    stride = stride or kernel_size
     along, shape = pool_windows(func, x, splits, kernel_size, stride, padding, dilation, ceil_mode)
-    left, new = list(spatial(padding, count)), {}
     lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    for dim in sorted(splits):
-        new[dim] = along[dim].output_sizes(splits[dim][0], shape[dim])
-        coming, (first, last), _ = request(x, dim, splits[dim], new[dim], along[dim].interval, fill=lowest)
-        x, shape[dim], left[dim - x.ndim] = coming.rows(), last - first, 0
+    x, new, _ = padded(x, splits, along, shape, lowest)
     if 0 in shape:
         return windows.no_outputs(x, shape), new
-    return func(x, kernel_size, stride, left, dilation, ceil_mode), new
+    return func(x, kernel_size, stride, left(padding, along, splits), dilation, ceil_mode), new
 
 
 def avg_pool(
@@ -40,22 +36,42 @@ def avg_pool(
     padding: PerAxis = 0, ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Output:  # fmt: skip
     """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
-    stride, new, ranges = stride or kernel_size, {}, {}
+    stride = stride or kernel_size
     along, shape = pool_windows(func, x, splits, kernel_size, stride, padding, 1, ceil_mode)
-    for dim in sorted(splits):
-        (sizes, _), w = splits[dim], along[dim]
-        new[dim] = w.output_sizes(sizes, shape[dim])
-        # The plain operation must see the ends of the whole dimension to know which part of a window counts. It
-        # therefore pads every part; the rows begin a whole number of strides after the first row, and outputs that
-        # read padding inside the whole dimension are cropped.
-        rows = partial(whole_strides, w, rows=sum(sizes))
-        coming, (first, last), (row, _) = request(x, dim, splits[dim], new[dim], rows, fill=None)
-        x, shape[dim] = coming.rows(), last - first
-        ranges[dim] = first - row // w.stride, last - first
+    x, new, own = padded(x, splits, along, shape, 0)
     if 0 in shape:
         return windows.no_outputs(x, shape), new
     divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
-    return windows.cropped(func(x, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor), ranges), new
+    y = func(x, kernel_size, stride, left(padding, along, splits), ceil_mode, count_include_pad, *divisor)
+    for dim, outputs in own.items() if divisor_override is None else ():
+        # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
+        w, rows = along[dim], sum(splits[dim][0])
+        low, high = (-w.before, rows + w.before) if count_include_pad else (0, rows)
+        ends = [w.interval(j, j + 1) for j in range(*outputs)]
+        factors = [w.kernel / (min(last, high) - max(first, low)) for first, last in ends]
+        if any(factor != 1 for factor in factors):
+            y = y * tensor_on(y.device, factors, y.dtype).view(-1, *[1] * (y.ndim - 1 - dim))
+    return y, new
+
+
+def padded(
+    x: Tensor, splits: Splits, along: Mapping[int, Window], shape: list[int], fill: float
+) -> tuple[Tensor, dict[int, Sizes], dict[int, Interval]]:
+    """The rows that this rank's windows read along split dimensions, whose sizes in `shape` become its own.
+
+    Returns also {dimension: sizes of the outputs on all ranks}, and {dimension: this rank's outputs}.
+    """
+    new, own = {}, {}
+    for dim in sorted(splits):
+        new[dim] = along[dim].output_sizes(splits[dim][0], shape[dim])
+        coming, own[dim], _ = request(x, dim, splits[dim], new[dim], along[dim].interval, fill=fill)
+        x, shape[dim] = coming.rows(), own[dim][1] - own[dim][0]
+    return x, new, own
+
+
+def left(padding: PerAxis, along: Mapping[int, Window], splits: Splits) -> list[int]:
+    """The padding that the plain operation has still to add, after `padded`."""
+    return [0 if dim in splits else n for dim, n in zip(along, spatial(padding, len(along)), strict=True)]
 
 
 def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, average: bool) -> Output:
@@ -73,43 +89,15 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, a
             continue
         new[dim] = windows.in_proportion(splits[dim][0], length)
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        interval = lambda a, b, covered=covered: (covered[a][0], covered[b - 1][1])  # noqa: E731
-        coming, (first, last), (start, _) = request(x, dim, splits[dim], new[dim], interval)
-        x, shape[dim] = coming.rows(), last - first
-        if rows % length and first < last:
-            mine = [(a - start, b - start) for a, b in covered[first:last]]
-            x = (averages if average else spread)(x, dim, mine)
+        x, mine, (first, last) = windows.read(x, dim, splits[dim], new[dim], covered)
+        shape[dim] = last - first
+        if average:
+            x = windows.weighted_sums(x, dim, mine, [[1 / (b - a)] * (b - a) for a, b in mine])
+        else:
+            x = windows.spread(x, dim, mine)
     if 0 in shape:
         return windows.no_outputs(x.to(dtype), shape), new
     return func(x, shape[x.ndim - count :]).to(dtype), new
-
-
-def whole_strides(window: Window, first: int, last: int, rows: int) -> Interval:
-    """The rows that outputs read, extended to begin at a multiple of the stride and to be as long as the kernel."""
-    first, last = window.interval(first, last)
-    first = max(first, 0) // window.stride * window.stride
-    if last > first:  # avg_pool3d rejects shorter ones
-        last = min(rows, max(last, first + window.kernel))
-        first = max(0, min(first, (last - window.kernel) // window.stride * window.stride))
-    return first, last
-
-
-def spread(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
-    """Concatenate the rows of windows [a, b), all with one length: shorter windows repeat their last row."""
-    longest = max(b - a for a, b in windows)
-    rows = [min(a + t, b - 1) for a, b in windows for t in range(longest)]
-    return x.index_select(dim, tensor_on(x.device, rows))
-
-
-def averages(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
-    """The mean of each window, at least in float32."""
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    longest = max(b - a for a, b in windows)
-    counts = tensor_on(x.device, [b - a for a, b in windows])
-    inside = torch.arange(longest, device=x.device) < counts[:, None]  # (windows, longest)
-    behind = [1] * (x.ndim - 1 - dim)
-    rows = spread(x, dim, windows).unflatten(dim, (len(windows), longest))
-    return (rows * inside.view(*inside.shape, *behind)).sum(dim + 1) / counts.view(-1, *behind)
 
 
 def pool_windows(

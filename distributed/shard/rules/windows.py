@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, Sizes
+from distributed.collectives import Group, Sizes, tensor_on
 from distributed.halo import Fetch, Interval, bounds
 from distributed.shard.operands import reduced
+from distributed.shard.rules.reductions import at_least_float32
 from distributed.shard.tensor import ShardTensor, local, named, wrap
 from networks.vit import PerAxis
 
@@ -126,6 +127,37 @@ def request(
     (sizes, group), outputs = split, bounds(new)
     intervals = [interval(*own) if own[0] < own[1] else (0, 0) for own in outputs]
     return Fetch(x, dim, sizes, intervals, group, **options), outputs[group.rank], intervals[group.rank]
+
+
+def read(
+    x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, windows: Sequence[Interval]
+) -> tuple[Tensor, list[Interval], Interval]:
+    """The rows that this rank's outputs read, where windows[j] are those of output j of the whole.
+
+    Returns these rows, the windows of this rank's outputs in them, and these outputs.
+    """
+
+    def rows_of(first: int, last: int) -> Interval:
+        starts, ends = zip(*windows[first:last], strict=True)
+        return min(starts), max(ends)
+
+    coming, outputs, (start, _) = request(x, dim, split, new, rows_of)
+    return coming.rows(), [(a - start, b - start) for a, b in windows[slice(*outputs)]], outputs
+
+
+def spread(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
+    """Concatenate the rows of windows [a, b), all with one length: shorter windows repeat their last row."""
+    longest = max((b - a for a, b in windows), default=1)
+    rows = [min(a + t, b - 1) for a, b in windows for t in range(longest)]
+    return x.index_select(dim, tensor_on(x.device, rows, torch.long))
+
+
+def weighted_sums(x: Tensor, dim: int, windows: Sequence[Interval], weights: Sequence[Sequence[float]]) -> Tensor:
+    """The sum of the rows of each window [a, b) by b - a weights; at least in float32."""
+    x, longest = at_least_float32(x), max(map(len, weights), default=1)
+    factors = tensor_on(x.device, [n for row in weights for n in (*row, *[0.0] * (longest - len(row)))], x.dtype)
+    rows = spread(x, dim, windows).unflatten(dim, (len(windows), longest))
+    return (rows * factors.view(-1, longest, *[1] * (x.ndim - 1 - dim))).sum(dim + 1)
 
 
 def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
