@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import Group, gather_from_region, reduce_from_region
+from distributed.collectives import copy_to_region, gather_from_region, reduce_from_region
 from distributed.shard.operands import reduced, replicated, shared
-from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, sharers
+from distributed.shard.rules.reductions import Sharers, as_autocast, at_least_float32, moments, sharers
+from distributed.shard.rules.windows import no_outputs
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
@@ -23,60 +24,46 @@ Statistics = tuple[Tensor, Tensor]  # mean, 1 / deviation
 
 def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: Sequence[int], shared_by: Sharers,
-    statistics: Statistics, centered: bool = True,
+    statistics: Statistics,
 ) -> Tensor:  # fmt: skip
     """(x - mean) / deviation * weight + bias.
 
     x: local tensor. weight, bias: local tensors that broadcast against x, or None. dims: the dimensions over which the
     statistics (mean, 1 / deviation) are computed. shared_by: (Group, counts) of the ranks that share them.
     """
-    group, count = (shared_by[0], sum(shared_by[1])) if shared_by else (None, math.prod([x.shape[d] for d in dims]))
-    if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
-        x = x.float()  # as autocast does
-    mean, scale = statistics
-    return _Normalize.apply(x, weight, bias, mean, scale, dims, group, count, centered)
+    x = as_autocast(x)
+    out = _Normal.apply(at_least_float32(x), *statistics, dims, shared_by)
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
-class _Normalize(torch.autograd.Function):
+class _Normal(torch.autograd.Function):
+    """(x - mean) * scale, where mean and scale = 1 / deviation are functions of x on all ranks that share them."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
-        dims: Sequence[int], group: Group | None, count: int, centered: bool,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.dims, ctx.group, ctx.count, ctx.centered = dims, group, count, centered
-        ctx.bias = bias is not None and (bias.shape, bias.dtype)
-        out = (at_least_float32(x) - mean) * scale
-        if weight is not None:
-            out = out * weight
-        if bias is not None:
-            out = out + bias
-        return out.to(x.dtype)
+    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, dims: Sequence[int], shared_by: Sharers) -> Tensor:
+        normal = (x - mean) * scale
+        ctx.save_for_backward(normal, scale)
+        ctx.dims, ctx.shared_by = dims, shared_by
+        return normal
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        normal, grad = (at_least_float32(x) - mean) * scale, at_least_float32(grad)
-        grad_weight = grad_bias = None
-        if weight is not None and ctx.needs_input_grad[1]:
-            grad_weight = (grad * normal).sum_to_size(weight.shape).to(weight.dtype)
-        if ctx.bias and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum_to_size(ctx.bias[0]).to(ctx.bias[1])
-        if weight is not None:
-            grad = grad * weight
+        normal, scale = ctx.saved_tensors
         sums = torch.stack([(grad * normal).sum(ctx.dims, keepdim=True), grad.sum(ctx.dims, keepdim=True)])
-        if ctx.group is not None:
-            sums = reduce_from_region(sums, ctx.group)
-        along, average = (sums / ctx.count).unbind()
-        back = grad - normal * along - average if ctx.centered else grad - normal * along
-        return (back * scale).to(x.dtype), grad_weight, grad_bias, None, None, None, None, None, None
+        count = math.prod([normal.shape[d] for d in ctx.dims])
+        if ctx.shared_by is not None:
+            group, counts = ctx.shared_by
+            sums, count = reduce_from_region(sums, group), sum(counts)
+        along, average = (sums / count).unbind()
+        return (grad - normal * along - average) * scale, None, None, None, None
 
 
-def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor, int]:
-    """((mean, 1 / deviation), sum of squared deviations, number of elements), without gradients: see _Normalize."""
+def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor]:
+    """((mean, 1 / deviation), sum of squared deviations), without gradients: see _Normal."""
     with torch.no_grad():
         mean, deviations, count = moments(at_least_float32(x), dims, shared_by)
-        return (mean, (deviations / count + eps).rsqrt()), deviations, count
+        return (mean, (deviations / count + eps).rsqrt()), deviations
 
 
 def own(weight: MaybeTensor, spec: Spec, dims: Sequence[int], shape: Sequence[int] | None = None) -> MaybeTensor:
@@ -95,11 +82,16 @@ def layer_norm(
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
     spec = input.spec
     common = type(input) is ShardTensor is not type(weight) and type(bias) is not ShardTensor and not spec.partial
-    if not common or spec.whole_from + len(normalized_shape) > len(spec.dims):
-        return _of_last(func, input, normalized_shape, weight, bias, eps)
-    if spec.copies > 1:
-        weight, bias = shared(weight, spec), shared(bias, spec)
-    return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
+    if common and spec.whole_from + len(normalized_shape) <= len(spec.dims):
+        if spec.copies > 1:
+            weight, bias = shared(weight, spec), shared(bias, spec)
+        return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
+    x, dims, shared_by = _of_last(func, input, normalized_shape, weight, bias)
+    part, weight, bias = local(x), own(weight, x.spec, dims), own(bias, x.spec, dims)
+    if shared_by is None:
+        return wrap(F.layer_norm(part, normalized_shape, weight, bias, eps), x.spec)
+    found, _ = statistics(part, dims, shared_by, eps)
+    return wrap(normalize(part, weight, bias, dims, shared_by, found), x.spec)
 
 
 @rule(*named("rms_norm"))
@@ -108,27 +100,26 @@ def rms_norm(
     eps: float | None = None,
 ) -> ShardTensor:  # fmt: skip
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
-    return _of_last(func, input, normalized_shape, weight, None, eps)
-
-
-def _of_last(func, input, normalized_shape, weight, bias, eps):
-    x, first = reduced(_plain_weights(func, input, weight, bias)), len(input.spec.dims) - len(normalized_shape)
-    (spec, part), dims = (x.spec, local(x)), tuple(range(first, len(x.spec.dims)))
-    if spec.shape[first:] != tuple(normalized_shape):
-        raise RuntimeError(f"{func.__name__}: normalized_shape {list(normalized_shape)} of {list(spec.shape)}")
-    own_weight, own_bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
+    x, dims, shared_by = _of_last(func, input, normalized_shape, weight)
+    part, weight = local(x), own(weight, x.spec, dims)
     if shared_by is None:
-        weights = (own_weight, own_bias) if func.__name__ == "layer_norm" else (own_weight,)
-        return wrap(func(part, normalized_shape, *weights, eps), spec)
-    if func.__name__ == "layer_norm":
-        found, _, _ = statistics(part, dims, shared_by, eps)
-        return wrap(normalize(part, own_weight, own_bias, dims, shared_by, found), spec)
-    with torch.no_grad():
-        wide = at_least_float32(part)
-        square = reduce_from_region(wide.square().sum(dims, keepdim=True), shared_by[0]) / sum(shared_by[1])
-        scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
-    found = torch.zeros_like(scale), scale
-    return wrap(normalize(part, own_weight, None, dims, shared_by, found, centered=False), spec)
+        return wrap(F.rms_norm(part, normalized_shape, weight, eps), x.spec)
+    group, counts = shared_by
+    part = as_autocast(part)
+    wide = at_least_float32(part)
+    square = reduce_from_region(wide.square().sum(dims, keepdim=True), group) / sum(counts)
+    scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+    out = wide * copy_to_region(scale, group)
+    return wrap((out if weight is None else out * weight).to(part.dtype), x.spec)
+
+
+def _of_last(func, input, normalized_shape, *weights):
+    """(input, not partial; its last dimensions, which normalized_shape has; the ranks among which they are split)."""
+    x, first = reduced(_plain_weights(func, input, *weights)), len(input.spec.dims) - len(normalized_shape)
+    if x.spec.shape[first:] != tuple(normalized_shape):
+        raise RuntimeError(f"{func.__name__}: normalized_shape {list(normalized_shape)} of {list(x.spec.shape)}")
+    dims = tuple(range(first, len(x.spec.dims)))
+    return x, dims, sharers(x.spec, dims)
 
 
 def _plain_weights(func, x, *weights):
@@ -159,7 +150,7 @@ def group_norm(
     part, shape = part.unflatten(1, (groups, size)), (groups, size, *[1] * len(spatial))
     weight, bias = own(weight, spec, (1,), shape), own(bias, spec, (1,), shape)
     dims = tuple(range(2, part.dim()))
-    found, _, _ = statistics(part, dims, shared_by, eps)
+    found, _ = statistics(part, dims, shared_by, eps)
     return wrap(normalize(part, weight, bias, dims, shared_by, found).flatten(1, 2), spec)
 
 
@@ -178,13 +169,12 @@ def batch_norm(
         return wrap(F.batch_norm(part, mean, var, weight, bias, False, momentum, eps), spec)
     weight, bias = own(weight, spec, (1,), channels), own(bias, spec, (1,), channels)
     if not training:  # a rank without elements
-        none = torch.zeros(channels[1:], dtype=part.dtype, device=part.device)
-        return wrap(normalize(part, weight, bias, dims, None, (none, none)), spec)
+        return wrap(no_outputs(part, part.shape, weight, bias), spec)
     shared_by = sharers(spec, dims)
     count = spec.shape.numel() // max(spec.shape[1], 1)
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {spec.shape}")
-    found, deviations, _ = statistics(part, dims, shared_by, eps)
+    found, deviations = statistics(part, dims, shared_by, eps)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             every = torch.stack([found[0].flatten(), deviations.flatten() / (count - 1)], 1)  # (channels, 2)
@@ -210,15 +200,3 @@ def instance_norm(
             average = local(replicated(dispatch(torch.mean, dispatch(torch.detach, new), 0)))  # over the samples
             running.mul_(1 - momentum).add_(average.to(running.dtype), alpha=momentum)
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
-
-
-@rule(F.normalize)
-def to_unit_norm(
-    func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
-    out: Tensor | None = None,
-) -> ShardTensor:  # fmt: skip
-    """Divide by the global p-norm along dim, or by eps if that is larger."""
-    if out is not None:
-        raise no_rule(func, (input,), {}, "out= is not supported")
-    size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)
-    return dispatch(torch.div, input, dispatch(torch.clamp, size, min=eps))

@@ -129,11 +129,36 @@ rule(*named("count_nonzero"))(
 )
 
 
-@numpy_rule(*named("any", "all", "logsumexp"))
+@numpy_rule(*named("any", "all"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
     reduce, dims = getattr(torch, func.__name__), dims_of(input.spec, dim)
     return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
+
+
+@numpy_rule(*named("logsumexp"))
+def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
+    """One gather of the maximum of each rank, and of its sum of the exponentials relative to it."""
+    dims = dims_of(input.spec, dim)
+    if sharers(input.spec, dims) is None:
+        return of_values(func, input, dim, keepdim)
+
+    def summary(x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        top = x.detach().amax(dims, True)
+        return torch.stack([top, (x - finite(top)).exp().sum(dims, keepdim=True)])
+
+    def combine(parts: Tensor) -> Tensor:
+        tops, totals = parts.unbind(1)
+        top = finite(tops.amax(0))
+        return (top + (totals * (tops - top).exp()).sum(0).log()).to(input.dtype)
+
+    return reduce_by(input, dims, keepdim, summary, combine)
+
+
+def finite(x: Tensor) -> Tensor:
+    """Replace infinities by 0, so that their differences are numbers."""
+    return x.masked_fill(x.isinf(), 0)
 
 
 @numpy_rule(*named("prod"))
@@ -216,6 +241,12 @@ def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tenso
 def at_least_float32(x: Tensor) -> Tensor:
     """Convert float16 and bfloat16 to float32, because they have too few digits for statistics."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Convert to float32 under autocast, which does so for normalization and softmax, except on a CPU."""
+    device = x.device.type
+    return x.float() if torch.is_autocast_enabled(device) and device != "cpu" else x
 
 
 def root(var: Tensor) -> Tensor:
