@@ -123,20 +123,18 @@ def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
     return part
 
 
-def fitted(x: Tensor, spec: Spec) -> Tensor:
-    """The local part of an operand, which broadcasts against the local part of the result."""
-    ahead = len(spec.dims) - x.dim()
-    aligned = spec.with_dims(spec.dims[ahead:])
+def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
+    """The local part of an operand, which broadcasts against a tensor with this spec: by default that of the result."""
+    result, ahead = result or spec, len(spec.dims) - x.dim()
+    # Dimensions that broadcast are whole, the others are split as in the spec.
+    wanted = [
+        () if n == 1 and size != 1 else axes
+        for n, size, axes in zip(global_shape(x), spec.shape[ahead:], spec.dims[ahead:], strict=True)
+    ]
     if not isinstance(x, ShardTensor):
-        return part_of(shared(x, spec), aligned) if x.dim() else shared(x, spec)
-    # Dimensions that broadcast are whole, the others are split as in the result.
-    wanted = aligned.with_dims(
-        [
-            () if n == 1 and size != 1 else a
-            for n, size, a in zip(x.spec.shape, aligned.shape, aligned.dims, strict=True)
-        ]
-    )
-    return used_apart(x if split_alike(x.spec, wanted) else to_spec(x, wanted), spec)
+        return part_of(shared(x, result), spec.with_dims(wanted, ()))
+    own = x.spec.with_dims(wanted)
+    return used_apart(x if split_alike(x.spec, own) else to_spec(x, own), result)
 
 
 def scatter_tensor(

@@ -134,7 +134,7 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
         for function in functions:
             RULES[function] = implementation
             if isinstance(function, FunctionType) and vars(torch.Tensor).get(function.__name__) is function:
-                setattr(ShardTensor, function.__name__, _method(implementation, function))
+                setattr(ShardTensor, function.__name__, _method(function))
         return implementation
 
     return register
@@ -150,15 +150,11 @@ def composed(*functions: Callable) -> Callable[[Rule], Rule]:
     return register
 
 
-def _method(implementation, function):
-    """The rule as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
+def _method(function):
+    """The function as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
 
     def method(self, *args, **kwargs):
-        try:
-            with LocalTensors():
-                return implementation(function, self, *args, **kwargs)
-        except (NoRule, CannotSplit, AttributeError) as error:
-            return _refused(error, function, (self, *args), kwargs)
+        return dispatch(function, self, *args, **kwargs)
 
     return method
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from distributed.collectives import Sizes
 from distributed.halo import Fetch, bounds
 from distributed.shard.operands import fitted, global_shape, reduced
-from distributed.shard.redistribute import redistribute
 from distributed.shard.rules.reductions import dims_of, numpy_rule
+from distributed.shard.rules.views import numbers
 from distributed.shard.spec import Axis, Spec, ahead_of, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -47,7 +47,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     base = _others(parts, dim, (cut or parts)[0].spec)
     if not cut:
         specs = [base.with_axes(dim, whole(global_shape(x)[dim])) for x in tensors]
-        out = torch.cat([_brought(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
+        out = torch.cat([fitted(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
         return wrap(out, base.with_axes(dim, whole(out.size(dim))))
     if len(cut[-1].spec.dims[dim]) > 1:
         return put_ahead(func, tensors, dim, base)
@@ -68,8 +68,8 @@ def put_ahead(func: Callable, tensors: Sequence[Tensor], dim: int, base: Spec) -
     if not base.is_split(dim):
         raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
     counts = [global_shape(x)[dim] for x in before]
-    parts = [_brought(x, base.with_axes(dim, ahead_of(axes, n))) for x, n in zip(before, counts, strict=True)]
-    out = torch.cat([*parts, _brought(last, base)], dim)
+    parts = [fitted(x, base.with_axes(dim, ahead_of(axes, n))) for x, n in zip(before, counts, strict=True)]
+    out = torch.cat([*parts, fitted(last, base)], dim)
     return wrap(out, base.with_axes(dim, (axes[0]._replace(ahead=axes[0].ahead + sum(counts)), *axes[1:])))
 
 
@@ -83,11 +83,6 @@ def _others(parts, dim, base):
                 dims[d] = axes
                 used |= by
     return base.with_dims(dims)
-
-
-def _brought(x, spec):
-    """The local part of x after redistribution to a spec of the same shape."""
-    return local(x) if isinstance(x, ShardTensor) and x.spec == spec else fitted(x, spec)
 
 
 def _new_sizes(tensors, dim, mesh_dim, base):
@@ -114,19 +109,14 @@ def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, bas
             begin, end = end, end + size
             pieces.append(max(0, min(end, start + global_shape(x)[dim]) - max(begin, start)))
         start += global_shape(x)[dim]
-        spec = base.with_axes(dim, (Axis(global_shape(x)[dim], mesh_dim, tuple(pieces)),))
-        if isinstance(x, ShardTensor) and x.spec.with_axes(dim, ()) == base.with_axes(dim, ()):
-            parts.append(redistribute(local(x), x.spec, spec.placements, {mesh_dim: tuple(pieces)})[0])
-        else:
-            parts.append(_brought(x, spec))
+        parts.append(fitted(x, base.with_axes(dim, (Axis(global_shape(x)[dim], mesh_dim, tuple(pieces)),))))
     return wrap(torch.cat(parts, dim), base.with_axes(dim, (Axis(start, mesh_dim, tuple(sizes)),)))
 
 
 @rule(*named("flip"))
 def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
     """Reverse dimensions, given as numbers or as one tuple. Ranks of a split one send their piece to the opposite."""
-    dims = dims or tuple(keywords.values())
-    dims = dims[0] if dims and not isinstance(dims[0], int) else dims
+    dims = numbers(dims, keywords)
     spec, part = input.spec, local(input)
     for dim in dims_of(spec, dims) if dims else ():
         if (split := spec.split(dim)) is not None:
@@ -161,9 +151,7 @@ def roll(
 @rule(*named("repeat", "tile"))
 def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
     """Repeat along whole and split dimensions: every rank repeats its piece."""
-    repeats = repeats or tuple(keywords.values())
-    repeats = repeats[0] if repeats and not isinstance(repeats[0], int) else repeats
-    count = len(input.spec.dims)
+    repeats, count = numbers(repeats, keywords), len(input.spec.dims)
     if len(repeats) < count:
         if func.__name__ == "repeat":
             raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")
