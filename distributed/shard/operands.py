@@ -116,10 +116,11 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
 
 def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
     """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
-    part = local(x)
-    for group, own, other in zip(spec.mesh.groups, x.spec.placements, spec.placements, strict=True):
-        if own.is_replicate() and not other.is_replicate():
-            part = copy_to_region(part, group)
+    mesh, part = spec.mesh, local(x)
+    pairs = zip(x.spec.placements, spec.placements, strict=True)
+    apart = [m for m, (own, other) in enumerate(pairs) if own.is_replicate() and not other.is_replicate()]
+    for group in [mesh.joint] if len(apart) == len(mesh.groups) else [mesh.groups[m] for m in apart]:
+        part = copy_to_region(part, group)
     return part
 
 

@@ -58,28 +58,31 @@ def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
     return redistributed(y, before.placements, sizes)
 
 
-def on_parts(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any]) -> Any:
-    """compute(local part of x), whose dims are whole, as ShardTensors with x's split of the other dimensions.
+def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any], resizes: bool = False) -> Any:
+    """compute(local part of x, of which dims are whole), as ShardTensors that are split as x if they have its shape.
 
     A result has all dimensions of x, perhaps with other sizes of dims, or it lacks dims. A rank without elements
-    computes with a placeholder, because many functions reject empty tensors.
+    computes with a placeholder, because many functions reject empty tensors. resizes: split those with other sizes too.
     """
-    part, spec = local(x), x.spec
+    moved = made_whole(x, dims)
+    part, spec = local(moved), moved.spec
     empty = [d for d, n in enumerate(part.shape) if n == 0 and d not in dims]
     out = compute(part.sum(empty, keepdim=True, dtype=part.dtype) if empty else part)
 
     def wrapped(y: Tensor) -> ShardTensor:
         keepdim = y.dim() == part.dim()
         if len(dims) == part.dim():
-            return wrap(y, spec.with_dims(map(whole, y.shape)))
-        for d in empty:
-            y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
-        found = kept_dims(spec, dims, keepdim)
-        return wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in enumerate(found)]))
+            found = wrap(y, spec.with_dims(map(whole, y.shape)))
+        else:
+            for d in empty:
+                y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
+            left = enumerate(kept_dims(spec, dims, keepdim))
+            found = wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in left]))
+        return as_before(found, x.spec) if resizes or found.spec.shape == x.spec.shape else found
 
     if isinstance(out, Tensor):
         return wrapped(out)
-    found = [wrapped(y) for y in out]
+    found = list(map(wrapped, out))
     return tuple(found) if type(out) in (tuple, list) else type(out)(found)
 
 
@@ -92,11 +95,7 @@ def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     place, dim = ALONG[func.__name__]
     dim = kwargs.get("dim", args[place - 1] if len(args) >= place else dim)
     dims = dims_of(input.spec, dim)
-    out = on_parts(made_whole(input, dims), dims, lambda part: func(part, *args, **kwargs))
-    back = lambda y: as_before(y, input.spec) if y.spec.shape == input.spec.shape else y  # noqa: E731
-    if isinstance(out, ShardTensor):
-        return back(out)
-    return tuple(map(back, out)) if type(out) is tuple else type(out)(list(map(back, out)))
+    return on_whole(input, dims, lambda part: func(part, *args, **kwargs))
 
 
 @rule(*named("quantile", "nanquantile"))
@@ -116,8 +115,7 @@ def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims 
     for d, step in zip(dims, steps, strict=True):
         step = (step,) if isinstance(step, Tensor) else step
         central = partial(torch.gradient, spacing=step, dim=d, edge_order=edge_order)
-        (y,) = on_parts(made_whole(input, (d,)), (d,), central)
-        found.append(as_before(y, input.spec))
+        found += on_whole(input, (d,), central)
     return found
 
 
@@ -162,8 +160,7 @@ def fourier(
     x = input
     for i, (d, n) in enumerate(steps if inverse else steps[::-1]):
         single = last if real and i == (len(steps) - 1 if inverse else 0) else other
-        y = on_parts(made_whole(x, (d,)), (d,), partial(single, n=n, dim=d, norm=norm))
-        x = as_before(y, x.spec)
+        x = on_whole(x, (d,), partial(single, n=n, dim=d, norm=norm), resizes=True)
     return x
 
 

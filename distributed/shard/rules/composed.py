@@ -34,15 +34,6 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: (
         F.normalize(x1, dim=dim, eps=eps) * F.normalize(x2, dim=dim, eps=eps)
     ).sum(dim),
-    "normalize": lambda input, p=2.0, dim=1, eps=1e-12: (
-        input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp(min=eps)
-    ),
-    "pixel_shuffle": lambda input, factor: (  # (..., C r r, H, W) -> (..., C, H, r, W, r) -> (..., C, H r, W r)
-        input.unflatten(-3, (-1, factor, factor)).movedim((-4, -3), (-3, -1)).flatten(-2).flatten(-3, -2)
-    ),
-    "pixel_unshuffle": lambda input, factor: (
-        input.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor)).movedim((-3, -1), (-4, -3)).flatten(-5, -3)
-    ),
     "prelu": lambda input, weight: torch.where(input > 0, input, of_channels(weight, input) * input),
 }
 
@@ -53,12 +44,7 @@ def of_channels(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _register(functions, function):
-    def compute(func: Callable, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Any:
-        if out is not None:
-            raise no_rule(func, args, kwargs, "out= is not supported")
-        return function(*args, **kwargs)
-
-    composed(*functions)(compute)
+    composed(*functions)(lambda func, *args, **kwargs: function(*args, **kwargs))
 
 
 for _names, _formula in FORMULAS.items():

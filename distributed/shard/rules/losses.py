@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from distributed.shard.operands import fitted, global_shape, reduced, shared
 from distributed.shard.rules.elementwise import broadcast
-from distributed.shard.rules.reductions import as_autocast, at_least_float32, kept, numpy_rule, reduced_spec
+from distributed.shard.rules.reductions import autocast_dtype, kept, numpy_rule, reduced_spec
 from distributed.shard.spec import whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -31,11 +31,10 @@ def softmax(
     if not x.spec.is_split(dim):
         plain = torch.log_softmax if func.__name__ == "log_softmax" else torch.softmax
         return wrap(plain(local(x), dim), x.spec)
-    x = wrap(as_autocast(local(x)), x.spec)
-    wide = wrap(at_least_float32(local(x)), x.spec)
+    wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
     y = dispatch(torch.sub, wide, dispatch(torch.logsumexp, wide, dim, True))
     y = y if func.__name__ == "log_softmax" else dispatch(torch.exp, y)
-    return dispatch(Tensor.to, y, x.dtype)
+    return dispatch(Tensor.to, y, autocast_dtype(x))
 
 
 def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:

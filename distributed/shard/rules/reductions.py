@@ -114,14 +114,10 @@ def mean(
     if dtype is None and not (input.is_floating_point() or input.is_complex()):  # raised on ranks without elements too
         raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
     dims = dims_of(spec, dim)
-    count, own = (math.prod([shape[d] for d in dims]) for shape in (spec.shape, spec.local_shape))
-    if own == count:
-        out = input.mean(dims, keepdim, dtype=dtype)
-    elif own == 0:
-        out = input.sum(dims, keepdim, dtype=dtype)
-    else:  # the sum of all elements might not fit into 16 bits
-        out = input.mean(dims, keepdim, dtype=dtype) * (own / count)
-    return wrap(out, reduced_spec(spec, dims, keepdim))
+    dtype = dtype or input.dtype
+    wide = torch.promote_types(dtype, torch.float32)  # the sum of all elements might not fit into 16 bits
+    out = input.sum(dims, keepdim, dtype=wide) / math.prod([spec.shape[d] for d in dims])
+    return wrap(out.to(dtype), reduced_spec(spec, dims, keepdim))
 
 
 rule(*named("count_nonzero"))(
@@ -243,10 +239,10 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """Convert to float32 under autocast, which does so for normalization and softmax, except on a CPU."""
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of normalization and softmax of a tensor: its own, or under autocast, except on a CPU, float32."""
     device = x.device.type
-    return x.float() if torch.is_autocast_enabled(device) and device != "cpu" else x
+    return torch.float32 if torch.is_autocast_enabled(device) and device != "cpu" else x.dtype
 
 
 def root(var: Tensor) -> Tensor:

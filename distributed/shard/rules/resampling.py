@@ -1,23 +1,142 @@
-"""Interpolation and padding of a tensor with split spatial dimensions: see windows.py."""
+"""Pooling, interpolation and padding of a tensor with split spatial dimensions: see windows.py.
+
+For the indices of maxima the images become whole, of some channels or samples on each rank.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.collectives import tensor_on
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.operands import reduced
+from distributed.shard.operands import fitted, reduced
 from distributed.shard.rules import windows
-from distributed.shard.rules.pooling import adaptive_avg_pooling
-from distributed.shard.rules.windows import Splits, spatial, whole_length
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule
+from distributed.shard.rules.along import as_before, made_whole, on_whole
+from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, Window, spatial, whole_length
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
 NEAREST = "nearest", "nearest-exact"
 SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
+
+
+@windows.spatial_rule("max_pool")
+def max_pool(
+    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
+    padding: PerAxis = 0, dilation: PerAxis = 1, ceil_mode: bool = False, return_indices: bool = False,
+) -> Output:  # fmt: skip
+    """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
+    stride = stride or kernel_size
+    along = pool_windows(func, x, kernel_size, stride, padding, dilation)
+    shape = windows.output_shape(func, x, splits, along, ceil_mode)
+    lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    x, new, _ = windows.extended(x, splits, along, shape, lowest)
+    if 0 in shape:
+        return windows.no_outputs(x, shape), new
+    return func(x, kernel_size, stride, left(padding, along, splits), dilation, ceil_mode), new
+
+
+@windows.spatial_rule("avg_pool")
+def avg_pool(
+    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
+    padding: PerAxis = 0, ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Output:  # fmt: skip
+    """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
+    stride = stride or kernel_size
+    along = pool_windows(func, x, kernel_size, stride, padding, 1)
+    shape = windows.output_shape(func, x, splits, along, ceil_mode)
+    x, new, own = windows.extended(x, splits, along, shape, 0)
+    if 0 in shape:
+        return windows.no_outputs(x, shape), new
+    divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
+    y = func(x, kernel_size, stride, left(padding, along, splits), ceil_mode, count_include_pad, *divisor)
+    for dim, outputs in own.items() if divisor_override is None else ():
+        # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
+        w, rows = along[dim], sum(splits[dim][0])
+        low, high = (-w.before, rows + w.before) if count_include_pad else (0, rows)
+        ends = [w.interval(j, j + 1) for j in range(*outputs)]
+        factors = [w.kernel / (min(last, high) - max(first, low)) for first, last in ends]
+        if any(factor != 1 for factor in factors):
+            y = y * tensor_on(y.device, factors, y.dtype).view(-1, *[1] * (y.ndim - 1 - dim))
+    return y, new
+
+
+def left(padding: PerAxis, along: Mapping[int, Window], splits: Splits) -> list[int]:
+    """The padding that the plain operation has still to add, after `extended`."""
+    return [0 if dim in splits else n for dim, n in zip(along, spatial(padding, len(along)), strict=True)]
+
+
+@windows.spatial_rule("adaptive_max_pool")
+def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, return_indices: bool = False) -> Output:
+    """adaptive_avg_pool and adaptive_max_pool 1d, 2d, 3d, without indices.
+
+    Output j covers the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for all
+    dimensions or one for each; None keeps the number of rows.
+    """
+    count, dtype, new = DIMENSIONS[func], x.dtype, {}
+    shape = [*x.shape[: x.ndim - count], *spatial(output_size, count)]
+    for dim in range(x.ndim - count, x.ndim):
+        rows = whole_length(x, dim, splits)
+        length = shape[dim] = rows if shape[dim] is None else shape[dim]
+        if dim not in splits:
+            continue
+        new[dim] = windows.in_proportion(splits[dim][0], length)
+        covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
+        x, mine, (first, last) = windows.read(x, dim, splits[dim], new[dim], covered)
+        shape[dim] = last - first
+        if "avg" in func.__name__:
+            x = windows.weighted_sums(x, dim, mine, [[1 / (b - a)] * (b - a) for a, b in mine])
+        else:
+            x = windows.spread(x, dim, mine)
+    if 0 in shape:
+        return windows.no_outputs(x.to(dtype), shape), new
+    return func(x, shape[x.ndim - count :]).to(dtype), new
+
+
+def pool_windows(
+    func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis
+) -> dict[int, Window]:
+    """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
+    count = DIMENSIONS[func]
+    values = [spatial(v, count) for v in (kernel_size, stride, padding, padding, dilation)]
+    along = {dim: Window(*v) for dim, v in enumerate(zip(*values, strict=True), x.ndim - count)}
+    for w in along.values():
+        if 2 * w.before > w.reach + 1:
+            raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
+    return along
+
+
+@rule(*named(*(f"adaptive_avg_pool{n}d" for n in (1, 2, 3))))
+def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
+    """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
+    count = DIMENSIONS[func]
+    if output_size in (1, (1,) * count, [1] * count):
+        # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
+        return dispatch(torch.mean, input, tuple(windows.images(input, func)), keepdim=True)
+    return windows.spatially(adaptive_pool, func, input, output_size)
+
+
+@rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
+@rule(torch.adaptive_max_pool1d)  # always returns indices
+def with_indices(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> tuple[ShardTensor, ...]:
+    """(maxima, their places in the whole image): each rank has whole images of some channels or samples meanwhile."""
+    return on_whole(input, windows.images(input, func), lambda part: func(part, *args, **kwargs), resizes=True)
+
+
+@rule(torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d)
+def unpool(func: Callable, input: ShardTensor, indices: Tensor, output_size: Sequence[int], *args: Any) -> ShardTensor:
+    """Put values at places in the whole image, on whole images of some channels or samples."""
+    dims = windows.images(input, func)
+    x = made_whole(input, dims)
+    part, places = local(x), fitted(reduced(indices), x.spec)
+    out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
+    y = func(part, places, output_size, *args) if part.numel() else windows.no_outputs(part, out.local_shape)
+    return as_before(wrap(y, out), input.spec)
 
 
 @rule(F.interpolate)

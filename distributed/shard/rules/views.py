@@ -249,6 +249,20 @@ def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> Shar
     return wrap(x.expand(sizes), x.spec.with_dims(dims))
 
 
+@rule(*named("pixel_shuffle"))
+def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
+    """(..., C r^2, H, W) -> (..., C, H r, W r)."""
+    x = movedim(func, unflatten(func, input, -3, (-1, factor, factor)), (-4, -3), (-3, -1))
+    return flatten(func, flatten(func, x, -2), -3, -2)
+
+
+@rule(*named("pixel_unshuffle"))
+def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
+    """(..., C, H r, W r) -> (..., C r^2, H, W)."""
+    x = unflatten(func, unflatten(func, input, -1, (-1, factor)), -3, (-1, factor))
+    return flatten(func, movedim(func, x, (-3, -1), (-4, -3)), -5, -3)
+
+
 rule(torch.broadcast_tensors)(
     lambda func, *xs: [expand(func, x, torch.broadcast_shapes(*map(global_shape, xs))) for x in xs]
 )
