@@ -21,34 +21,29 @@ from distributed.shard.operands import common_spec, fitted, reduced, written
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap, wrap_result
 
-# Torch marks them as pointwise, but they draw, or their result is not one tensor of the same shape.
-NOT_POINTWISE = {"rrelu", "equal", "frexp", "max", "min"}
-# What torch does not mark: operators, other names of marked functions, and functions that only copy or fill.
-POINTWISE_TOO = (
-    "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
-    "__truediv__", "__rtruediv__", "__itruediv__", "__div__", "__rdiv__", "__idiv__", "__floordiv__", "__rfloordiv__",
-    "__mod__", "__rmod__", "__pow__", "__rpow__", "__ipow__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__",
-    "__ge__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__", "__invert__", "absolute", "negative",
-    "subtract", "multiply", "divide", "floor_divide", "isclose", "complex", "polar", "logsigmoid", "softsign",
-    "tanhshrink", "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag", "clone", "detach", "detach_",
-    "contiguous", "alias", "cpu", "cuda", "pin_memory", "zeros_like", "ones_like", "empty_like", "full_like", "zero_",
-    "fill_", "copy_", "masked_fill_", "abs_", "angle",
-)  # fmt: skip
-
 
 def pointwise_names() -> set[str]:
     """The names of the functions that torch marks as pointwise."""
-    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     found = set()
-    for name in names - NOT_POINTWISE:
-        packet = getattr(torch.ops.aten, name, None)
-        overloads = packet.overloads() if packet else ()
-        if any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads):
-            found.add(name.removeprefix("special_"))
-    return found
+    for name in torch._C._dispatch_get_all_op_names():  # "aten::add.Tensor"
+        library, _, function = name.partition("::")
+        function, _, overload = function.partition(".")
+        if library == "aten":
+            tags = getattr(getattr(torch.ops.aten, function), overload or "default").tags
+            found |= {function.removeprefix("special_")} if torch.Tag.pointwise in tags else set()
+    return found - {"rrelu", "equal", "frexp", "max", "min"}  # random, or not one tensor of the same shape
 
 
-POINTWISE = named(*pointwise_names(), *POINTWISE_TOO)
+BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
+NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "absolute", "negative", "subtract",
+    "multiply", "divide", "floor_divide", "isclose", "complex", "polar", "logsigmoid", "softsign", "tanhshrink",
+    "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag", "angle", "clone", "detach", "detach_", "alias",
+    "contiguous", "cpu", "cuda", "pin_memory", "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_",
+    "copy_", "masked_fill_", "abs_",
+)  # fmt: skip
+POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
 IN_PLACE = {
     f for f in POINTWISE
     if (f.__name__.endswith("_") and not f.__name__.endswith("__"))

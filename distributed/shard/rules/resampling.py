@@ -21,6 +21,7 @@ from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, Window, 
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
+AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 NEAREST = "nearest", "nearest-exact"
 SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
 
@@ -89,7 +90,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
         x, mine, (first, last) = windows.read(x, dim, splits[dim], new[dim], covered)
         shape[dim] = last - first
-        if "avg" in func.__name__:
+        if func in AVERAGES:
             x = windows.weighted_sums(x, dim, mine, [[1 / (b - a)] * (b - a) for a, b in mine])
         else:
             x = windows.spread(x, dim, mine)
@@ -111,7 +112,7 @@ def pool_windows(
     return along
 
 
-@rule(*named(*(f"adaptive_avg_pool{n}d" for n in (1, 2, 3))))
+@rule(*AVERAGES)
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
     """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
     count = DIMENSIONS[func]

@@ -103,13 +103,9 @@ def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spe
 
 
 def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
-    """The tensor in a new global shape. One size may be -1."""
+    """The tensor in a new global shape, after it is cut in other sizes where it must be. One size may be -1."""
     shape = tuple(shape)
-    return in_spec(func, x, *x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape))))
-
-
-def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
-    """The tensor in a new spec, after it is cut in other sizes; see reshaped_spec."""
+    new, cut = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
     part = recut(local(x), x.spec, cut)[0] if cut else x
     return wrap_result(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
@@ -133,13 +129,9 @@ def numbers(given: Sequence[Any], keywords: dict[str, Any]) -> tuple[int, ...]:
 @rule(*named("flatten"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
-
-    def flattened():
-        shape = list(x.spec.shape) or [1]
-        start, end = start_dim % len(shape), end_dim % len(shape)
-        return reshaped_spec(func, x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
-
-    return in_spec(func, x, *x.spec.derived(("flatten", start_dim, end_dim), flattened))
+    shape = x.spec.shape or (1,)
+    start, end = start_dim % len(shape), end_dim % len(shape)
+    return reshaped(func, x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
 @rule(*named("unflatten"))

@@ -28,6 +28,7 @@ from networks.vit import PerAxis
 
 KINDS = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool"
 DIMENSIONS = {f: n for n in (1, 2, 3) for k in KINDS for f in named(f"{k}{n}d", f"{k}{n}d_with_indices")}
+CONVOLUTIONS = {f for f in DIMENSIONS if f.__name__.startswith("conv")}  # they mix channels
 Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (sizes of all ranks, Group)}
 Output = tuple[Tensor, dict[int, Sizes]]  # the local output, {dimension: its sizes on all ranks}
 
@@ -223,7 +224,7 @@ def spatially(
         raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
     x = reduced(input)
     dims, part = images(x, func), local(x)
-    if func.__name__.startswith("conv") and x.spec.is_split(dims[0] - 1):
+    if func in CONVOLUTIONS and x.spec.is_split(dims[0] - 1):
         raise no_rule(func, (x,), {}, "channels are split")
     args = tuple(shared(a, x.spec) for a in args)
     kwargs = {name: shared(a, x.spec) for name, a in kwargs.items()}
