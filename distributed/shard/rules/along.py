@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
 from distributed.shard.redistribute import sizes_over
-from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept_dims
+from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept
 from distributed.shard.rules.windows import Window, no_outputs, request
 from distributed.shard.spec import Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
@@ -76,7 +76,7 @@ def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], An
         else:
             for d in empty:
                 y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
-            left = enumerate(kept_dims(spec, dims, keepdim))
+            left = enumerate(kept(spec, dims, keepdim).dims)
             found = wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in left]))
         return as_before(found, x.spec) if resizes or found.spec.shape == x.spec.shape else found
 

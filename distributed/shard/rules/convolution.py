@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.halo import Fetch, Interval, bounds
+from distributed.layers import to_compute_dtype
 from distributed.shard.rules import windows
 from distributed.shard.rules.windows import Output, Splits, Window, request, spatial, whole_length
 from networks.vit import PerAxis
@@ -32,7 +33,7 @@ def convolve(
     the padded input.
     """
     count = weight.ndim - 2
-    x, ahead = autocast(x), x.ndim - count
+    x, ahead = to_compute_dtype(x), x.ndim - count
     along = dict(enumerate(conv_windows(weight.shape[2:], stride, padding, dilation, count), ahead))
     shape = windows.output_shape(func, x, splits, along)
     shape[ahead - 1], left = weight.shape[0], [0] * count
@@ -109,7 +110,7 @@ def convolve_transposed(
 ) -> Output:  # fmt: skip
     """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...)."""
     count = weight.ndim - 2
-    x, ahead = autocast(x), x.ndim - count
+    x, ahead = to_compute_dtype(x), x.ndim - count
     strides, crops, extras = spatial(stride, count), list(spatial(padding, count)), list(spatial(output_padding, count))
     new, surplus, shape = {}, {}, [*x.shape[: ahead - 1], weight.shape[1] * groups]
     for i, (kernel, d) in enumerate(zip(weight.shape[2:], spatial(dilation, count), strict=True)):
@@ -131,16 +132,13 @@ def convolve_transposed(
     if 0 in shape:
         return windows.no_outputs(x, shape, weight, bias), new
     y = func(x, weight, bias, stride, crops, extras, groups, dilation)
-    return windows.cropped(y, {dim: (surplus[dim], shape[dim]) for dim in new}), new
+    part = y
+    for dim in new:
+        part = part.narrow(dim, surplus[dim], shape[dim])
+    return y if part.shape == y.shape else part.clone(), new  # in memory of its own, as the output of any operation
 
 
 def spread_over(first: int, last: int, stride: int, reach: int, crop: int) -> Interval:
     """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
     first, last = first + crop, last + crop
     return max(0, min(-((reach - first) // stride), first // stride)), (last - 1) // stride + 1
-
-
-def autocast(x: Tensor) -> Tensor:
-    """Convert to the dtype of the convolution under autocast, so that rows travel with half the bytes."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x

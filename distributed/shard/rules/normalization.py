@@ -1,4 +1,4 @@
-"""Normalization layers. Over whole dimensions the plain function runs; over split ones the ranks share statistics.
+"""Normalization layers: the ranks among which dimensions are split share their statistics.
 
 Forward gathers two numbers per statistic, backward all-reduces two.
 """
@@ -79,12 +79,16 @@ def layer_norm(
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
     spec = input.spec
-    plain = type(weight) is not ShardTensor is not type(bias) and not spec.partial
-    if plain and spec.whole_from + len(normalized_shape) <= len(spec.dims):
+    common = type(input) is ShardTensor is not type(weight) and type(bias) is not ShardTensor and not spec.partial
+    if common and spec.whole_from + len(normalized_shape) <= len(spec.dims):
         if spec.copies > 1:
             weight, bias = shared(weight, spec), shared(bias, spec)
         return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
-    y, _, _ = normalized(input, last_dims(func, input, normalized_shape), eps)
+    x, dims = reduced(input), last_dims(func, input, normalized_shape)
+    if sharers(x.spec, dims) is None and not any(isinstance(w, ShardTensor) for w in (weight, bias)):
+        weight, bias = shared(weight, x.spec), shared(bias, x.spec)
+        return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), x.spec)
+    y, _, _ = normalized(x, dims, eps)
     return scaled(y, weight, bias, input)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distributed.collectives import Group, Sizes, all_gather, gather_from_region, tensor_on
 from distributed.shard.operands import reduced
-from distributed.shard.spec import Axes, Spec
+from distributed.shard.spec import Spec, over
 from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
@@ -46,20 +46,15 @@ def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     return tuple([d % count for d in dims]) if count else ()
 
 
-def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
-    """The spec of a sum over dims: partial over the mesh dimensions that split them."""
-    partial = [a.mesh_dim for d in dims for a in spec.dims[d] if a.sizes is not None]
-    return spec.with_dims(kept_dims(spec, dims, keepdim), tuple(sorted({*spec.partial, *partial})))
-
-
 def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
     """The spec without dims, or with dims of size 1."""
-    return spec.with_dims(kept_dims(spec, dims, keepdim))
+    return spec.with_dims([() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims])
 
 
-def kept_dims(spec: Spec, dims: Sequence[int], keepdim: bool) -> list[Axes]:
-    """The axes of all dimensions without dims, or with dims of size 1."""
-    return [() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims]
+def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
+    """The spec of a sum over dims: partial over the mesh dimensions that split them."""
+    summed = over([axis for d in dims for axis in spec.dims[d]])
+    return spec.with_dims(kept(spec, dims, keepdim).dims, tuple(sorted(summed.union(spec.partial))))
 
 
 def sharers(spec: Spec, dims: Sequence[int]) -> Sharers:

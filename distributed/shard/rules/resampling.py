@@ -149,10 +149,15 @@ def interpolate(
     """Every mode: weighted sums of rows along split dimensions, then the plain operation along the others."""
     given, count = reduced(input), len(input.spec.dims) - 2
     splits, x = windows.splits_of(given, range(2, count + 2)), local(given)
+    options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     if not splits:
-        y = func(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-        return windows.resulting(given, y, {})
-    lengths, scales = wanted_lengths(x, splits, size, scale_factor, recompute_scale_factor)
+        return windows.resulting(given, func(x, *options), {})
+    if (size is None) == (scale_factor is None):
+        raise ValueError("interpolate: either size or scale_factor")
+    factors = list(scale_factor) if isinstance(scale_factor, Sequence) else [scale_factor] * count
+    scales: list[Any] = [None] * count if recompute_scale_factor else factors
+    lengths = [int(n * (factor or 0)) for n, factor in zip(given.spec.shape[2:], factors, strict=True)]
+    lengths = lengths if size is None else list(spatial(size, count))
     if mode == "area":
         return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), given, lengths)
     if mode not in (*NEAREST, *SMOOTH[count]) or (antialias and count != 2):
@@ -202,21 +207,6 @@ def rows_read(
     at = [round(place, 9) for place in plain(torch.arange(rows)[:, None]).flatten().tolist()]
     read = tuple((math.floor(place), math.floor(place) + 1 + (place % 1 > 0)) for place in at)
     return read, tuple((1 - place % 1, place % 1) if place % 1 else (1.0,) for place in at)
-
-
-def wanted_lengths(
-    x: Tensor, splits: Splits, size: PerAxis | None, scale_factor: float | Sequence[float] | None,
-    recompute_scale_factor: bool | None,
-) -> tuple[list[int], list[float | None]]:  # fmt: skip
-    """The lengths of the whole output, and the scales; None for a scale that follows from the lengths."""
-    count = x.ndim - 2
-    if size is not None and scale_factor is None:
-        return list(spatial(size, count)), [None] * count
-    if size is not None or scale_factor is None:
-        raise ValueError("interpolate: either size or scale_factor")
-    scales = [scale_factor] * count if isinstance(scale_factor, int | float) else list(scale_factor)
-    lengths = [int(whole_length(x, dim, splits) * scale) for dim, scale in enumerate(scales, 2)]
-    return lengths, [None] * count if recompute_scale_factor else [float(scale) for scale in scales]
 
 
 @rule(*named("pad"))

@@ -124,14 +124,6 @@ class _Nothing(torch.autograd.Function):
         return None, *(gradient.new_zeros(shape) for shape in ctx.shapes)
 
 
-def cropped(x: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
-    """The part {dimension: (first, rows)} of x, in memory of its own as the output of any operation."""
-    part = x
-    for dim, (first, rows) in ranges.items():
-        part = part.narrow(dim, first, rows)
-    return x if part.shape == x.shape else part.clone()
-
-
 def request(
     x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, interval: Callable[[int, int], Interval],
     **options: Any,
