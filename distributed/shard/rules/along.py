@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
 from distributed.shard.redistribute import sizes_over
 from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept
-from distributed.shard.rules.windows import Window, no_outputs, request
+from distributed.shard.rules.windows import Window, extended, no_outputs, output_shape, splits_of
 from distributed.shard.spec import Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -123,15 +123,12 @@ def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims 
 def unfold(func: Callable, input: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
     """Windows of a dimension, whose rows become the last dimension: each rank fetches the rows of its windows."""
     x, dim = reduced(input), dimension % len(input.spec.dims)
-    spec, part, window = x.spec, local(x), Window(size, step)
-    count = window.length(spec.shape[dim])
-    split: Any = spec.split(dim)
-    if split is None or count < 1:  # the plain function says what is wrong
-        return wrap(part.unfold(dim, size, step), spec.with_dims((*spec.resized({dim: count}).dims, whole(size))))
-    cut = window.output_sizes(split[0], count)
-    coming, (first, last), _ = request(part, dim, split, cut, window.interval, fill=None)
-    out, part = spec.with_dims((*spec.resized({dim: cut}).dims, whole(size))), coming.rows()
-    return wrap(part.unfold(dim, size, step) if first < last else no_outputs(part, out.local_shape), out)
+    part, splits, windows = local(x), splits_of(x, (dim,)), {dim: Window(size, step)}
+    shape = output_shape(func, part, splits, windows)
+    part, new, _ = extended(part, splits, windows, shape, fill=None)
+    dims = x.spec.resized({dim: new.get(dim, shape[dim])}).dims
+    out = x.spec.with_dims((*dims, whole(size)))
+    return wrap(no_outputs(part, out.local_shape) if 0 in shape else part.unfold(dim, size, step), out)
 
 
 FOURIER = [getattr(torch.fft, i + r + "fft" + n) for i in ("", "i") for r in ("", "r") for n in ("", "2", "n")]

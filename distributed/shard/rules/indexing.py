@@ -1,7 +1,7 @@
 """Indexing: each rank takes its own part of a slice of a split dimension, and nothing is communicated."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -210,32 +210,28 @@ def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTenso
 
 
 @rule(*named("split", "split_with_sizes"))
-def split(
-    func: Callable, tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None,
-    split_sizes: Any = None,
-) -> tuple[ShardTensor, ...]:  # fmt: skip
+def split(func: Callable, tensor: ShardTensor, *args: Any, dim: int = 0, **named_sizes: Any) -> tuple[ShardTensor, ...]:
     """Split into pieces. Along a split dimension each rank holds its own part of every piece."""
-    x, dim = tensor, dim % len(tensor.spec.dims)
-    sizes = next(s for s in (split_size_or_sections, split_size, split_sizes) if s is not None)
-    size = x.spec.shape[dim]
+    sizes, dim = (*args, *named_sizes.values(), dim)[:2]
+    dim = dim % len(tensor.spec.dims)
+    size = tensor.spec.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, size - i) for i in range(0, size, sizes)] or [0]
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    if x.spec.is_split(dim):
-        return tensor_split(func, x, list(accumulate(sizes))[:-1], dim)
-    parts = local(x).split(list(sizes), dim)
-    return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
+    if tensor.spec.is_split(dim):
+        return tensor_split(func, tensor, list(accumulate(sizes))[:-1], dim)
+    parts = local(tensor).split(list(sizes), dim)
+    return tuple([wrap(part, tensor.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
 
 
 @rule(*named("tensor_split"))
 def tensor_split(
-    func: Callable, input: ShardTensor, indices_or_sections: int | Sequence[int] | None = None, dim: int = 0, *,
-    sections: int | None = None, indices: Sequence[int] | None = None,
-) -> tuple[ShardTensor, ...]:  # fmt: skip
+    func: Callable, input: ShardTensor, *args: Any, dim: int = 0, **named_cuts: Any
+) -> tuple[ShardTensor, ...]:
     """Split into pieces as even as possible, or at given rows."""
+    cuts, dim = (*args, *named_cuts.values(), dim)[:2]
     size, dim = input.spec.shape[dim], dim % len(input.spec.dims)
-    cuts: Any = next(c for c in (indices_or_sections, sections, indices) if c is not None)
     ends = [0, *accumulate(shard_sizes(size, cuts))] if isinstance(cuts, int) else [0, *cuts, size]
     return tuple([getitem(func, input, at(input, dim, slice(*pair))) for pair in pairwise(ends)])
 

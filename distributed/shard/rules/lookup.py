@@ -11,16 +11,7 @@ from torch.nn import functional as F
 
 from distributed.collectives import all_gather
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.operands import (
-    copied,
-    fitted,
-    global_shape,
-    redistributed,
-    reduced,
-    shared,
-    to_spec,
-    used_apart,
-)
+from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared, to_spec, used_apart
 from distributed.shard.rules.along import made_whole, moved
 from distributed.shard.rules.windows import no_outputs
 from distributed.shard.spec import Axis, Spec, merged, over, shard_sizes, whole

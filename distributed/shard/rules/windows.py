@@ -1,8 +1,7 @@
 """Common parts of convolution, pooling and resampling: outputs that read rows split over the ranks of a group.
 
-The operations of convolution.py and the pooling of resampling.py compute on plain local tensors, and their rules wrap
-the results. Samples may be split too, and channels for all of them except convolution, which
-mixes channels. All operations take
+Convolutions and poolings are functions of plain local tensors, and spatial_rule makes rules of them. Samples may be
+split too, and channels for all of them except convolution, which mixes channels. These functions take
 
     x: this rank's shard; splits: {dimension: (sizes of all ranks, Group)} of the split spatial dimensions
 
@@ -110,18 +109,11 @@ def output_shape(
 
 def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tensor:
     """The output of a rank that computes nothing, empty or zeros; its backward pass runs too, with gradients of 0."""
-    return _Nothing.apply(x.new_zeros(shape), x, *(w for w in weights if w is not None))
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.shapes = [x.shape for x in inputs]
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(gradient.new_zeros(shape) for shape in ctx.shapes)
+    out = x.new_zeros(shape)
+    for tensor in (x, *weights):
+        if tensor is not None and tensor.requires_grad:
+            out = out + tensor.narrow(0, 0, 0).sum()
+    return out
 
 
 def request(
@@ -139,7 +131,7 @@ def request(
 
 
 def extended(
-    x: Tensor, splits: Splits, along: Mapping[int, Window], shape: list[int], fill: float
+    x: Tensor, splits: Splits, along: Mapping[int, Window], shape: list[int], fill: float | None
 ) -> tuple[Tensor, dict[int, Sizes], dict[int, Interval]]:
     """The rows that this rank's windows read along the dimensions of splits, padding at the ends included.
 
