@@ -29,20 +29,21 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
         return rows_of_plain(func, x, index)
     if (mask := mask_of(x, index)) is not None:
         return masked(func, x, mask)
-    items = [item for item in _items(func, x, index) if item is not None]
-    x = made_whole(x, [dim for dim, item in enumerate(items) if isinstance(item, Tensor)])
-    spec, own = _located(func, x, index)
+    items = _items(func, x, index)
+    of_dims = enumerate(item for item in items if item is not None)
+    x = made_whole(x, [dim for dim, item in of_dims if isinstance(item, Tensor)])
+    spec, own = _located(func, x, items)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
     return wrap(no_outputs(local(x), spec.local_shape) if own is None else x[own], spec)
 
 
-def _located(func, x, index):
+def _located(func, x, items):
     """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
-    spec = x.spec
-    dims, own, owned, partial, dim = [], [], True, list(spec.partial), 0
+    spec, partial = x.spec, list(x.spec.partial)
+    dims, own, owned, dim = [], [], True, 0
     shapes, places, at = [], [], 0  # of index tensors: their dimensions replace the first indexed one
-    for item in _items(func, x, index):
+    for item in items:
         if item is None:
             dims.append(())
         elif isinstance(item, slice):
@@ -59,11 +60,8 @@ def _located(func, x, index):
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
             partial += over(spec.dims[dim])
-            item = _place(spec, dim, item % size)
-            owned = owned and item is not None
-            own.append(0 if item is None else item)
-            dim += 1
-            continue
+            place = _place(spec, dim, item % size)
+            owned, item = owned and place is not None, place or 0
         own.append(item)
         dim += item is not None
     if shapes:
@@ -154,7 +152,7 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     if (mask := mask_of(x, index)) is not None and mask.dim() == x.dim() and not isinstance(value, Tensor):
         dispatch(Tensor.masked_fill_, x, mask, value)
         return
-    spec, own = _located(func, x, index)
+    spec, own = _located(func, x, _items(func, x, index))
     if spec.partial:
         raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
     if isinstance(value, Tensor):
