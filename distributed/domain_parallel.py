@@ -181,21 +181,17 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
     Raises UsageError where heads, hidden features or patches cannot be split, and for ring attention with dropout.
     """
     with reported_as_usage_error(ValueError, options.config):
-        return _split(model, options)
-
-
-def _split(model: nn.Module, options: DomainOptions) -> Split:
-    split, patch_size = Split(), points_kept_together(model)
-    set_fallback(options.domain_fallback)
-    if comm.get_size("tp") > 1:
-        split.dims = tensor_parallel(model, comm.get_group("tp"))
-    domain = domain_parallel(model, options.img_size, patch_size, options.domain_method)
-    if domain is None:
+        split, patch_size = Split(), points_kept_together(model)
+        set_fallback(options.domain_fallback)
+        if comm.get_size("tp") > 1:
+            split.dims = tensor_parallel(model, comm.get_group("tp"))
+        domain = domain_parallel(model, options.img_size, patch_size, options.domain_method)
+        if domain is None:
+            return split
+        split.cuts = image_cuts(options.img_size, patch_size)
+        strategy = options.data_parallel
+        plain = strategy == "ddp" or (strategy != "zero1" and options.amp_mode != "fp16")
+        if plain and isinstance(model, Transformer):
+            axes = (domain.token_axes(), whole(model.pos_embed.weight.shape[1]))
+            split.specs = shard_parameters(model, domain.mesh, {"pos_embed.weight": axes})
         return split
-    split.cuts = image_cuts(options.img_size, patch_size)
-    strategy = options.data_parallel
-    plain = strategy == "ddp" or (strategy != "zero1" and options.amp_mode != "fp16")
-    if plain and isinstance(model, Transformer):
-        axes = (domain.token_axes(), whole(model.pos_embed.weight.shape[1]))
-        split.specs = shard_parameters(model, domain.mesh, {"pos_embed.weight": axes})
-    return split

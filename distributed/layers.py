@@ -71,7 +71,8 @@ class RowParallelLinear(nn.Linear):
 def to_compute_dtype(x: Tensor) -> Tensor:
     """Apply the cast of autocast before the collective instead of after it: the collective sends half the bytes."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    casts = torch.is_autocast_enabled(device) and x.dtype == torch.float32
+    return x.to(torch.get_autocast_dtype(device)) if casts else x
 
 
 class RankRandom(nn.Module):

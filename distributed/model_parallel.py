@@ -36,30 +36,26 @@ def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
     what distributed/protocol.py lists.
     """
     with reported_as_usage_error(ValueError, options.config):
-        return _split(model, options)
-
-
-def _split(model: nn.Module, options: ModelParallelOptions) -> Split:
-    cp, tp, pp = (comm.get_size(name) for name in ("cp", "tp", "pp"))
-    if max(cp, tp, pp) == 1:
-        return Split()
-    transformer = check_transformer(model, "tensor, context and pipeline parallelism")
-    split = Split(schedule=options.pp_schedule)
-    if cp > 1:
-        attention = transformer.blocks[0].attn
-        heads = attention.proj.in_features // attention.head_dim // tp
-        if options.cp_method == "all_to_all" and heads % cp:
-            raise LayoutError(f"context parallel: all_to_all cannot split {heads} heads over {cp} ranks")
-        split.cuts = image_cuts(options.img_size, points_kept_together(model))
-        context_parallel(transformer, comm.get_group("cp"), options.cp_method)
-    if tp > 1:
-        if options.tp_backend == "dtensor":
-            tensor_parallel_by_torch(transformer, comm.get_mesh("tp"))
-        else:
-            split.dims = tensor_parallel(transformer, comm.get_group("tp"), options.sequence_parallel)
-    if pp > 1:
-        split.stages = split_into_stages(transformer, comm.get_group("pp"), options.pp_schedule)
-    return split
+        cp, tp, pp = (comm.get_size(name) for name in ("cp", "tp", "pp"))
+        if max(cp, tp, pp) == 1:
+            return Split()
+        transformer = check_transformer(model, "tensor, context and pipeline parallelism")
+        split = Split(schedule=options.pp_schedule)
+        if cp > 1:
+            attention = transformer.blocks[0].attn
+            heads = attention.proj.in_features // attention.head_dim // tp
+            if options.cp_method == "all_to_all" and heads % cp:
+                raise LayoutError(f"context parallel: all_to_all cannot split {heads} heads over {cp} ranks")
+            split.cuts = image_cuts(options.img_size, points_kept_together(model))
+            context_parallel(transformer, comm.get_group("cp"), options.cp_method)
+        if tp > 1:
+            if options.tp_backend == "dtensor":
+                tensor_parallel_by_torch(transformer, comm.get_mesh("tp"))
+            else:
+                split.dims = tensor_parallel(transformer, comm.get_group("tp"), options.sequence_parallel)
+        if pp > 1:
+            split.stages = split_into_stages(transformer, comm.get_group("pp"), options.pp_schedule)
+        return split
 
 
 def tensor_parallel_by_torch(model: SplittableTransformer, mesh: DeviceMesh | None) -> None:

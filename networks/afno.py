@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from networks.vit import GridBlock, ImageHead, PatchEmbed, PerAxis, Transformer, patch_grid
+from networks.vit import Block, ImageHead, PatchEmbed, PerAxis, Transformer, patch_grid
 
 
 class FourierFilter(nn.Module):
@@ -88,5 +88,5 @@ class AFNO(Transformer):
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
         filters = [FourierFilter(embed_dim, num_blocks, sparsity) for _ in range(depth)]
-        blocks = [GridBlock(grid, each, embed_dim, mlp_ratio, dropout) for each in filters]
+        blocks = [Block(each, embed_dim, mlp_ratio, dropout, grid) for each in filters]
         super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from networks.vit import GridBlock, ImageHead, Linear, PatchEmbed, PerAxis, Transformer, patch_grid, per_axis
+from networks.vit import Block, ImageHead, Linear, PatchEmbed, PerAxis, Transformer, patch_grid, per_axis
 
 try:
     from natten import functional as natten
@@ -188,5 +188,5 @@ class NeighborhoodTransformer(Transformer):
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
         attention = [NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation) for _ in range(depth)]
-        blocks = [GridBlock(grid, each, embed_dim, mlp_ratio, dropout) for each in attention]
+        blocks = [Block(each, embed_dim, mlp_ratio, dropout, grid) for each in attention]
         super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)

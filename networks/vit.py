@@ -122,32 +122,28 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or of any shape that its attention takes and gives."""
+    """Pre-norm transformer block: (B, N, D) -> (B, N, D), or of any shape that its attention takes and gives.
 
-    def __init__(self, attention: nn.Module, embed_dim: int, mlp_ratio: float, dropout: float):
+    grid: of the N tokens, in row-major order, for an attention that takes them as (B, *grid, D).
+    """
+
+    def __init__(
+        self, attention: nn.Module, embed_dim: int, mlp_ratio: float, dropout: float, grid: tuple[int, ...] = ()
+    ):
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.attn = attention
         self.norm2 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.mlp = MLP(embed_dim, int(embed_dim * mlp_ratio), dropout)
         self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (B, N, D) -> (B, N, D)."""
-        x = x + self.drop(self.attn(self.norm1(x)))
-        return x + self.drop(self.mlp(self.norm2(x)))
-
-
-class GridBlock(Block):
-    """A Block whose attention takes the tokens on their grid: (B, N, D) -> (B, N, D), N tokens in row-major order."""
-
-    def __init__(self, grid: tuple[int, ...], attention: nn.Module, embed_dim: int, mlp_ratio: float, dropout: float):
-        super().__init__(attention, embed_dim, mlp_ratio, dropout)
         self.grid = grid
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D) -> (B, N, D)."""
-        return super().forward(x.unflatten(1, self.grid)).flatten(1, -2)
+        x = x.unflatten(1, self.grid) if self.grid else x
+        x = x + self.drop(self.attn(self.norm1(x)))
+        x = x + self.drop(self.mlp(self.norm2(x)))
+        return x.flatten(1, -2) if self.grid else x
 
 
 class ImageHead(nn.Module):

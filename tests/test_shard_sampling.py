@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distributed.shard.rules.sampling import as_grid
+from distributed.shard.rules.lookup import as_grid
 from distributed.shard_tensor import local
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter

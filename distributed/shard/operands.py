@@ -116,27 +116,26 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
 
 def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
     """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
-    part = local(x)
-    for group, own, other in zip(spec.mesh.groups, x.spec.placements, spec.placements, strict=True):
-        if own.is_replicate() and not other.is_replicate():
-            part = copy_to_region(part, group)
+    mesh, part = spec.mesh, local(x)
+    pairs = zip(x.spec.placements, spec.placements, strict=True)
+    apart = [m for m, (own, other) in enumerate(pairs) if own.is_replicate() and not other.is_replicate()]
+    for group in [mesh.joint] if len(apart) == len(mesh.groups) else [mesh.groups[m] for m in apart]:
+        part = copy_to_region(part, group)
     return part
 
 
-def fitted(x: Tensor, spec: Spec) -> Tensor:
-    """The local part of an operand, which broadcasts against the local part of the result."""
-    ahead = len(spec.dims) - x.dim()
-    aligned = spec.with_dims(spec.dims[ahead:])
+def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
+    """The local part of an operand, which broadcasts against a tensor with this spec: by default that of the result."""
+    result, ahead = result or spec, len(spec.dims) - x.dim()
+    # Dimensions that broadcast are whole, the others are split as in the spec.
+    wanted = [
+        () if n == 1 and size != 1 else axes
+        for n, size, axes in zip(global_shape(x), spec.shape[ahead:], spec.dims[ahead:], strict=True)
+    ]
     if not isinstance(x, ShardTensor):
-        return part_of(shared(x, spec), aligned) if x.dim() else shared(x, spec)
-    # Dimensions that broadcast are whole, the others are split as in the result.
-    wanted = aligned.with_dims(
-        [
-            () if n == 1 and size != 1 else a
-            for n, size, a in zip(x.spec.shape, aligned.shape, aligned.dims, strict=True)
-        ]
-    )
-    return used_apart(x if split_alike(x.spec, wanted) else to_spec(x, wanted), spec)
+        return part_of(shared(x, result), spec.with_dims(wanted, ()))
+    own = x.spec.with_dims(wanted)
+    return used_apart(x if split_alike(x.spec, own) else to_spec(x, own), result)
 
 
 def scatter_tensor(

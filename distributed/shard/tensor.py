@@ -27,7 +27,6 @@ from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dte
 from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of  # noqa: F401
 
 RULES: dict[Callable, Callable] = {}
-COMPOSED: dict[Callable, Callable] = {}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 Rule = TypeVar("Rule", bound=Callable)
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)  # None stays None
@@ -44,7 +43,7 @@ class ShardTensor(torch.Tensor):
         rule = RULES.get(func)
         try:
             if rule is None:
-                return _composed(func, args, kwargs or {})  # of functions that have rules, or NoRule
+                raise no_rule(func, args, kwargs or {})
             with LocalTensors():  # in a rule, ShardTensors behave as their local parts
                 return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
         except (NoRule, CannotSplit, AttributeError) as error:
@@ -144,7 +143,11 @@ def composed(*functions: Callable) -> Callable[[Rule], Rule]:
     """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors."""
 
     def register(implementation: Rule) -> Rule:
-        COMPOSED.update(dict.fromkeys(functions, implementation))
+        def enabled(func: Callable, *args: Any, **kwargs: Any) -> Any:
+            with torch._C._EnableTorchFunction():
+                return implementation(func, *args, **kwargs)
+
+        rule(*functions)(enabled)
         return implementation
 
     return register
@@ -161,15 +164,6 @@ def _method(implementation, function):
             return _refused(error, function, (self, *args), kwargs)
 
     return method
-
-
-def _composed(func, args, kwargs):
-    if func not in COMPOSED:
-        raise no_rule(func, args, kwargs)
-    if torch._C._is_torch_function_enabled():
-        return COMPOSED[func](func, *args, **kwargs)
-    with torch._C._EnableTorchFunction():  # from within a rule
-        return COMPOSED[func](func, *args, **kwargs)
 
 
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:

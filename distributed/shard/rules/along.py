@@ -14,8 +14,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
 from distributed.shard.redistribute import sizes_over
-from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept_dims
-from distributed.shard.rules.windows import Window, no_outputs, request
+from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept
+from distributed.shard.rules.windows import Window, extended, no_outputs, output_shape, splits_of
 from distributed.shard.spec import Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -58,28 +58,31 @@ def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
     return redistributed(y, before.placements, sizes)
 
 
-def on_parts(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any]) -> Any:
-    """compute(local part of x), whose dims are whole, as ShardTensors with x's split of the other dimensions.
+def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any], resizes: bool = False) -> Any:
+    """compute(local part of x, of which dims are whole), as ShardTensors that are split as x if they have its shape.
 
     A result has all dimensions of x, perhaps with other sizes of dims, or it lacks dims. A rank without elements
-    computes with a placeholder, because many functions reject empty tensors.
+    computes with a placeholder, because many functions reject empty tensors. resizes: split those with other sizes too.
     """
-    part, spec = local(x), x.spec
+    moved = made_whole(x, dims)
+    part, spec = local(moved), moved.spec
     empty = [d for d, n in enumerate(part.shape) if n == 0 and d not in dims]
     out = compute(part.sum(empty, keepdim=True, dtype=part.dtype) if empty else part)
 
     def wrapped(y: Tensor) -> ShardTensor:
         keepdim = y.dim() == part.dim()
         if len(dims) == part.dim():
-            return wrap(y, spec.with_dims(map(whole, y.shape)))
-        for d in empty:
-            y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
-        found = kept_dims(spec, dims, keepdim)
-        return wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in enumerate(found)]))
+            found = wrap(y, spec.with_dims(map(whole, y.shape)))
+        else:
+            for d in empty:
+                y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
+            left = enumerate(kept(spec, dims, keepdim).dims)
+            found = wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in left]))
+        return as_before(found, x.spec) if resizes or found.spec.shape == x.spec.shape else found
 
     if isinstance(out, Tensor):
         return wrapped(out)
-    found = [wrapped(y) for y in out]
+    found = list(map(wrapped, out))
     return tuple(found) if type(out) in (tuple, list) else type(out)(found)
 
 
@@ -92,11 +95,7 @@ def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     place, dim = ALONG[func.__name__]
     dim = kwargs.get("dim", args[place - 1] if len(args) >= place else dim)
     dims = dims_of(input.spec, dim)
-    out = on_parts(made_whole(input, dims), dims, lambda part: func(part, *args, **kwargs))
-    back = lambda y: as_before(y, input.spec) if y.spec.shape == input.spec.shape else y  # noqa: E731
-    if isinstance(out, ShardTensor):
-        return back(out)
-    return tuple(map(back, out)) if type(out) is tuple else type(out)(list(map(back, out)))
+    return on_whole(input, dims, lambda part: func(part, *args, **kwargs))
 
 
 @rule(*named("quantile", "nanquantile"))
@@ -116,8 +115,7 @@ def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims 
     for d, step in zip(dims, steps, strict=True):
         step = (step,) if isinstance(step, Tensor) else step
         central = partial(torch.gradient, spacing=step, dim=d, edge_order=edge_order)
-        (y,) = on_parts(made_whole(input, (d,)), (d,), central)
-        found.append(as_before(y, input.spec))
+        found += on_whole(input, (d,), central)
     return found
 
 
@@ -125,15 +123,12 @@ def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims 
 def unfold(func: Callable, input: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
     """Windows of a dimension, whose rows become the last dimension: each rank fetches the rows of its windows."""
     x, dim = reduced(input), dimension % len(input.spec.dims)
-    spec, part, window = x.spec, local(x), Window(size, step)
-    count = window.length(spec.shape[dim])
-    split: Any = spec.split(dim)
-    if split is None or count < 1:  # the plain function says what is wrong
-        return wrap(part.unfold(dim, size, step), spec.with_dims((*spec.resized({dim: count}).dims, whole(size))))
-    cut = window.output_sizes(split[0], count)
-    coming, (first, last), _ = request(part, dim, split, cut, window.interval, fill=None)
-    out, part = spec.with_dims((*spec.resized({dim: cut}).dims, whole(size))), coming.rows()
-    return wrap(part.unfold(dim, size, step) if first < last else no_outputs(part, out.local_shape), out)
+    part, splits, windows = local(x), splits_of(x, (dim,)), {dim: Window(size, step)}
+    shape = output_shape(func, part, splits, windows)
+    part, new, _ = extended(part, splits, windows, shape, fill=None)
+    dims = x.spec.resized({dim: new.get(dim, shape[dim])}).dims
+    out = x.spec.with_dims((*dims, whole(size)))
+    return wrap(no_outputs(part, out.local_shape) if 0 in shape else part.unfold(dim, size, step), out)
 
 
 FOURIER = [getattr(torch.fft, i + r + "fft" + n) for i in ("", "i") for r in ("", "r") for n in ("", "2", "n")]
@@ -162,8 +157,7 @@ def fourier(
     x = input
     for i, (d, n) in enumerate(steps if inverse else steps[::-1]):
         single = last if real and i == (len(steps) - 1 if inverse else 0) else other
-        y = on_parts(made_whole(x, (d,)), (d,), partial(single, n=n, dim=d, norm=norm))
-        x = as_before(y, x.spec)
+        x = on_whole(x, (d,), partial(single, n=n, dim=d, norm=norm), resizes=True)
     return x
 
 

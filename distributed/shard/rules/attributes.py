@@ -21,7 +21,7 @@ from distributed.shard.tensor import ShardTensor, local, named, rule, wrap
     Tensor._version.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_sparse.__get__,
     Tensor.is_meta.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__, Tensor.retains_grad.__get__,
     Tensor._backward_hooks.__get__, Tensor._backward_hooks.__set__, Tensor.is_mps.__get__, Tensor.is_xpu.__get__,
-    *named("is_floating_point", "is_complex", "element_size", "get_device", "retain_grad",
+    *named("is_floating_point", "is_complex", "element_size", "get_device", "requires_grad_", "retain_grad",
            "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "is_pinned"),
 )  # fmt: skip
 def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
@@ -35,6 +35,7 @@ rule(Tensor.size)(lambda func, x, dim=None: x.spec.shape if dim is None else x.s
 rule(Tensor.ndim.__get__, *named("dim", "ndimension"))(lambda func, x: len(x.spec.dims))
 rule(*named("numel", "nelement"))(lambda func, x: x.spec.shape.numel())
 rule(torch.is_tensor)(lambda func, x: True)
+rule(Tensor.grad.__set__)(lambda func, x, value: func(x, local(value)))
 
 
 @rule(Tensor.__len__)
@@ -88,12 +89,6 @@ def is_view(func: Callable, x: ShardTensor) -> bool:
     )
 
 
-@rule(Tensor.grad.__set__)
-def set_grad(func: Callable, x: ShardTensor, value: Tensor | None) -> None:
-    """Set the gradient. value: split as x is."""
-    func(x, local(value))
-
-
 @rule(Tensor.backward)
 def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """Run the backward pass. gradient: split as x is."""
@@ -111,13 +106,6 @@ def backward_of(func: Callable, tensors: Any, grad_tensors: Any = None, *args: A
         tensors = [local(x) for x in tensors]
     with torch._C._EnableTorchFunction():
         func(tensors, grads and [local(x) for x in grads], *args, **kwargs)
-
-
-@rule(*named("requires_grad_"))
-def in_place_flag(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """Set requires_grad of the local part; returns x."""
-    func(x, *args, **kwargs)
-    return x
 
 
 @rule(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,

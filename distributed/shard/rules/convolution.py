@@ -6,22 +6,22 @@ at the ends of the whole dimension, and calls the plain operation.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.operands import reduced, shared
+from distributed.layers import to_compute_dtype
 from distributed.shard.rules import windows
 from distributed.shard.rules.windows import Output, Splits, Window, request, spatial, whole_length
-from distributed.shard.tensor import ShardTensor, no_rule, rule
 from networks.vit import PerAxis
 
 Padding = PerAxis | Literal["same", "valid"]
 
 
+@windows.spatial_rule("conv")
 def convolve(
     func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
     stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1, groups: int = 1, overlap: bool | None = None,
@@ -33,32 +33,25 @@ def convolve(
     the padded input.
     """
     count = weight.ndim - 2
-    x, ahead = autocast(x), x.ndim - count
+    x, ahead = to_compute_dtype(x), x.ndim - count
     along = dict(enumerate(conv_windows(weight.shape[2:], stride, padding, dilation, count), ahead))
-    new, left, shape = {}, [0] * count, [*x.shape[: ahead - 1], weight.shape[0]]
+    shape = windows.output_shape(func, x, splits, along)
+    shape[ahead - 1], left = weight.shape[0], [0] * count
     for dim, w in along.items():
-        rows = whole_length(x, dim, splits)
-        length, padded = w.length(rows), w.before + w.after
-        if length < 1:
-            raise ValueError(f"{func.__name__}: a window of {w.reach + 1} rows on {rows}, padded by {padded}")
-        if dim in splits:
-            sizes, group = splits[dim]
-            new[dim] = w.output_sizes(sizes, length)
-            length = new[dim][group.rank]
-        elif w.before == w.after:
+        if dim not in splits and w.before == w.after:
             left[dim - ahead] = w.before
-        else:
+        elif dim not in splits:
             x = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [w.before, w.after])
-        shape.append(length)
 
     def compute(part: Tensor) -> Tensor:
         return func(part, weight, bias, stride, left, dilation, groups)
 
     *others, last = sorted(splits)
-    for dim in others:
-        x = request(x, dim, splits[dim], new[dim], along[dim].interval)[0].rows()
+    x, new, _ = windows.extended(x, {dim: splits[dim] for dim in others}, along, shape, 0)
     w, (sizes, group) = along[last], splits[last]
+    new[last] = w.output_sizes(sizes, shape[last])
     coming, outputs, _ = request(x, last, splits[last], new[last], w.interval)
+    shape[last] = outputs[1] - outputs[0]
     if 0 in shape:
         return windows.no_outputs(coming.rows(), shape, weight, bias), new
     own = bounds(sizes)[group.rank]
@@ -110,13 +103,14 @@ def conv_windows(
     return [Window(k, s, *p, d) for k, s, p, d in zip(kernel, stride, pads, dilation, strict=True)]
 
 
+@windows.spatial_rule("conv_transpose")
 def convolve_transposed(
     func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
     stride: PerAxis = 1, padding: PerAxis = 0, output_padding: PerAxis = 0, groups: int = 1, dilation: PerAxis = 1,
 ) -> Output:  # fmt: skip
     """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...)."""
     count = weight.ndim - 2
-    x, ahead = autocast(x), x.ndim - count
+    x, ahead = to_compute_dtype(x), x.ndim - count
     strides, crops, extras = spatial(stride, count), list(spatial(padding, count)), list(spatial(output_padding, count))
     new, surplus, shape = {}, {}, [*x.shape[: ahead - 1], weight.shape[1] * groups]
     for i, (kernel, d) in enumerate(zip(weight.shape[2:], spatial(dilation, count), strict=True)):
@@ -138,34 +132,13 @@ def convolve_transposed(
     if 0 in shape:
         return windows.no_outputs(x, shape, weight, bias), new
     y = func(x, weight, bias, stride, crops, extras, groups, dilation)
-    return windows.cropped(y, {dim: (surplus[dim], shape[dim]) for dim in new}), new
+    part = y
+    for dim in new:
+        part = part.narrow(dim, surplus[dim], shape[dim])
+    return y if part.shape == y.shape else part.clone(), new  # in memory of its own, as the output of any operation
 
 
 def spread_over(first: int, last: int, stride: int, reach: int, crop: int) -> Interval:
     """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
     first, last = first + crop, last + crop
     return max(0, min(-((reach - first) // stride), first // stride)), (last - 1) // stride + 1
-
-
-def autocast(x: Tensor) -> Tensor:
-    """Convert to the dtype of the convolution under autocast, so that rows travel with half the bytes."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x
-
-
-def convolved(
-    implementation: Callable[..., Output], func: Callable, input: ShardTensor, weight: Tensor,
-    bias: Tensor | None = None, *args: Any, **kwargs: Any,
-) -> ShardTensor:  # fmt: skip
-    """Convolve with one of the functions above. Raises no_rule for split channels or weights."""
-    if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
-        raise no_rule(func, (input, weight, bias), {}, "the weights of a layer are plain tensors")
-    x = reduced(input)
-    if x.spec.is_split(windows.images(x, func)[0] - 1):
-        raise no_rule(func, (x,), {}, "channels are split")
-    weights = shared(weight, x.spec), shared(bias, x.spec)
-    return windows.spatially(implementation, func, x, *weights, *args, **kwargs)
-
-
-rule(*windows.of_kind("conv"))(partial(convolved, convolve))
-rule(*windows.of_kind("conv_transpose"))(partial(convolved, convolve_transposed))

@@ -21,32 +21,31 @@ from distributed.shard.operands import common_spec, fitted, reduced, written
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap, wrap_result
 
-UNARY = named(
-    "abs", "absolute", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
-    "rsqrt", "square", "reciprocal", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh",
-    "acosh", "atanh", "erf", "erfc", "sigmoid", "logit", "floor", "ceil", "round", "trunc", "frac", "sign", "sgn",
-    "isnan", "isinf", "isfinite", "logical_not", "bitwise_not", "nan_to_num", "relu", "relu_", "relu6", "gelu", "silu",
-    "mish", "elu", "elu_", "selu", "celu", "leaky_relu", "leaky_relu_", "softplus", "hardtanh", "hardswish",
-    "hardsigmoid", "logsigmoid", "softsign", "tanhshrink", "softshrink", "threshold", "clone", "detach", "detach_",
-    "contiguous", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "zero_",
-    "fill_", "exp_", "sqrt_", "neg_", "abs_", "tanh_", "sigmoid_", "square_", "rsqrt_", "reciprocal_", "clamp_",
-    "log_", "floor_", "ceil_", "round_", "sin_", "cos_", "cpu", "cuda", "pin_memory", "__invert__", "conj",
-    "conj_physical", "resolve_conj", "resolve_neg", "angle", "real", "imag", "deg2rad", "rad2deg", "erfinv", "lgamma",
-    "digamma", "sinc", "signbit",
+
+def pointwise_names() -> set[str]:
+    """The names of the functions that torch marks as pointwise."""
+    found = set()
+    for name in torch._C._dispatch_get_all_op_names():  # "aten::add.Tensor"
+        library, _, function = name.partition("::")
+        function, _, overload = function.partition(".")
+        if library == "aten":
+            tags = getattr(getattr(torch.ops.aten, function), overload or "default").tags
+            found |= {function.removeprefix("special_")} if torch.Tag.pointwise in tags else set()
+    return found - {"rrelu", "equal", "frexp", "max", "min"}  # random, or not one tensor of the same shape
+
+
+BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
+NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "absolute", "negative", "subtract",
+    "multiply", "divide", "floor_divide", "isclose", "complex", "polar", "logsigmoid", "softsign", "tanhshrink",
+    "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag", "angle", "clone", "detach", "detach_", "alias",
+    "contiguous", "cpu", "cuda", "pin_memory", "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_",
+    "copy_", "masked_fill_", "abs_",
 )  # fmt: skip
-BINARY = named(
-    "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder",
-    "fmod", "pow", "float_power", "maximum", "minimum", "fmax", "fmin", "atan2", "hypot", "eq", "ne", "lt", "le", "gt",
-    "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "isclose", "where",
-    "lerp", "addcmul", "addcdiv", "clamp", "clip", "masked_fill", "xlogy", "add_", "sub_", "mul_", "div_", "pow_",
-    "addcmul_", "addcdiv_", "lerp_", "masked_fill_", "copy_", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__",
-    "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__div__", "__rdiv__",
-    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__ipow__", "__eq__", "__ne__",
-    "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__",
-    "complex", "polar", "logaddexp", "logaddexp2", "copysign", "heaviside", "nextafter", "ldexp",
-)  # fmt: skip
+POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
 IN_PLACE = {
-    f for f in (*UNARY, *BINARY)
+    f for f in POINTWISE
     if (f.__name__.endswith("_") and not f.__name__.endswith("__"))
     or (f.__name__.startswith("__i") and f.__name__ != "__invert__")
 }  # fmt: skip
@@ -61,7 +60,7 @@ DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_",
 DRAWN_INTO = set(named("dropout_", "bernoulli_", "normal_", "uniform_"))
 
 
-@rule(*UNARY, *BINARY, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__, Tensor.real.__get__, Tensor.imag.__get__)
+@rule(*POINTWISE, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__, Tensor.real.__get__, Tensor.imag.__get__)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
     spec = None

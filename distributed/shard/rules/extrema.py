@@ -70,18 +70,8 @@ def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: boo
     largest = func.__name__ == "argmax"
     if dim is not None:
         return along(dispatch(torch.detach, input), dim, keepdim, largest).indices
-    x = reduced(dispatch(torch.detach, input))
-    spec, part = x.spec, local(x)
-    dims = dims_of(spec, None)
-    shared_by = sharers(spec, dims)
-    if shared_by is None:
-        return wrap(torch.argmax(part) if largest else torch.argmin(part), kept(spec, dims))
-    places = torch.zeros((), dtype=torch.long, device=part.device)
-    for size, axes in zip(spec.shape, spec.dims, strict=True):
-        own = part_of(torch.arange(size, device=part.device), spec.with_dims([axes]))
-        places = places[..., None] * size + own
-    _, index = best(part.reshape(-1), places.reshape(-1), 0, largest, *shared_by)
-    return wrap(index.view([1] * len(spec.dims) if keepdim else []), kept(spec, dims, keepdim))
+    index = along(dispatch(torch.flatten, dispatch(torch.detach, input)), 0, False, largest).indices
+    return dispatch(torch.reshape, index, [1] * len(input.spec.dims)) if keepdim else index
 
 
 def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:

@@ -1,7 +1,7 @@
 """Indexing: each rank takes its own part of a slice of a split dimension, and nothing is communicated."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,20 +29,21 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
         return rows_of_plain(func, x, index)
     if (mask := mask_of(x, index)) is not None:
         return masked(func, x, mask)
-    items = [item for item in _items(func, x, index) if item is not None]
-    x = made_whole(x, [dim for dim, item in enumerate(items) if isinstance(item, Tensor)])
-    spec, own = _located(func, x, index)
+    items = _items(func, x, index)
+    of_dims = enumerate(item for item in items if item is not None)
+    x = made_whole(x, [dim for dim, item in of_dims if isinstance(item, Tensor)])
+    spec, own = _located(func, x, items)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
     return wrap(no_outputs(local(x), spec.local_shape) if own is None else x[own], spec)
 
 
-def _located(func, x, index):
+def _located(func, x, items):
     """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
-    spec = x.spec
-    dims, own, owned, partial, dim = [], [], True, list(spec.partial), 0
+    spec, partial = x.spec, list(x.spec.partial)
+    dims, own, owned, dim = [], [], True, 0
     shapes, places, at = [], [], 0  # of index tensors: their dimensions replace the first indexed one
-    for item in _items(func, x, index):
+    for item in items:
         if item is None:
             dims.append(())
         elif isinstance(item, slice):
@@ -59,11 +60,8 @@ def _located(func, x, index):
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
             partial += over(spec.dims[dim])
-            item = _place(spec, dim, item % size)
-            owned = owned and item is not None
-            own.append(0 if item is None else item)
-            dim += 1
-            continue
+            place = _place(spec, dim, item % size)
+            owned, item = owned and place is not None, place or 0
         own.append(item)
         dim += item is not None
     if shapes:
@@ -154,7 +152,7 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     if (mask := mask_of(x, index)) is not None and mask.dim() == x.dim() and not isinstance(value, Tensor):
         dispatch(Tensor.masked_fill_, x, mask, value)
         return
-    spec, own = _located(func, x, index)
+    spec, own = _located(func, x, _items(func, x, index))
     if spec.partial:
         raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
     if isinstance(value, Tensor):
@@ -210,32 +208,28 @@ def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTenso
 
 
 @rule(*named("split", "split_with_sizes"))
-def split(
-    func: Callable, tensor: ShardTensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None,
-    split_sizes: Any = None,
-) -> tuple[ShardTensor, ...]:  # fmt: skip
+def split(func: Callable, tensor: ShardTensor, *args: Any, dim: int = 0, **named_sizes: Any) -> tuple[ShardTensor, ...]:
     """Split into pieces. Along a split dimension each rank holds its own part of every piece."""
-    x, dim = tensor, dim % len(tensor.spec.dims)
-    sizes = next(s for s in (split_size_or_sections, split_size, split_sizes) if s is not None)
-    size = x.spec.shape[dim]
+    sizes, dim = (*args, *named_sizes.values(), dim)[:2]
+    dim = dim % len(tensor.spec.dims)
+    size = tensor.spec.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, size - i) for i in range(0, size, sizes)] or [0]
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    if x.spec.is_split(dim):
-        return tensor_split(func, x, list(accumulate(sizes))[:-1], dim)
-    parts = local(x).split(list(sizes), dim)
-    return tuple([wrap(part, x.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
+    if tensor.spec.is_split(dim):
+        return tensor_split(func, tensor, list(accumulate(sizes))[:-1], dim)
+    parts = local(tensor).split(list(sizes), dim)
+    return tuple([wrap(part, tensor.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
 
 
 @rule(*named("tensor_split"))
 def tensor_split(
-    func: Callable, input: ShardTensor, indices_or_sections: int | Sequence[int] | None = None, dim: int = 0, *,
-    sections: int | None = None, indices: Sequence[int] | None = None,
-) -> tuple[ShardTensor, ...]:  # fmt: skip
+    func: Callable, input: ShardTensor, *args: Any, dim: int = 0, **named_cuts: Any
+) -> tuple[ShardTensor, ...]:
     """Split into pieces as even as possible, or at given rows."""
+    cuts, dim = (*args, *named_cuts.values(), dim)[:2]
     size, dim = input.spec.shape[dim], dim % len(input.spec.dims)
-    cuts: Any = next(c for c in (indices_or_sections, sections, indices) if c is not None)
     ends = [0, *accumulate(shard_sizes(size, cuts))] if isinstance(cuts, int) else [0, *cuts, size]
     return tuple([getitem(func, input, at(input, dim, slice(*pair))) for pair in pairwise(ends)])
 

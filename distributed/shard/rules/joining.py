@@ -1,17 +1,17 @@
 """Concatenate tensors, and reorder or repeat the rows of a tensor."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import Sizes
 from distributed.halo import Fetch, bounds
 from distributed.shard.operands import fitted, global_shape, reduced
-from distributed.shard.redistribute import redistribute
 from distributed.shard.rules.reductions import dims_of, numpy_rule
-from distributed.shard.spec import Axis, Spec, ahead_of, merged, over, shard_sizes, whole
+from distributed.shard.rules.views import numbers
+from distributed.shard.spec import Axis, ahead_of, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -43,34 +43,34 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     if any(shape != rest[0] for shape in rest):
         raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
-    cut = [x for x in parts if x.spec.is_split(dim)]
+    cut, counts = [x for x in parts if x.spec.is_split(dim)], [shape[dim] for shape in shapes]
     base = _others(parts, dim, (cut or parts)[0].spec)
+    axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
-        specs = [base.with_axes(dim, whole(global_shape(x)[dim])) for x in tensors]
-        out = torch.cat([_brought(x, spec) for x, spec in zip(tensors, specs, strict=True)], dim)
-        return wrap(out, base.with_axes(dim, whole(out.size(dim))))
-    if len(cut[-1].spec.dims[dim]) > 1:
-        return put_ahead(func, tensors, dim, base)
-    for x in cut:
-        x.spec.split(dim)  # or CannotSplit
-    mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
-    return joined(tensors, dim, mesh_dim, _new_sizes(tensors, dim, mesh_dim, base), base)
+        pieces, joined = [whole(n) for n in counts], whole(sum(counts))
+    elif len(axes) > 1:
+        # Class tokens ahead of the tokens of tiles: the rank with the first of these holds them. For plain class tokens
+        # nothing is communicated.
+        if tensors[-1] is not cut[-1]:
+            raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
+        pieces = [*(ahead_of(axes, n) for n in counts[:-1]), axes]
+        joined = (axes[0]._replace(ahead=axes[0].ahead + sum(counts[:-1])), *axes[1:])
+    else:
+        for x in cut:
+            x.spec.split(dim)  # or CannotSplit
+        mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
+        sizes = _new_sizes(tensors, counts, dim, mesh_dim, base.mesh.groups[mesh_dim])
+        pieces = [_piece(n, end - n, mesh_dim, sizes) for n, end in zip(counts, accumulate(counts), strict=True)]
+        joined = (Axis(sum(counts), mesh_dim, sizes),)
+    own = [fitted(x, base.with_axes(dim, axes)) for x, axes in zip(tensors, pieces, strict=True)]
+    return wrap(torch.cat(own, dim), base.with_axes(dim, joined))
 
 
-def put_ahead(func: Callable, tensors: Sequence[Tensor], dim: int, base: Spec) -> ShardTensor:
-    """Concatenate tensors (class tokens) and one whose dimension is a product of axes (tokens of tiles), the last.
-
-    The rank with the first of its rows holds the others, and nothing is communicated for plain ones.
-    """
-    *before, last = tensors
-    axes = last.spec.dims[dim] if isinstance(last, ShardTensor) else ()
-    base = base.with_axes(dim, axes)
-    if not base.is_split(dim):
-        raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
-    counts = [global_shape(x)[dim] for x in before]
-    parts = [_brought(x, base.with_axes(dim, ahead_of(axes, n))) for x, n in zip(before, counts, strict=True)]
-    out = torch.cat([*parts, _brought(last, base)], dim)
-    return wrap(out, base.with_axes(dim, (axes[0]._replace(ahead=axes[0].ahead + sum(counts)), *axes[1:])))
+def _piece(count, start, mesh_dim, sizes):
+    """The axes of `count` rows that begin at row `start` of a dimension with pieces of these sizes."""
+    end = start + count
+    held = tuple([max(0, min(last, end) - max(first, start)) for first, last in bounds(sizes)])
+    return (Axis(count, mesh_dim, held),)
 
 
 def _others(parts, dim, base):
@@ -85,48 +85,23 @@ def _others(parts, dim, base):
     return base.with_dims(dims)
 
 
-def _brought(x, spec):
-    """The local part of x after redistribution to a spec of the same shape."""
-    return local(x) if isinstance(x, ShardTensor) and x.spec == spec else fitted(x, spec)
-
-
-def _new_sizes(tensors, dim, mesh_dim, base):
+def _new_sizes(tensors, counts, dim, mesh_dim, group):
     """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
-    size, group = sum(global_shape(x)[dim] for x in tensors), base.mesh.groups[mesh_dim]
     cut = [isinstance(x, ShardTensor) and mesh_dim in over(x.spec.dims[dim]) for x in tensors]
-    lengths = [global_shape(x)[dim] + 1 if own else 0 for x, own in zip(tensors, cut, strict=True)]
-    largest = lengths.index(max(lengths))
-    kept = global_shape(tensors[largest])[dim]
-    if (size - kept) * group.size > kept:
-        return shard_sizes(size, group.size)
+    largest = max(range(len(tensors)), key=lambda i: (cut[i], counts[i]))
+    others = sum(counts) - counts[largest]
+    if others * group.size > counts[largest]:
+        return shard_sizes(sum(counts), group.size)
     sizes = list(tensors[largest].spec.dims[dim][0].sizes)
-    sizes[0] += sum(global_shape(x)[dim] for x in tensors[:largest])
-    sizes[-1] += sum(global_shape(x)[dim] for x in tensors[largest + 1 :])
+    sizes[0] += sum(counts[:largest])
+    sizes[-1] += sum(counts[largest + 1 :])
     return tuple(sizes)
-
-
-def joined(tensors: Sequence[Tensor], dim: int, mesh_dim: int, sizes: Sizes, base: Spec) -> ShardTensor:
-    """Concatenate along a dimension that mesh_dim splits into the given sizes; base has the splits of the others."""
-    parts, start = [], 0
-    for x in tensors:
-        pieces, end = [], 0
-        for size in sizes:  # the rows of x in each rank's piece of the result
-            begin, end = end, end + size
-            pieces.append(max(0, min(end, start + global_shape(x)[dim]) - max(begin, start)))
-        start += global_shape(x)[dim]
-        spec = base.with_axes(dim, (Axis(global_shape(x)[dim], mesh_dim, tuple(pieces)),))
-        if isinstance(x, ShardTensor) and x.spec.with_axes(dim, ()) == base.with_axes(dim, ()):
-            parts.append(redistribute(local(x), x.spec, spec.placements, {mesh_dim: tuple(pieces)})[0])
-        else:
-            parts.append(_brought(x, spec))
-    return wrap(torch.cat(parts, dim), base.with_axes(dim, (Axis(start, mesh_dim, tuple(sizes)),)))
 
 
 @rule(*named("flip"))
 def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
     """Reverse dimensions, given as numbers or as one tuple. Ranks of a split one send their piece to the opposite."""
-    dims = dims or tuple(keywords.values())
-    dims = dims[0] if dims and not isinstance(dims[0], int) else dims
+    dims = numbers(dims, keywords)
     spec, part = input.spec, local(input)
     for dim in dims_of(spec, dims) if dims else ():
         if (split := spec.split(dim)) is not None:
@@ -161,9 +136,7 @@ def roll(
 @rule(*named("repeat", "tile"))
 def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
     """Repeat along whole and split dimensions: every rank repeats its piece."""
-    repeats = repeats or tuple(keywords.values())
-    repeats = repeats[0] if repeats and not isinstance(repeats[0], int) else repeats
-    count = len(input.spec.dims)
+    repeats, count = numbers(repeats, keywords), len(input.spec.dims)
     if len(repeats) < count:
         if func.__name__ == "repeat":
             raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")

@@ -4,7 +4,6 @@ A product sums over the dimensions that its result does not have. If such a dime
 part, and the result is partial. If one mesh dimension splits two dimensions, one of them is gathered first.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.operands import global_shape, joint_axes, reduced, shared, split_alike, to_spec, used_apart
+from distributed.shard.operands import fitted, global_shape, joint_axes, reduced, shared
 from distributed.shard.rules.along import made_whole
 from distributed.shard.spec import Spec, over, part_of, whole
 from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
@@ -35,7 +34,8 @@ def contracted(
     axes = joint_axes(parts, sizes, set(partial))
     summed = over([axis for name, a in axes.items() if name not in result for axis in a])
     out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted(summed.union(partial))))
-    own = [_operand(x, [axes[name] for name in names], out) for x, names in zip(operands, labels, strict=True)]
+    wanted = [out.with_dims([axes[name] for name in names]) for names in labels]
+    own = [fitted(x, spec, out) for x, spec in zip(operands, wanted, strict=True)]
     if bias is not None:
         own.append(own_bias(bias, out))
     return wrap(compute(*own), out)
@@ -51,16 +51,6 @@ def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) ->
                 raise RuntimeError(f"sizes {before} and {size} of one dimension of a product differ")
             sizes[name] = size if before == 1 else before
     return sizes
-
-
-def _operand(x, axes, out):
-    """The local part of an operand, after its dimensions are split as in `axes`."""
-    grown = [n == 1 and math.prod([b.size for b in a]) != 1 for n, a in zip(global_shape(x), axes, strict=True)]
-    wanted = [() if grows else a for grows, a in zip(grown, axes, strict=True)]
-    if not isinstance(x, ShardTensor):
-        return part_of(shared(x, out), out.with_dims(wanted, ()))
-    spec = x.spec.with_dims(wanted)
-    return used_apart(x if split_alike(x.spec, spec) else to_spec(x, spec), out)
 
 
 def own_bias(bias: Tensor, out: Spec) -> Tensor:

@@ -1,7 +1,6 @@
-"""Normalization layers. Over whole dimensions the plain function runs; over split ones the ranks share statistics.
+"""Normalization layers: the ranks among which dimensions are split share their statistics.
 
-Forward gathers two numbers per statistic, backward all-reduces two. Weights are plain tensors; if their dimension is
-split, each rank takes its part of them.
+Forward gathers two numbers per statistic, backward all-reduces two.
 """
 
 import math
@@ -12,79 +11,65 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import Group, gather_from_region, reduce_from_region
+from distributed.collectives import reduce_from_region
 from distributed.shard.operands import reduced, replicated, shared
-from distributed.shard.rules.reductions import Sharers, at_least_float32, moments, sharers
-from distributed.shard.spec import Spec, part_of
+from distributed.shard.rules.reductions import (
+    Sharers,
+    at_least_float32,
+    autocast_dtype,
+    dims_of,
+    kept,
+    moments,
+    sharers,
+)
 from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
-Statistics = tuple[Tensor, Tensor]  # mean, 1 / deviation
 
+class Normal(torch.autograd.Function):
+    """(x - mean) * scale, where mean and scale = 1 / deviation are those of dims of x on all ranks that share them."""
 
-def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: Sequence[int], shared_by: Sharers,
-    statistics: Statistics, centered: bool = True,
-) -> Tensor:  # fmt: skip
-    """(x - mean) / deviation * weight + bias.
-
-    x: local tensor. weight, bias: local tensors that broadcast against x, or None. dims: the dimensions over which the
-    statistics (mean, 1 / deviation) are computed. shared_by: (Group, counts) of the ranks that share them.
-    """
-    group, count = (shared_by[0], sum(shared_by[1])) if shared_by else (None, math.prod([x.shape[d] for d in dims]))
-    if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
-        x = x.float()  # as autocast does
-    mean, scale = statistics
-    return _Normalize.apply(x, weight, bias, mean, scale, dims, group, count, centered)
-
-
-class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
-        dims: Sequence[int], group: Group | None, count: int, centered: bool,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.dims, ctx.group, ctx.count, ctx.centered = dims, group, count, centered
-        ctx.bias = bias is not None and (bias.shape, bias.dtype)
-        out = (at_least_float32(x) - mean) * scale
-        if weight is not None:
-            out = out * weight
-        if bias is not None:
-            out = out + bias
-        return out.to(x.dtype)
+    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, dims: Sequence[int], shared_by: Sharers) -> Tensor:
+        """x, and mean and scale with dims of size 1 -> the shape of x. shared_by: the ranks and their parts of dims."""
+        normal = (x - mean) * scale
+        ctx.save_for_backward(normal, scale)
+        ctx.dims, ctx.shared_by = dims, shared_by
+        return normal
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        normal, grad = (at_least_float32(x) - mean) * scale, at_least_float32(grad)
-        grad_weight = grad_bias = None
-        if weight is not None and ctx.needs_input_grad[1]:
-            grad_weight = (grad * normal).sum_to_size(weight.shape).to(weight.dtype)
-        if ctx.bias and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum_to_size(ctx.bias[0]).to(ctx.bias[1])
-        if weight is not None:
-            grad = grad * weight
+        """The gradient of x; one all-reduce of two numbers for each mean."""
+        normal, scale = ctx.saved_tensors
         sums = torch.stack([(grad * normal).sum(ctx.dims, keepdim=True), grad.sum(ctx.dims, keepdim=True)])
-        if ctx.group is not None:
-            sums = reduce_from_region(sums, ctx.group)
-        along, average = (sums / ctx.count).unbind()
-        back = grad - normal * along - average if ctx.centered else grad - normal * along
-        return (back * scale).to(x.dtype), grad_weight, grad_bias, None, None, None, None, None, None
+        count = math.prod([normal.shape[d] for d in ctx.dims])
+        if ctx.shared_by is not None:
+            group, counts = ctx.shared_by
+            sums, count = reduce_from_region(sums, group), sum(counts)
+        along, average = (sums / count).unbind()
+        return (grad - normal * along - average) * scale, None, None, None, None
 
 
-def statistics(x: Tensor, dims: tuple[int, ...], shared_by: Sharers, eps: float) -> tuple[Statistics, Tensor, int]:
-    """((mean, 1 / deviation), sum of squared deviations, number of elements), without gradients: see _Normalize."""
+def normalized(x: ShardTensor, dims: Sequence[int], eps: float) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
+    """((x - mean) / deviation, mean, variance) over dims, at least in float32; the last two have no gradient."""
+    x, dims = reduced(x), tuple(dims)
+    part, shared_by, left = at_least_float32(local(x)), sharers(x.spec, dims), kept(x.spec, dims, True)
     with torch.no_grad():
-        mean, deviations, count = moments(at_least_float32(x), dims, shared_by)
-        return (mean, (deviations / count + eps).rsqrt()), deviations, count
+        mean, deviations, count = moments(part, dims, shared_by)
+        var = deviations / count
+    y = Normal.apply(part, mean, (var + eps).rsqrt(), dims, shared_by)
+    return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
 
-def own(weight: MaybeTensor, spec: Spec, dims: Sequence[int], shape: Sequence[int] | None = None) -> MaybeTensor:
-    """This rank's part of a plain weight for dims of a tensor, viewed in a shape if one is given; None stays None."""
-    if weight is None:
-        return None
-    weight = part_of(shared(weight, spec), spec.with_dims([spec.dims[d] for d in dims]))
-    return weight if shape is None else weight.view(shape)
+def scaled(y: ShardTensor, weight: Tensor | None, bias: Tensor | None, like: Tensor) -> ShardTensor:
+    """Weight and bias of a layer applied to y, in the dtype that it gives for an input `like`."""
+    y = y if weight is None else dispatch(torch.mul, y, weight)
+    y = y if bias is None else dispatch(torch.add, y, bias)
+    return dispatch(Tensor.to, y, autocast_dtype(like))
+
+
+def of_channels(weight: MaybeTensor, x: ShardTensor) -> MaybeTensor:
+    """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
+    return None if weight is None else weight.view(-1, *[1] * (len(x.spec.dims) - 2))
 
 
 @rule(*named("layer_norm"))
@@ -95,104 +80,79 @@ def layer_norm(
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
     spec = input.spec
     common = type(input) is ShardTensor is not type(weight) and type(bias) is not ShardTensor and not spec.partial
-    if not common or spec.whole_from + len(normalized_shape) > len(spec.dims):
-        return _of_last(func, input, normalized_shape, weight, bias, eps)
-    if spec.copies > 1:
-        weight, bias = shared(weight, spec), shared(bias, spec)
-    return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
+    if common and spec.whole_from + len(normalized_shape) <= len(spec.dims):
+        if spec.copies > 1:
+            weight, bias = shared(weight, spec), shared(bias, spec)
+        return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
+    x, dims = reduced(input), last_dims(func, input, normalized_shape)
+    if sharers(x.spec, dims) is None and not any(isinstance(w, ShardTensor) for w in (weight, bias)):
+        weight, bias = shared(weight, x.spec), shared(bias, x.spec)
+        return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), x.spec)
+    y, _, _ = normalized(x, dims, eps)
+    return scaled(y, weight, bias, input)
 
 
 @rule(*named("rms_norm"))
 def rms_norm(
-    func: Callable, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
 ) -> ShardTensor:  # fmt: skip
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
-    return _of_last(func, input, normalized_shape, weight, None, eps)
+    x, dims = reduced(input), last_dims(func, input, normalized_shape)
+    if sharers(x.spec, dims) is None and type(weight) is not ShardTensor:
+        return wrap(F.rms_norm(local(x), normalized_shape, shared(weight, x.spec), eps), x.spec)
+    wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
+    square = dispatch(torch.mean, dispatch(torch.square, wide), dims, True)
+    square = dispatch(torch.add, square, torch.finfo(wide.dtype).eps if eps is None else eps)
+    return scaled(dispatch(torch.mul, wide, dispatch(torch.rsqrt, square)), weight, None, input)
 
 
-def _of_last(func, input, normalized_shape, weight, bias, eps):
-    x, first = reduced(_plain_weights(func, input, weight, bias)), len(input.spec.dims) - len(normalized_shape)
-    (spec, part), dims = (x.spec, local(x)), tuple(range(first, len(x.spec.dims)))
-    if spec.shape[first:] != tuple(normalized_shape):
-        raise RuntimeError(f"{func.__name__}: normalized_shape {list(normalized_shape)} of {list(spec.shape)}")
-    own_weight, own_bias, shared_by = own(weight, spec, dims), own(bias, spec, dims), sharers(spec, dims)
-    if shared_by is None:
-        weights = (own_weight, own_bias) if func.__name__ == "layer_norm" else (own_weight,)
-        return wrap(func(part, normalized_shape, *weights, eps), spec)
-    if func.__name__ == "layer_norm":
-        found, _, _ = statistics(part, dims, shared_by, eps)
-        return wrap(normalize(part, own_weight, own_bias, dims, shared_by, found), spec)
-    with torch.no_grad():
-        wide = at_least_float32(part)
-        square = reduce_from_region(wide.square().sum(dims, keepdim=True), shared_by[0]) / sum(shared_by[1])
-        scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
-    found = torch.zeros_like(scale), scale
-    return wrap(normalize(part, own_weight, None, dims, shared_by, found, centered=False), spec)
-
-
-def _plain_weights(func, x, *weights):
-    if not isinstance(x, ShardTensor) or any(isinstance(w, ShardTensor) for w in weights):
-        raise no_rule(func, (x, *weights), {}, "the weights of a layer are plain tensors, its input is a ShardTensor")
-    return x
+def last_dims(func: Callable, x: ShardTensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    """The last dimensions, which have this shape."""
+    dims = dims_of(x.spec, range(-len(normalized_shape), 0))
+    if [x.spec.shape[d] for d in dims] != list(normalized_shape):
+        raise RuntimeError(f"{func.__name__}: normalized_shape {list(normalized_shape)} of {list(x.spec.shape)}")
+    return dims
 
 
 @rule(*named("group_norm"))
 def group_norm(
-    func: Callable, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    func: Callable, input: ShardTensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> ShardTensor:  # fmt: skip
-    """Normalize groups of channels of (B, C, ...). Channels may be split if every rank holds whole groups."""
-    x = reduced(_plain_weights(func, input, weight, bias))
-    spec, part = x.spec, local(x)
-    if spec.shape[1] % num_groups:
-        raise ValueError(f"group_norm: {spec.shape[1]} channels cannot be cut into {num_groups} groups")
-    size = spec.shape[1] // num_groups
-    if spec.is_split(1) and any(n % size for n in spec.shares(1)[0]):
-        raise no_rule(func, (input,), {}, "a group of channels is split")
-    spatial, groups = tuple(range(2, len(spec.dims))), part.shape[1] // size
-    shared_by = sharers(spec, spatial)
-    if shared_by is None and part.numel():
-        return wrap(F.group_norm(part, groups, own(weight, spec, (1,)), own(bias, spec, (1,)), eps), spec)
-    if shared_by is not None:
-        shared_by = shared_by[0], tuple([n * size for n in shared_by[1]])
-    part, shape = part.unflatten(1, (groups, size)), (groups, size, *[1] * len(spatial))
-    weight, bias = own(weight, spec, (1,), shape), own(bias, spec, (1,), shape)
-    dims = tuple(range(2, part.dim()))
-    found, _, _ = statistics(part, dims, shared_by, eps)
-    return wrap(normalize(part, weight, bias, dims, shared_by, found).flatten(1, 2), spec)
+    """Normalize groups of channels of (B, C, ...)."""
+    x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))
+    y, _, _ = normalized(x, range(2, len(x.spec.dims)), eps)
+    y = dispatch(torch.flatten, y, 1, 2)
+    return scaled(y, of_channels(weight, y), of_channels(bias, y), input)
 
 
 @rule(F.batch_norm)
 def batch_norm(
-    func: Callable, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
-    eps: float = 1e-5,
+    func: Callable, input: ShardTensor, running_mean: Any, running_var: Any, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> ShardTensor:  # fmt: skip
     """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
-    x = reduced(_plain_weights(func, input, running_mean, running_var, weight, bias))
-    spec, part = x.spec, local(x)
-    channels, dims = (-1, *[1] * (len(spec.dims) - 2)), (0, *range(2, len(spec.dims)))
-    if not training and (part.numel() or running_mean is None or running_var is None):  # for None it raises
-        mean, var, weight, bias = (own(w, spec, (1,)) for w in (running_mean, running_var, weight, bias))
-        return wrap(F.batch_norm(part, mean, var, weight, bias, False, momentum, eps), spec)
-    weight, bias = own(weight, spec, (1,), channels), own(bias, spec, (1,), channels)
-    if not training:  # a rank without elements
-        none = torch.zeros(channels[1:], dtype=part.dtype, device=part.device)
-        return wrap(normalize(part, weight, bias, dims, None, (none, none)), spec)
-    shared_by = sharers(spec, dims)
-    count = spec.shape.numel() // max(spec.shape[1], 1)
+    shape = input.spec.shape
+    if not training:
+        scale = (running_var + eps).rsqrt() * (1 if weight is None else weight)
+        shift = (0 if bias is None else bias) - running_mean * scale
+        return scaled(input, of_channels(scale, input), of_channels(shift, input), input)
+    count = shape.numel() // max(shape[1], 1)
     if count <= 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {spec.shape}")
-    found, deviations, _ = statistics(part, dims, shared_by, eps)
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
+    y, mean, var = normalized(input, (0, *range(2, len(shape))), eps)
+    update(running_mean, running_var, mean, dispatch(torch.mul, var, count / (count - 1)), momentum=momentum)
+    return scaled(y, of_channels(weight, y), of_channels(bias, y), input)
+
+
+def update(running_mean: MaybeTensor, running_var: MaybeTensor, *new: ShardTensor, momentum: float) -> None:
+    """Move running statistics (C,), if there are any, towards the new mean and variance, of C elements each."""
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            every = torch.stack([found[0].flatten(), deviations.flatten() / (count - 1)], 1)  # (channels, 2)
-            if (split := spec.split(1)) is not None:
-                every = gather_from_region(every, 0, *split)
-            for running, new in zip((running_mean, running_var), every.unbind(1), strict=True):
-                running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
-    return wrap(normalize(part, weight, bias, dims, shared_by, found), spec)
+            values = local(replicated(dispatch(torch.stack, new))).flatten(1)  # (2, C)
+            for running, value in zip((running_mean, running_var), values, strict=True):
+                running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
 @rule(F.instance_norm)
@@ -204,11 +164,9 @@ def instance_norm(
     """Normalize each channel of each sample of (B, C, ...)."""
     if not use_input_stats:
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
-    if running_mean is not None and running_var is not None:
-        spatial = range(2, len(input.spec.dims))
-        for running, new in zip((running_var, running_mean), dispatch(torch.var_mean, input, spatial), strict=True):
-            average = local(replicated(dispatch(torch.mean, dispatch(torch.detach, new), 0)))  # over the samples
-            running.mul_(1 - momentum).add_(average.to(running.dtype), alpha=momentum)
+    if running_mean is not None:
+        var, mean = dispatch(torch.var_mean, input, range(2, len(input.spec.dims)))
+        update(running_mean, running_var, *(dispatch(torch.mean, x, 0) for x in (mean, var)), momentum=momentum)
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distributed.collectives import Group, Sizes, all_gather, gather_from_region, tensor_on
 from distributed.shard.operands import reduced
-from distributed.shard.spec import Axes, Spec
+from distributed.shard.spec import Spec, over
 from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
@@ -46,20 +46,15 @@ def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     return tuple([d % count for d in dims]) if count else ()
 
 
-def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
-    """The spec of a sum over dims: partial over the mesh dimensions that split them."""
-    partial = [a.mesh_dim for d in dims for a in spec.dims[d] if a.sizes is not None]
-    return spec.with_dims(kept_dims(spec, dims, keepdim), tuple(sorted({*spec.partial, *partial})))
-
-
 def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
     """The spec without dims, or with dims of size 1."""
-    return spec.with_dims(kept_dims(spec, dims, keepdim))
+    return spec.with_dims([() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims])
 
 
-def kept_dims(spec: Spec, dims: Sequence[int], keepdim: bool) -> list[Axes]:
-    """The axes of all dimensions without dims, or with dims of size 1."""
-    return [() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims]
+def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
+    """The spec of a sum over dims: partial over the mesh dimensions that split them."""
+    summed = over([axis for d in dims for axis in spec.dims[d]])
+    return spec.with_dims(kept(spec, dims, keepdim).dims, tuple(sorted(summed.union(spec.partial))))
 
 
 def sharers(spec: Spec, dims: Sequence[int]) -> Sharers:
@@ -114,14 +109,10 @@ def mean(
     if dtype is None and not (input.is_floating_point() or input.is_complex()):  # raised on ranks without elements too
         raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
     dims = dims_of(spec, dim)
-    count, own = (math.prod([shape[d] for d in dims]) for shape in (spec.shape, spec.local_shape))
-    if own == count:
-        out = input.mean(dims, keepdim, dtype=dtype)
-    elif own == 0:
-        out = input.sum(dims, keepdim, dtype=dtype)
-    else:  # the sum of all elements might not fit into 16 bits
-        out = input.mean(dims, keepdim, dtype=dtype) * (own / count)
-    return wrap(out, reduced_spec(spec, dims, keepdim))
+    dtype = dtype or input.dtype
+    wide = torch.promote_types(dtype, torch.float32)  # the sum of all elements might not fit into 16 bits
+    out = input.sum(dims, keepdim, dtype=wide) / math.prod([spec.shape[d] for d in dims])
+    return wrap(out.to(dtype), reduced_spec(spec, dims, keepdim))
 
 
 rule(*named("count_nonzero"))(
@@ -129,11 +120,36 @@ rule(*named("count_nonzero"))(
 )
 
 
-@numpy_rule(*named("any", "all", "logsumexp"))
+@numpy_rule(*named("any", "all"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
     reduce, dims = getattr(torch, func.__name__), dims_of(input.spec, dim)
     return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
+
+
+@numpy_rule(*named("logsumexp"))
+def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
+    """One gather of the maximum of each rank, and of its sum of the exponentials relative to it."""
+    dims = dims_of(input.spec, dim)
+    if sharers(input.spec, dims) is None:
+        return of_values(func, input, dim, keepdim)
+
+    def summary(x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        top = x.detach().amax(dims, True)
+        return torch.stack([top, (x - finite(top)).exp().sum(dims, keepdim=True)])
+
+    def combine(parts: Tensor) -> Tensor:
+        tops, totals = parts.unbind(1)
+        top = finite(tops.amax(0))
+        return (top + (totals * (tops - top).exp()).sum(0).log()).to(input.dtype)
+
+    return reduce_by(input, dims, keepdim, summary, combine)
+
+
+def finite(x: Tensor) -> Tensor:
+    """Replace infinities by 0, so that their differences are numbers."""
+    return x.masked_fill(x.isinf(), 0)
 
 
 @numpy_rule(*named("prod"))
@@ -216,6 +232,12 @@ def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tenso
 def at_least_float32(x: Tensor) -> Tensor:
     """Convert float16 and bfloat16 to float32, because they have too few digits for statistics."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of normalization and softmax of a tensor: its own, or under autocast, except on a CPU, float32."""
+    device = x.device.type
+    return torch.float32 if torch.is_autocast_enabled(device) and device != "cpu" else x.dtype
 
 
 def root(var: Tensor) -> Tensor:

@@ -1,148 +1,143 @@
-"""Interpolation and padding of a tensor with split spatial dimensions: see windows.py."""
+"""Pooling, interpolation and padding of a tensor with split spatial dimensions: see windows.py.
+
+For the indices of maxima the images become whole, of some channels or samples on each rank.
+"""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import Group, Sizes, tensor_on
+from distributed.collectives import tensor_on
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.operands import reduced
+from distributed.shard.operands import fitted, reduced
 from distributed.shard.rules import windows
-from distributed.shard.rules.pooling import adaptive_avg_pooling
-from distributed.shard.rules.windows import Output, Splits, request, spatial, whole_length
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule
+from distributed.shard.rules.along import as_before, made_whole, on_whole
+from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, Window, spatial, whole_length
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
-aten = torch.ops.aten
-NEAREST = {
-    "nearest": (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d),
-    "nearest-exact": (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d),
-}
-LINEAR = {
-    "linear": aten.upsample_linear1d,
-    "bilinear": aten.upsample_bilinear2d,
-    "trilinear": aten.upsample_trilinear3d,
-}
-
-Number = TypeVar("Number", float, Tensor)
+AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
+NEAREST = "nearest", "nearest-exact"
+SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
 
 
-def by_rows(
-    x: Tensor, splits: Splits, lengths: list[int], scales: list[float | None], mode: str, align_corners: bool | None
-) -> Output:
-    """F.interpolate with mode nearest, nearest-exact, linear, bilinear or trilinear: x (B, C, ...)."""
-    count, dtype, new, resampled = x.ndim - 2, x.dtype, {}, False
-    for dim in sorted(splits):
-        rows, length, scale = sum(splits[dim][0]), lengths[dim - 2], scales[dim - 2]
-        new[dim] = windows.in_proportion(splits[dim][0], length)
-        source = nearest_rows(mode, rows, length, scale) if mode in NEAREST else None
-        place = partial(linear_place, rows=rows, length=length, scale=scale, align_corners=align_corners)
+@windows.spatial_rule("max_pool")
+def max_pool(
+    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
+    padding: PerAxis = 0, dilation: PerAxis = 1, ceil_mode: bool = False, return_indices: bool = False,
+) -> Output:  # fmt: skip
+    """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
+    stride = stride or kernel_size
+    along = pool_windows(func, x, kernel_size, stride, padding, dilation)
+    shape = windows.output_shape(func, x, splits, along, ceil_mode)
+    lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    x, new, _ = windows.extended(x, splits, along, shape, lowest)
+    if 0 in shape:
+        return windows.no_outputs(x, shape), new
+    return func(x, kernel_size, stride, left(padding, along, splits), dilation, ceil_mode), new
 
-        def rows_read(first, last, place=place, source=source):
-            if source is not None:
-                return source[first], source[last - 1] + 1
-            return math.floor(place(first)), math.ceil(place(last - 1)) + 1
 
-        coming, (first, last), interval = request(x, dim, splits[dim], new[dim], rows_read)
-        x, lengths[dim - 2], scales[dim - 2] = coming.rows(), last - first, None
-        if first == last:
+@windows.spatial_rule("avg_pool")
+def avg_pool(
+    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
+    padding: PerAxis = 0, ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Output:  # fmt: skip
+    """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
+    stride = stride or kernel_size
+    along = pool_windows(func, x, kernel_size, stride, padding, 1)
+    shape = windows.output_shape(func, x, splits, along, ceil_mode)
+    x, new, own = windows.extended(x, splits, along, shape, 0)
+    if 0 in shape:
+        return windows.no_outputs(x, shape), new
+    divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
+    y = func(x, kernel_size, stride, left(padding, along, splits), ceil_mode, count_include_pad, *divisor)
+    for dim, outputs in own.items() if divisor_override is None else ():
+        # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
+        w, rows = along[dim], sum(splits[dim][0])
+        low, high = (-w.before, rows + w.before) if count_include_pad else (0, rows)
+        ends = [w.interval(j, j + 1) for j in range(*outputs)]
+        factors = [w.kernel / (min(last, high) - max(first, low)) for first, last in ends]
+        if any(factor != 1 for factor in factors):
+            y = y * tensor_on(y.device, factors, y.dtype).view(-1, *[1] * (y.ndim - 1 - dim))
+    return y, new
+
+
+def left(padding: PerAxis, along: Mapping[int, Window], splits: Splits) -> list[int]:
+    """The padding that the plain operation has still to add, after `extended`."""
+    return [0 if dim in splits else n for dim, n in zip(along, spatial(padding, len(along)), strict=True)]
+
+
+@windows.spatial_rule("adaptive_max_pool")
+def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, return_indices: bool = False) -> Output:
+    """adaptive_avg_pool and adaptive_max_pool 1d, 2d, 3d, without indices.
+
+    Output j covers the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for all
+    dimensions or one for each; None keeps the number of rows.
+    """
+    count, dtype, new = DIMENSIONS[func], x.dtype, {}
+    shape = [*x.shape[: x.ndim - count], *spatial(output_size, count)]
+    for dim in range(x.ndim - count, x.ndim):
+        rows = whole_length(x, dim, splits)
+        length = shape[dim] = rows if shape[dim] is None else shape[dim]
+        if dim not in splits:
             continue
-        if source is None:
-            x, resampled = linear(x, dim, first, last, place, interval), True
+        new[dim] = windows.in_proportion(splits[dim][0], length)
+        covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
+        x, mine, (first, last) = windows.read(x, dim, splits[dim], new[dim], covered)
+        shape[dim] = last - first
+        if func in AVERAGES:
+            x = windows.weighted_sums(x, dim, mine, [[1 / (b - a)] * (b - a) for a, b in mine])
         else:
-            mine = tuple([row - interval[0] for row in source[first:last]])
-            if mine != nearest_rows(mode, x.shape[dim], last - first, None):
-                x, resampled = x.index_select(dim, tensor_on(x.device, mine)), True
-    shape = (*x.shape[:2], *lengths)
+            x = windows.spread(x, dim, mine)
     if 0 in shape:
         return windows.no_outputs(x.to(dtype), shape), new
-    if not resampled or x.shape != shape or scales != [None] * count:
-        if mode in NEAREST:
-            x = NEAREST[mode][count - 1](x, lengths, *scales)
-        else:
-            x = LINEAR[mode](x, lengths, bool(align_corners), *scales)
-    return x.to(dtype), new
+    return func(x, shape[x.ndim - count :]).to(dtype), new
 
 
-def by_matrix(
-    x: Tensor, splits: Splits, lengths: list[int], scales: list[float | None], mode: str, align_corners: bool | None,
-    antialias: bool,
-) -> Output:  # fmt: skip
-    """F.interpolate of images in any mode that weights rows and columns one after the other: bicubic, antialiased."""
-    new = {}
-    for dim in range(2, x.ndim):
-        rows, length = whole_length(x, dim, splits), lengths[dim - 2]
-        weights = row_weights(mode, rows, length, scales[dim - 2], align_corners, antialias)
-        if dim in splits:
-            new[dim] = windows.in_proportion(splits[dim][0], length)
-
-            def rows_read(first, last, weights=weights):
-                read = weights[first:last].any(0).nonzero().flatten().tolist()
-                return read[0], read[-1] + 1
-
-            coming, outputs, interval = request(x, dim, splits[dim], new[dim], rows_read)
-            x, weights = coming.rows(), weights[slice(*outputs), slice(*interval)]
-        x = (x.movedim(dim, -1) @ weights.to(x).mT).movedim(-1, dim)
-    return x, new
+def pool_windows(
+    func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis
+) -> dict[int, Window]:
+    """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
+    count = DIMENSIONS[func]
+    values = [spatial(v, count) for v in (kernel_size, stride, padding, padding, dilation)]
+    along = {dim: Window(*v) for dim, v in enumerate(zip(*values, strict=True), x.ndim - count)}
+    for w in along.values():
+        if 2 * w.before > w.reach + 1:
+            raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
+    return along
 
 
-@lru_cache(maxsize=64)
-def row_weights(
-    mode: str, rows: int, length: int, scale: float | None, align_corners: bool | None, antialias: bool
-) -> Tensor:
-    """The weight of each row in each output, (length, rows), which the plain operation gives to unit vectors."""
-    # Two columns: of one column torch 2.13 computes every output as the first.
-    units = torch.eye(rows, dtype=torch.float64).view(1, rows, rows, 1).repeat(1, 1, 1, 2)
-    how = {"size": (length, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
-    return F.interpolate(units, mode=mode, align_corners=align_corners, antialias=antialias, **how)[0, :, :, 0].mT
+@rule(*AVERAGES)
+def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
+    """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
+    count = DIMENSIONS[func]
+    if output_size in (1, (1,) * count, [1] * count):
+        # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
+        return dispatch(torch.mean, input, tuple(windows.images(input, func)), keepdim=True)
+    return windows.spatially(adaptive_pool, func, input, output_size)
 
 
-def wanted_lengths(
-    x: Tensor, splits: Splits, size: PerAxis | None, scale_factor: float | Sequence[float] | None,
-    recompute_scale_factor: bool | None,
-) -> tuple[list[int], list[float | None]]:  # fmt: skip
-    """The lengths of the whole output, and the scales; None for a scale that follows from the lengths."""
-    count = x.ndim - 2
-    if size is not None and scale_factor is None:
-        return list(spatial(size, count)), [None] * count
-    if size is not None or scale_factor is None:
-        raise ValueError("interpolate: either size or scale_factor")
-    scales = [scale_factor] * count if isinstance(scale_factor, int | float) else list(scale_factor)
-    lengths = [int(whole_length(x, dim, splits) * scale) for dim, scale in enumerate(scales, 2)]
-    return lengths, [None] * count if recompute_scale_factor else [float(scale) for scale in scales]
+@rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
+@rule(torch.adaptive_max_pool1d)  # always returns indices
+def with_indices(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> tuple[ShardTensor, ...]:
+    """(maxima, their places in the whole image): each rank has whole images of some channels or samples meanwhile."""
+    return on_whole(input, windows.images(input, func), lambda part: func(part, *args, **kwargs), resizes=True)
 
 
-@lru_cache(maxsize=256)
-@torch.compiler.assume_constant_result
-def nearest_rows(mode: str, rows: int, length: int, scale: float | None) -> tuple[int, ...]:
-    """The row that each output copies, with the rounding of the plain operation."""
-    places = torch.arange(rows, dtype=torch.float64).view(1, 1, -1)
-    return tuple(int(row) for row in NEAREST[mode][0](places, [length], scale).flatten())
-
-
-def linear_place(output: Number, rows: int, length: int, scale: float | None, align_corners: bool | None) -> Number:
-    """The position of an output, or of a tensor of outputs, among the rows."""
-    if align_corners:
-        place = output * ((rows - 1) / (length - 1) if length > 1 else 0.0)
-    else:
-        place = (output + 0.5) * (1 / scale if scale else rows / length) - 0.5
-    return place.clamp(0, rows - 1) if isinstance(place, torch.Tensor) else min(max(place, 0.0), rows - 1.0)
-
-
-def linear(x: Tensor, dim: int, first: int, last: int, place: Callable[[Tensor], Tensor], interval: Interval) -> Tensor:
-    """Interpolate the outputs [first, last) from x, the rows `interval` of the whole; at least in float32."""
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    outputs = torch.arange(first, last, device=x.device, dtype=x.dtype)
-    at = place(outputs).clamp(interval[0], interval[1] - 1) - interval[0]
-    low = at.floor().long()
-    weight = (at - low).view(-1, *[1] * (x.ndim - 1 - dim))
-    high = (low + 1).clamp(max=x.shape[dim] - 1)
-    return torch.lerp(x.index_select(dim, low), x.index_select(dim, high), weight)
+@rule(torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d)
+def unpool(func: Callable, input: ShardTensor, indices: Tensor, output_size: Sequence[int], *args: Any) -> ShardTensor:
+    """Put values at places in the whole image, on whole images of some channels or samples."""
+    dims = windows.images(input, func)
+    x = made_whole(input, dims)
+    part, places = local(x), fitted(reduced(indices), x.spec)
+    out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
+    y = func(part, places, output_size, *args) if part.numel() else windows.no_outputs(part, out.local_shape)
+    return as_before(wrap(y, out), input.spec)
 
 
 @rule(F.interpolate)
@@ -151,20 +146,67 @@ def interpolate(
     scale_factor: float | Sequence[float] | None = None, mode: str = "nearest", align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> ShardTensor:  # fmt: skip
-    """Every mode; of split images with two rows of weights a row, bilinear and bicubic, antialiased too."""
-    x, count = reduced(input), len(input.spec.dims) - 2
-    splits, part = windows.splits_of(x, range(2, count + 2)), local(x)
+    """Every mode: weighted sums of rows along split dimensions, then the plain operation along the others."""
+    given, count = reduced(input), len(input.spec.dims) - 2
+    splits, x = windows.splits_of(given, range(2, count + 2)), local(given)
+    options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     if not splits:
-        y = func(part, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-        return windows.resulting(x, y, {})
-    lengths, scales = wanted_lengths(part, splits, size, scale_factor, recompute_scale_factor)
+        return windows.resulting(given, func(x, *options), {})
+    if (size is None) == (scale_factor is None):
+        raise ValueError("interpolate: either size or scale_factor")
+    factors = list(scale_factor) if isinstance(scale_factor, Sequence) else [scale_factor] * count
+    scales: list[Any] = [None] * count if recompute_scale_factor else factors
+    lengths = [int(n * (factor or 0)) for n, factor in zip(given.spec.shape[2:], factors, strict=True)]
+    lengths = lengths if size is None else list(spatial(size, count))
     if mode == "area":
-        return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), x, lengths)
-    if count == 2 and (mode == "bicubic" or antialias):
-        return windows.resulting(x, *by_matrix(part, splits, lengths, scales, mode, align_corners, antialias))
-    if antialias or mode not in (*NEAREST, list(LINEAR)[count - 1]):
-        raise no_rule(func, (x,), {}, f"mode '{mode}'" + antialias * " with antialias")
-    return windows.resulting(x, *by_rows(part, splits, lengths, scales, mode, align_corners))
+        return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), given, lengths)
+    if mode not in (*NEAREST, *SMOOTH[count]) or (antialias and count != 2):
+        raise no_rule(func, (given,), {}, f"mode '{mode}'" + antialias * " with antialias")
+    dtype, new = x.dtype, {}
+    for i, dim in enumerate(range(2, count + 2)):
+        if dim in splits:
+            sizes, length = splits[dim][0], lengths[i]
+            new[dim] = windows.in_proportion(sizes, length)
+            read, weights = rows_read(mode, sum(sizes), length, scales[i], align_corners, antialias)
+            x, mine, outputs = windows.read(x, dim, splits[dim], new[dim], read)
+            if mode in NEAREST:
+                x = windows.spread(x, dim, mine)
+            else:
+                x = windows.weighted_sums(x, dim, mine, weights[slice(*outputs)])
+            lengths[i], scales[i] = x.shape[dim], scales[i] and 1.0
+    shape = (*x.shape[:2], *lengths)
+    if 0 in shape:
+        x = windows.no_outputs(x, shape)
+    elif len(splits) < count:
+        how = {"size": lengths} if scales[0] is None else {"scale_factor": scales}
+        x = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **how)
+    return windows.resulting(given, x.to(dtype), new)
+
+
+@lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result
+def rows_read(
+    mode: str, rows: int, length: int, scale: float | None, align_corners: bool | None, antialias: bool
+) -> tuple[tuple[Interval, ...], tuple[tuple[float, ...], ...]]:
+    """The rows [first, last) that each output reads, and their weights, which the plain operation shows."""
+
+    def plain(x: Tensor) -> Tensor:  # (rows, n) -> (length, n)
+        # Two columns: of one column torch 2.13 computes every output as the first.
+        x = x.to(torch.float64).mT[None, :, :, None].repeat(1, 1, 1, 2)
+        how = {"size": (length, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
+        plane = {"linear": "bilinear", "trilinear": "bilinear"}.get(mode, mode)
+        return F.interpolate(x, mode=plane, align_corners=align_corners, antialias=antialias, **how)[0, :, :, 0].mT
+
+    if mode == "bicubic" or antialias:
+        every = plain(torch.eye(rows))
+        places = every.ne(0)
+        starts = places.int().argmax(1)
+        ends = rows - places.flip(1).int().argmax(1)
+        read = tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+        return read, tuple(tuple(row[a:b]) for row, (a, b) in zip(every.tolist(), read, strict=True))
+    at = [round(place, 9) for place in plain(torch.arange(rows)[:, None]).flatten().tolist()]
+    read = tuple((math.floor(place), math.floor(place) + 1 + (place % 1 > 0)) for place in at)
+    return read, tuple((1 - place % 1, place % 1) if place % 1 else (1.0,) for place in at)
 
 
 @rule(*named("pad"))
@@ -181,36 +223,28 @@ def pad(
         dim, (before, after) = x.ndim - 1 - i // 2, pad[i : i + 2]
         if before == after == 0 or not given.spec.is_split(dim):
             continue
-        ((sizes, group),) = windows.splits_of(given, [dim]).values()
+        (split,) = windows.splits_of(given, [dim]).values()
         left[i] = left[i + 1] = 0
-        rows = sum(sizes)
+        rows = sum(split[0])
         most = {"circular": rows, "reflect": rows - 1}.get(mode, math.inf)
         if before + after + rows < 0 or (mode != "constant" and not (0 <= before <= most and 0 <= after <= most)):
             raise ValueError(f"pad: {mode} of {rows} rows by {before} before and {after} after")
-        new[dim] = windows.cut(sizes, rows + before + after, lambda end, before=before: end + before)
-        intervals = [(first - before, last - before) for first, last in bounds(new[dim])]
+        new[dim] = windows.cut(split[0], rows + before + after, lambda end, before=before: end + before)
         if mode in ("reflect", "replicate"):
-            x = mirrored(x, dim, sizes, group, intervals, mode)
+            inside = [mirrored(row, rows - 1, mode) for row in range(-before, rows + after)]
+            x, mine, _ = windows.read(x, dim, split, new[dim], [(row, row + 1) for row in inside])
+            x = windows.spread(x, dim, mine)
         else:
-            coming = Fetch(x, dim, sizes, intervals, group, mode == "circular", value or 0)
+            intervals = [(first - before, last - before) for first, last in bounds(new[dim])]
+            coming = Fetch(x, dim, split[0], intervals, split[1], mode == "circular", value or 0)
             x = coming.rows() if coming.joined else coming.rows().clone()
     mode = mode if x.numel() else "constant"  # other modes reject empty tensors
     x = F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x
     return windows.resulting(given, x, new)
 
 
-def mirrored(x: Tensor, dim: int, sizes: Sizes, group: Group, intervals: Sequence[Interval], mode: str) -> Tensor:
-    """Rows of intervals that extend beyond the whole dimension, filled by reflection or replication."""
-    last = sum(sizes) - 1
-
-    def inner(row: int) -> int:
-        row = row if mode == "replicate" else abs(row) if row <= last else 2 * last - row
-        return min(max(row, 0), last)
-
-    rows = [[inner(row) for row in range(*interval)] for interval in intervals]
-    read = [(min(r), max(r) + 1) if r else (0, 0) for r in rows]
-    coming, start = Fetch(x, dim, sizes, read, group), read[group.rank][0]
-    if coming.joined and read[group.rank] == intervals[group.rank]:
-        return coming.rows()
-    order = tensor_on(x.device, [row - start for row in rows[group.rank]], torch.long)
-    return coming.rows().index_select(dim, order)
+def mirrored(row: int, last: int, mode: str) -> int:
+    """The row that lies in the place of one outside of [0, last], by reflection or replication."""
+    if mode == "reflect":
+        row = abs(row) if row <= last else 2 * last - row
+    return min(max(row, 0), last)

@@ -103,13 +103,9 @@ def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spe
 
 
 def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
-    """The tensor in a new global shape. One size may be -1."""
+    """The tensor in a new global shape, after it is cut in other sizes where it must be. One size may be -1."""
     shape = tuple(shape)
-    return in_spec(func, x, *x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape))))
-
-
-def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
-    """The tensor in a new spec, after it is cut in other sizes; see reshaped_spec."""
+    new, cut = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
     part = recut(local(x), x.spec, cut)[0] if cut else x
     return wrap_result(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
@@ -117,29 +113,25 @@ def in_spec(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
 def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
     """Reshape to a global shape, given as numbers, as one tuple, or by another tensor."""
-    shape = shape or tuple(keywords.values())
-    if isinstance(shape[0], torch.dtype):
+    if any(isinstance(x, torch.dtype) for x in (*shape, *keywords.values())):
         raise no_rule(func, (input,), {}, "a view as another dtype")
-    return reshaped(func, input, _sizes(shape))
+    return reshaped(func, input, numbers(shape, keywords))
 
 
-def _sizes(shape):
-    """(2, 3), ((2, 3),) or (tensor,) as a tuple of numbers."""
-    if len(shape) == 1 and isinstance(shape[0], Tensor):
-        return tuple(global_shape(shape[0]))
-    return tuple(shape[0] if shape and isinstance(shape[0], tuple | list) else shape)
+def numbers(given: Sequence[Any], keywords: dict[str, Any]) -> tuple[int, ...]:
+    """Arguments as a tuple of numbers: 2, 3; (2, 3); a tensor of this shape; or one of them by its name."""
+    given = given or tuple(keywords.values())
+    if len(given) == 1 and isinstance(given[0], Tensor):
+        return tuple(global_shape(given[0]))
+    return tuple(given[0] if given and isinstance(given[0], Sequence) else given)
 
 
 @rule(*named("flatten"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
-
-    def flattened():
-        shape = list(x.spec.shape) or [1]
-        start, end = start_dim % len(shape), end_dim % len(shape)
-        return reshaped_spec(func, x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
-
-    return in_spec(func, x, *x.spec.derived(("flatten", start_dim, end_dim), flattened))
+    shape = x.spec.shape or (1,)
+    start, end = start_dim % len(shape), end_dim % len(shape)
+    return reshaped(func, x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
 @rule(*named("unflatten"))
@@ -155,8 +147,7 @@ def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) ->
 @rule(*named("permute"))
 def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
     """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
-    dims = _sizes(dims or tuple(keywords.values()))
-    spec = input.spec
+    dims, spec = numbers(dims, keywords), input.spec
     if len(dims) != len(spec.dims):
         raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
     new = spec.derived(("permute", dims), lambda: spec.with_dims([spec.dims[d] for d in dims]))
@@ -237,7 +228,7 @@ def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = No
 @rule(*named("expand", "expand_as", "broadcast_to"))
 def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
     """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded."""
-    shape = _sizes(shape or tuple(keywords.values()))
+    shape = numbers(shape, keywords)
     ahead = len(shape) - len(x.spec.dims)
     dims, sizes = [], []
     for dim, size in enumerate(shape):
@@ -250,18 +241,18 @@ def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> Shar
     return wrap(x.expand(sizes), x.spec.with_dims(dims))
 
 
-@rule(*named("pixel_shuffle", "pixel_unshuffle"))
+@rule(*named("pixel_shuffle"))
 def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
-    """(..., C r^2, H, W) -> (..., C, H r, W r), and the inverse."""
-    *ahead, channels, height, width = input.spec.shape
-    n, first = len(ahead), tuple(range(len(ahead)))
-    if func.__name__ == "pixel_shuffle":
-        x = reshaped(func, input, (*ahead, channels // factor**2, factor, factor, height, width))
-        x = permute(func, x, *first, n, n + 3, n + 1, n + 4, n + 2)
-        return reshaped(func, x, (*ahead, channels // factor**2, height * factor, width * factor))
-    x = reshaped(func, input, (*ahead, channels, height // factor, factor, width // factor, factor))
-    x = permute(func, x, *first, n, n + 2, n + 4, n + 1, n + 3)
-    return reshaped(func, x, (*ahead, channels * factor**2, height // factor, width // factor))
+    """(..., C r^2, H, W) -> (..., C, H r, W r)."""
+    x = movedim(func, unflatten(func, input, -3, (-1, factor, factor)), (-4, -3), (-3, -1))
+    return flatten(func, flatten(func, x, -2), -3, -2)
+
+
+@rule(*named("pixel_unshuffle"))
+def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
+    """(..., C, H r, W r) -> (..., C r^2, H, W)."""
+    x = unflatten(func, unflatten(func, input, -1, (-1, factor)), -3, (-1, factor))
+    return flatten(func, movedim(func, x, (-3, -1), (-4, -3)), -5, -3)
 
 
 rule(torch.broadcast_tensors)(

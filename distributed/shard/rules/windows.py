@@ -1,8 +1,7 @@
 """Common parts of convolution, pooling and resampling: outputs that read rows split over the ranks of a group.
 
-The operations of convolution.py, pooling.py and resampling.py compute on plain local tensors, and their rules at the
-end of these modules wrap the results. Samples may be split too, and channels for all of them except convolution, which
-mixes channels. All operations take
+Convolutions and poolings are functions of plain local tensors, and spatial_rule makes rules of them. Samples may be
+split too, and channels for all of them except convolution, which mixes channels. These functions take
 
     x: this rank's shard; splits: {dimension: (sizes of all ranks, Group)} of the split spatial dimensions
 
@@ -12,20 +11,23 @@ gradient of a weight; the sum of the parts is the whole gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, Sizes
+from distributed.collectives import Group, Sizes, tensor_on
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.operands import reduced
-from distributed.shard.tensor import ShardTensor, local, named, wrap
+from distributed.shard.operands import reduced, shared
+from distributed.shard.rules.reductions import at_least_float32
+from distributed.shard.tensor import Rule, ShardTensor, flat, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
 KINDS = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool"
 DIMENSIONS = {f: n for n in (1, 2, 3) for k in KINDS for f in named(f"{k}{n}d", f"{k}{n}d_with_indices")}
+CONVOLUTIONS = {f for f in DIMENSIONS if f.__name__.startswith("conv")}  # they mix channels
 Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (sizes of all ranks, Group)}
 Output = tuple[Tensor, dict[int, Sizes]]  # the local output, {dimension: its sizes on all ranks}
 
@@ -73,12 +75,6 @@ def in_proportion(sizes: Sizes, length: int) -> Sizes:
     return cut(sizes, length, lambda end: -(-end * length // sum(sizes)))
 
 
-def of_kind(name: str) -> list[Callable]:
-    """name1d, name2d, name3d in torch and torch.nn.functional."""
-    homes = (torch, torch.nn.functional)
-    return [f for n in (1, 2, 3) for home in homes if (f := getattr(home, f"{name}{n}d", None)) is not None]
-
-
 def spatial(values: PerAxis, count: int) -> tuple[int, ...]:
     """One value for each of `count` dimensions: 3 -> (3, 3)."""
     values = (values,) if isinstance(values, int) else tuple(values)
@@ -90,28 +86,34 @@ def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
     return sum(splits[dim][0]) if dim in splits else x.shape[dim]
 
 
+def output_shape(
+    func: Callable, x: Tensor, splits: Splits, along: Mapping[int, Window], ceil_mode: bool = False
+) -> list[int]:
+    """The shape of the whole output, with the channels of x. Raises ValueError where a window is longer than the rows.
+
+    ceil_mode: an incomplete last window counts unless it begins in the padding.
+    """
+    shape = list(x.shape)
+    for dim, w in along.items():
+        rows = whole_length(x, dim, splits)
+        shape[dim] = w.length(rows)
+        if ceil_mode:
+            more = w._replace(after=w.after + w.stride - 1).length(rows)
+            shape[dim] = more - ((more - 1) * w.stride >= rows + w.before)
+        if shape[dim] < 1:
+            raise ValueError(
+                f"{func.__name__}: a window of {w.reach + 1} rows on {rows}, padded by {w.before + w.after}"
+            )
+    return shape
+
+
 def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tensor:
     """The output of a rank that computes nothing, empty or zeros; its backward pass runs too, with gradients of 0."""
-    return _Nothing.apply(x.new_zeros(shape), x, *(w for w in weights if w is not None))
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.shapes = [x.shape for x in inputs]
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(gradient.new_zeros(shape) for shape in ctx.shapes)
-
-
-def cropped(x: Tensor, ranges: Mapping[int, tuple[int, int]]) -> Tensor:
-    """The part {dimension: (first, rows)} of x, in memory of its own as the output of any operation."""
-    part = x
-    for dim, (first, rows) in ranges.items():
-        part = part.narrow(dim, first, rows)
-    return x if part.shape == x.shape else part.clone()
+    out = x.new_zeros(shape)
+    for tensor in (x, *weights):
+        if tensor is not None and tensor.requires_grad:
+            out = out + tensor.narrow(0, 0, 0).sum()
+    return out
 
 
 def request(
@@ -126,6 +128,53 @@ def request(
     (sizes, group), outputs = split, bounds(new)
     intervals = [interval(*own) if own[0] < own[1] else (0, 0) for own in outputs]
     return Fetch(x, dim, sizes, intervals, group, **options), outputs[group.rank], intervals[group.rank]
+
+
+def extended(
+    x: Tensor, splits: Splits, along: Mapping[int, Window], shape: list[int], fill: float | None
+) -> tuple[Tensor, dict[int, Sizes], dict[int, Interval]]:
+    """The rows that this rank's windows read along the dimensions of splits, padding at the ends included.
+
+    shape: that of the whole output; its sizes of these dimensions become this rank's.
+    Returns also {dimension: sizes of the outputs on all ranks}, and {dimension: this rank's outputs}.
+    """
+    new, own = {}, {}
+    for dim in sorted(splits):
+        new[dim] = along[dim].output_sizes(splits[dim][0], shape[dim])
+        coming, own[dim], _ = request(x, dim, splits[dim], new[dim], along[dim].interval, fill=fill)
+        x, shape[dim] = coming.rows(), own[dim][1] - own[dim][0]
+    return x, new, own
+
+
+def read(
+    x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, windows: Sequence[Interval]
+) -> tuple[Tensor, list[Interval], Interval]:
+    """The rows that this rank's outputs read, where windows[j] are those of output j of the whole.
+
+    Returns these rows, the windows of this rank's outputs in them, and these outputs.
+    """
+
+    def rows_of(first: int, last: int) -> Interval:
+        starts, ends = zip(*windows[first:last], strict=True)
+        return min(starts), max(ends)
+
+    coming, outputs, (start, _) = request(x, dim, split, new, rows_of)
+    return coming.rows(), [(a - start, b - start) for a, b in windows[slice(*outputs)]], outputs
+
+
+def spread(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
+    """Concatenate the rows of windows [a, b), all with one length: shorter windows repeat their last row."""
+    longest = max([1, *(b - a for a, b in windows)])
+    rows = [min(a + t, b - 1) for a, b in windows for t in range(longest)]
+    return x.index_select(dim, tensor_on(x.device, rows, torch.long))
+
+
+def weighted_sums(x: Tensor, dim: int, windows: Sequence[Interval], weights: Sequence[Sequence[float]]) -> Tensor:
+    """The sum of the rows of each window [a, b) by b - a weights; at least in float32."""
+    x, longest = at_least_float32(x), max([1, *map(len, weights)])
+    factors = tensor_on(x.device, [n for row in weights for n in (*row, *[0.0] * (longest - len(row)))], x.dtype)
+    rows = spread(x, dim, windows).unflatten(dim, (len(windows), longest))
+    return (rows * factors.view(-1, longest, *[1] * (x.ndim - 1 - dim))).sum(dim + 1)
 
 
 def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
@@ -151,8 +200,30 @@ def resulting(x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes]) -> ShardTen
 def spatially(
     implementation: Callable[..., Output], func: Callable, input: ShardTensor, *args: Any, **kwargs: Any
 ) -> ShardTensor:
-    """implementation(func, part, splits, ...) as a ShardTensor; func(part, ...) if no spatial dimension is split."""
+    """implementation(func, part, splits, ...) as a ShardTensor; func(part, ...) if no spatial dimension is split.
+
+    Raises no_rule for weights that are ShardTensors, and for split channels where func mixes them.
+    """
+    if not isinstance(input, ShardTensor) or any(isinstance(a, ShardTensor) for a in flat(args, kwargs)):
+        raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
     x = reduced(input)
-    splits, part = splits_of(x, images(x, func)), local(x)
+    dims, part = images(x, func), local(x)
+    if func in CONVOLUTIONS and x.spec.is_split(dims[0] - 1):
+        raise no_rule(func, (x,), {}, "channels are split")
+    args = tuple(shared(a, x.spec) for a in args)
+    kwargs = {name: shared(a, x.spec) for name, a in kwargs.items()}
+    splits = splits_of(x, dims)
     y, sizes = implementation(func, part, splits, *args, **kwargs) if splits else (func(part, *args, **kwargs), {})
     return resulting(x, y, sizes)
+
+
+def spatial_rule(kind: str) -> Callable[[Rule], Rule]:
+    """Decorator: the rule of kind1d, kind2d and kind3d, by a function of local tensors as described above."""
+
+    def register(implementation: Rule) -> Rule:
+        homes = (torch, torch.nn.functional)
+        functions = [getattr(home, f"{kind}{n}d", None) for n in (1, 2, 3) for home in homes]
+        rule(*filter(None, functions))(partial(spatially, implementation))
+        return implementation
+
+    return register
