@@ -3,8 +3,8 @@
     python -m weather.prepare_era5 STORE.zarr --out data/era5 --coarsen 2
     python -m weather.prepare_era5 single-levels-*.nc pressure-levels-*.nc --train_years 1979-2015
 
-The command reads what WeatherBench2, ARCO-ERA5 and the Copernicus Climate Data Store publish (era5_store.py knows their
-names and units). It writes the layout of weather/year_files.py: the 20 channels, 6-hourly instants, rows from the
+The command reads what WeatherBench2, ARCO-ERA5 and the Copernicus Climate Data Store publish (era5.yaml has their names
+and units). It writes the layout of weather/year_files.py: the 20 channels, 6-hourly instants, rows from the
 north, columns from Greenwich eastward, and the statistics of the training years. It can be interrupted and repeated. If
 no source gives relative humidity with its units, it is derived from specific humidity and temperature.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UsageError, run_main, whole
-from weather.channels import CHANNELS
-from weather.era5_store import QUANTITIES, Store, channel_key, relative_humidity, units_of
+from weather.channels import CHANNELS, QUANTITIES, channel_key
+from weather.era5_store import Store, relative_humidity, units_of
 from weather.grid import Grid, frame_times
 from weather.year_files import YearFileWriter, year_file_parser
 
@@ -162,7 +162,7 @@ def prepare_era5(
 
 def _check_values(quantity: str, levels: Sequence[int | None], times: np.ndarray, values: np.ndarray) -> None:
     """Raises UsageError for NaN and for a value outside the physical range (a fill value, other units)."""
-    _, units, lowest, highest = QUANTITIES[quantity]
+    units, _, _, lowest, highest = QUANTITIES[quantity]
     sound = (values >= lowest) & (values <= highest)  # false for NaN
     if not sound.all():
         index = tuple(np.argwhere(~sound)[0])
