@@ -91,11 +91,6 @@ class Task(ABC):
         """This rank's part of every image, one slice for each axis."""
         return own_window(self.config.img_size, patch_size(self.config))
 
-    def random_images(self, generator: torch.Generator) -> Tensor:
-        """A whole global batch of inputs without forcings, normal random numbers on the CPU."""
-        shape = self.config.global_batch_size, self.config.n_in_channels, *self.config.img_size
-        return torch.randn(shape, generator=generator)
-
     def check_batch(self, samples: int, source: str) -> None:
         """Raise UsageError where the training data, from `source`, have fewer samples than one batch."""
         batch = self.config.global_batch_size
@@ -132,22 +127,3 @@ class Validator(ABC):
     @abstractmethod
     def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """One pass of a model that is in evaluation mode; `stop` is asked before each batch."""
-
-
-class MeanValidator(Validator):
-    """Means over all samples. scored: the names of the numbers that `scores` gives of each."""
-
-    scored: tuple[str, ...]
-
-    @abstractmethod
-    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
-        """Scores of the first `count` samples of a batch, (count, len(scored))."""
-
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """{name: mean}."""
-        found = []
-        for batch in self.loader.valid():
-            if stop():
-                return None
-            found.append(self.scores(parallel, *batch))
-        return dict(zip(self.scored, comm.global_mean(torch.cat(found)).tolist(), strict=True))
