@@ -34,6 +34,7 @@ from utils import comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
+from utils.files import write_json
 from utils.schema import Config
 from utils.signals import StopRequest
 
@@ -114,7 +115,8 @@ class Run:
             log.info("Operations on whole tensors (--domain_fallback gather): %s", fallback.report())
         if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
             self.summary = self._summarize(self.result)
-            self.folder.write_summary(self.summary)
+            if comm.is_main():
+                write_json(self.folder.summary_file, self.summary)
             if self.config.plan and comm.is_main():
                 try:
                     log.info("%s", compare(self.folder.path))
@@ -221,9 +223,8 @@ class Run:
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
         self.epoch_loss, self.epoch_iterations = 0.0, 0
-        lap = self.clock.lap()
-        speed = lap.samples / lap.seconds
-        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, lap.seconds, speed)
+        seconds, samples = self.clock.lap()
+        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
         log.info("  Avg train loss=%.6f", self.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.run_trackers.tell({"loss/train_epoch": self.train_loss}, self.iteration)

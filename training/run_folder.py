@@ -74,20 +74,13 @@ class RunFolder:
         kinds = {"run": str, "iterations": int, "units": dict}
         return comm.on_main(lambda: read_summary(self.summary_file, **kinds) if self.summary_file.exists() else None)
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Written by rank 0."""
-        if comm.is_main():
-            write_json(self.summary_file, summary)
-
     def _earlier(self) -> Config | None:
         """The settings of the run in this folder: of config.yaml, else of its newest checkpoint; None for no run."""
         name = self.config.config
         if self.config_file.exists():
             return check_config(read_named_config(self.config_file, name), name, f"{self.config_file}: {name}")
-        _, marker = CheckpointFolder(self.checkpoints, keep=1).newest_whole()
-        if marker is None or marker["config"] is None:
-            return None
-        return config_of(marker, f"{self.checkpoints}: {name}")
+        found = CheckpointFolder(self.checkpoints, keep=1).newest_whole()
+        return config_of(found[1], f"{self.checkpoints}: {name}") if found and found[1]["config"] else None
 
     def _compare_settings(self, earlier: Config) -> None:
         if self.config.resume == "never":
