@@ -90,11 +90,15 @@ class Store:
                 return variable
         return None
 
-    def check(self, quantity: str, variable: xarray.DataArray) -> None:
-        """Raises UsageError if the variable of a quantity has unknown units, or one dimension too many."""
+    def holds(self, quantity: str, level: float | None = None) -> bool:
+        """Whether it holds a quantity (at a level in hPa). Raises UsageError for other units or dimensions."""
+        variable = self.variable(quantity, level)
+        if variable is None:
+            return False
         self.conversion(quantity, variable)
         if others := {dim: size for dim, size in variable.sizes.items() if dim not in DIMENSIONS and size > 1}:
             raise UsageError(f"{self.address}: {variable.name} has also the dimensions {others}: select one of each")
+        return True
 
     def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
         """Read (T, L, H, W) float32 in ERA5's units, at `levels` ([None] for the surface), at indices `frames`.
@@ -129,11 +133,11 @@ class Store:
         return self._conversion(f"{variable.name} has", theirs, QUANTITIES[quantity].units)
 
     def _conversion(self, subject: str, theirs: str, ours: str) -> tuple[float, float]:
-        known = ERA5["units"][ours]
-        for spelling, conversion in known.items():
-            if theirs.lower() == spelling.lower():
-                return conversion
-        raise UsageError(f"{self.address}: {subject} unknown units '{theirs}' (known: {', '.join(known)})")
+        known = {spelling.lower(): conversion for spelling, conversion in ERA5["units"][ours].items()}
+        if theirs.lower() not in known:
+            listed = ", ".join(ERA5["units"][ours])
+            raise UsageError(f"{self.address}: {subject} unknown units '{theirs}' (known: {listed})")
+        return known[theirs.lower()]
 
     def _check_grid(self) -> None:
         latitude, longitude, width = self.latitude, self.longitude, len(self.longitude)
@@ -141,12 +145,8 @@ class Store:
         if width < 2 or not whole_circle or longitude[0] >= 360 / width:
             raise UsageError(f"{self.address}: its {width} longitudes do not go once around the globe in equal steps")
         steps = -np.diff(latitude)
-        if not (  # nor are they, where one is NaN
-            len(steps) > 0
-            and steps.min() > 0
-            and abs(latitude).max() <= 90
-            and np.ptp(latitude) + 2 * steps.max() >= 180
-        ):
+        falling = len(steps) > 0 and steps.min() > 0  # nor are they, where one is NaN
+        if not (falling and abs(latitude).max() <= 90 and np.ptp(latitude) + 2 * steps.max() >= 180):
             raise UsageError(f"{self.address}: its {len(latitude)} latitudes do not go from pole to pole")
 
 

@@ -43,10 +43,8 @@ class Era5:
         first = self.stores[0]
         self.points = len(first.latitude), len(first.longitude)
         for store in self.stores:
-            if self.points != (len(store.latitude), len(store.longitude)) or not (
-                np.allclose(store.latitude, first.latitude, atol=1e-3)
-                and np.allclose(store.longitude, first.longitude, atol=1e-3)
-            ):
+            axes = (store.latitude, first.latitude), (store.longitude, first.longitude)
+            if not all(len(own) == len(other) and np.allclose(own, other, atol=1e-3) for own, other in axes):
                 raise UsageError(f"{store.address}: its grid is not that of {first.address}")
         if block < 1 or self.points[1] % block or self.points[0] < block:
             raise UsageError(f"coarsen {block}: must divide the {self.points[1]} longitudes of {first.address}")
@@ -63,7 +61,7 @@ class Era5:
 
     def check(self, times: np.ndarray) -> None:
         """Raises UsageError if no store holds a variable, a level or one of `times` (datetime64[s])."""
-        for quantity, level in [(quantity, level) for quantity, levels in self.needed.items() for level in levels]:
+        for quantity, level in ((quantity, level) for quantity, levels in self.needed.items() for level in levels):
             holders = self._holders(quantity, level)
             missing = times[np.max([store.times.get_indexer(times) for store in holders], axis=0) < 0]  # -1: not there
             if len(missing):
@@ -89,13 +87,9 @@ class Era5:
         return out
 
     def _holders(self, quantity: str, level: int | None) -> list[Store]:
-        """The stores that hold a quantity at a level, checked. Raises UsageError if there is none."""
-        found = [(store, store.variable(quantity, level)) for store in self.stores]
-        holders = [(store, variable) for store, variable in found if variable is not None]
-        for store, variable in holders:
-            store.check(quantity, variable)
-        if holders:
-            return [store for store, _ in holders]
+        """The stores that hold a quantity at a level. Raises UsageError if there is none."""
+        if holders := [store for store in self.stores if store.holds(quantity, level)]:
+            return holders
         others = [store for store in self.stores if level and store.variable(quantity) is not None]
         levels = ", ".join(f"{lev:g}" for lev in sorted({lev for store in others for lev in store.levels}))
         hint = f" (found at {levels or 'no level'})" if others else ""

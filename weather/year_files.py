@@ -50,11 +50,6 @@ def parse_years(text: str) -> tuple[int, ...]:
     return tuple(years)
 
 
-def parse_days(text: str) -> int:
-    """The number of days of '60', or 0 for 'all'. Raises argparse.ArgumentTypeError."""
-    return 0 if text == "all" else whole(1, 365)(text)
-
-
 def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:
     """A parser with the options that every command that makes year files has; the texts are their defaults."""
     parser = ArgumentParser(prog=f"python -m {module}", description=doc.partition("\n")[0])
@@ -62,7 +57,7 @@ def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, d
     option("--train_years", type=parse_years, default=train, help=f"such as 1979-1982,1985 {default}")
     option("--valid_years", type=parse_years, default=valid, help=default)
     option("--test_years", type=parse_years, default=test, help=default)
-    option("--days", type=parse_days, default=days, help=f"of each year, from 1 January, or 'all' {default}")
+    option("--days", type=_days, default=days, help=f"of each year, from 1 January, or 'all' {default}")
     option("--overwrite", action="store_true", help="replace year files that this command made with other settings")
     return parser
 
@@ -91,7 +86,6 @@ class YearFileWriter:
         overwrite: bool = False,
     ):
         self.out, self.grid, self.settings = Path(out), grid, settings
-        self.constant: Constant = {}
         self.attributes = {"title": title, **attributes}
         if not 0 <= days <= 365:
             raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
@@ -121,9 +115,8 @@ class YearFileWriter:
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
         Raises UsageError if `out` cannot be written.
         """
-        self.constant = constant or {}
         try:
-            described = self._write(read_frames)
+            described = self._write(read_frames, constant or {})
             size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
         except OSError as error:
             raise UsageError(f"{self.out}: cannot be written: {error.strerror or error}") from error
@@ -132,7 +125,7 @@ class YearFileWriter:
         print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
         return len(self.missing)
 
-    def _write(self, read_frames: FrameReader) -> bool:
+    def _write(self, read_frames: FrameReader, constant: Constant) -> bool:
         """Write the missing year files and statistics; returns whether the statistics were there already."""
         if any(path.parent.name == "train" for path in [*self.missing, *self.stale]):
             for path in self.stats:
@@ -142,7 +135,7 @@ class YearFileWriter:
         with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
             for path in self.missing:
                 with whole_file(path) as part, h5py.File(part, "w") as file:
-                    fields = self._describe(file, int(path.stem), self.frames[path])
+                    fields = self._describe(file, int(path.stem), self.frames[path], constant)
                     for first, count in _chunks(fields):
                         fields[first : first + count] = read_frames(int(path.stem), first, count)
                         progress.update(count)
@@ -158,15 +151,14 @@ class YearFileWriter:
             title, settings = _read_origin(path)
             if title != self.attributes["title"]:
                 raise UsageError(f"{path} is not '{self.attributes['title']}', left alone: choose another folder")
-            if path in self.frames and settings == self.settings:
-                continue
-            if not overwrite:
+            if path not in self.frames or settings != self.settings:
+                stale.append(path)
+            if stale and not overwrite:
                 why = "was made with other settings" if path in self.frames else "is not a year of this split"
                 raise UsageError(f"{path} {why}: choose another folder, or replace it with --overwrite")
-            stale.append(path)
         return stale
 
-    def _describe(self, file: h5py.File, year: int, frames: int) -> h5py.Dataset:
+    def _describe(self, file: h5py.File, year: int, frames: int, constant: Constant) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
         hours = frame_times(year, 0, frames).astype("datetime64[h]").astype(np.float64)
@@ -184,7 +176,7 @@ class YearFileWriter:
             fields.dims[axis].attach_scale(file[name])
         file["channel_units"] = [channel.units for channel in CHANNELS]
         file["channel_units"].dims[0].attach_scale(file["channel"])
-        for name, (units, values) in self.constant.items():
+        for name, (units, values) in constant.items():
             file[name] = values.astype(np.float32)
             file[name].attrs["units"] = units
             for axis, scale in enumerate(("latitude", "longitude")):
@@ -240,6 +232,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with reported_as_usage_error(OSError, str(options.out)):
         for path in write_statistics(paths, options.out):
             print(path)
+
+
+def _days(text):
+    return 0 if text == "all" else whole(1, 365)(text)
 
 
 def _split_years(*years_of_splits: Iterable[int]) -> dict[int, str]:
