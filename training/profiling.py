@@ -72,10 +72,7 @@ def restart_under_nsys() -> None:
 
 
 def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profiler | None":
-    """The profiler of a run: Nsight Systems where nsys started the process, else the one of --profile.
-
-    folder: where --profile writes. Raises UsageError where the device cannot be profiled so.
-    """
+    """The profiler of a run: Nsight Systems where nsys started the process, else that of --profile, into a folder."""
     if UNDER_NSYS in os.environ:
         if device.type != "cuda":
             raise UsageError(f"ENABLE_PROFILING=1 records a GPU, this run is on {device}: use --profile torch")

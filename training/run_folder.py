@@ -108,10 +108,7 @@ class RunFolder:
 
 
 def read_summary(path: Path, **kinds: type) -> dict[str, Any]:
-    """The summary of a finished run, as its trainer wrote it. Raises UsageError for anything else.
-
-    kinds: of what the caller needs of it, beside the number of ranks.
-    """
+    """The summary of a finished run. kinds: of what the caller needs of it. Raises UsageError for anything else."""
     summary = read_json(path)
     kinds["world_size"] = int
     if not isinstance(summary, dict) or not all(isinstance(summary.get(key), kind) for key, kind in kinds.items()):

@@ -29,7 +29,7 @@ class Owner(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     host: str
-    space: str  # in which the number of the process counts: containers have their own
+    space: str  # in which the number of the process counts: containers have their own; '' where Linux does not tell
     process: int
     started: str  # the time, in the kernel's ticks: numbers are used again
     job: str  # of Slurm or torchrun, '' for none
@@ -52,13 +52,15 @@ def this_process() -> Owner:
     env = os.environ
     elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's own default says nothing
     job = env.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
-    restarts = _count(env.get("SLURM_RESTART_COUNT")), _count(env.get("TORCHELASTIC_RESTART_COUNT"))
-    space = ""
-    with contextlib.suppress(OSError):  # Linux
+    counts = [env.get(f"{launcher}_RESTART_COUNT", "") for launcher in ("SLURM", "TORCHELASTIC")]
+    slurm, torchrun = (int(count) if count.isdecimal() else 0 for count in counts)
+    space, number = "", os.getpid()
+    with contextlib.suppress(OSError):
         space = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
-    number = os.getpid()
-    started = _start_of(number)
-    return Owner(host=socket.gethostname(), space=space, process=number, started=started, job=job, restarts=restarts)
+    return Owner(
+        host=socket.gethostname(), space=space, process=number, started=_start_of(number), job=job,
+        restarts=(slurm, torchrun),
+    )  # fmt: skip
 
 
 class RunOwner:
@@ -110,7 +112,7 @@ class RunOwner:
         if other is not None:
             if other.job and other.job == self.me.job and other.restarts < self.me.restarts:
                 return False
-            if (other.host, other.space) == (self.me.host, self.me.space):
+            if self.me.space and (other.host, other.space) == (self.me.host, self.me.space):
                 return _start_of(other.process) == other.started
         deadline = time.monotonic() + DEAD_SECONDS
         while time.monotonic() < deadline:
@@ -155,20 +157,8 @@ def _parse(text):
         return None
 
 
-def _count(text):
-    return int(text) if text and text.isdecimal() else 0
-
-
 def _start_of(process):
-    """When a process started, in the kernel's ticks; '' for one that is gone, or a zombie."""
-    if not Path("/proc/self/stat").exists():  # macOS
-        try:
-            os.kill(process, 0)
-        except (ProcessLookupError, OverflowError):
-            return ""
-        except PermissionError:
-            pass  # somebody else's
-        return "alive"
+    """When a process started, in the kernel's ticks; '' for one that is gone, or a zombie, and where /proc is not."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -278,10 +278,7 @@ def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
-    """One line about the first value that does not fit the schema; `options` came from the command line.
-
-    A mapping of names to models inside the schema is followed, and the names become part of `where`.
-    """
+    """One line about the first value that does not fit the schema; `options` came from the command line."""
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
     name, *deeper = map(str, problem["loc"])
     while len(deeper) > 1 and (inner := _model_of_values(schema, name)):

@@ -159,10 +159,7 @@ class FieldDataset:
 
 
 def load_change_scale(global_stds_path: Path | str, channels: int) -> np.ndarray:
-    """The standard deviation of the change between frames / that of the state: (C, 1, 1) float32, for predict change.
-
-    It is read from the change_stds.npy beside the standard deviations. Raises UsageError as load_statistics.
-    """
+    """The standard deviation of the change between frames / that of the state: (C, 1, 1) float32. Raises UsageError."""
     path = Path(global_stds_path).with_name("change_stds.npy")
     if not path.exists():
         make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"

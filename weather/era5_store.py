@@ -101,10 +101,7 @@ class Store:
         return True
 
     def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
-        """Read (T, L, H, W) float32 in ERA5's units, at `levels` ([None] for the surface), at indices `frames`.
-
-        Raises UsageError for data that cannot be read.
-        """
+        """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of frames. Raises UsageError."""
         variable = self.variable(quantity, levels[0])
         assert variable is not None  # callers ask only for what the store holds
         factor, offset = self.conversion(quantity, variable)

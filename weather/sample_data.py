@@ -4,9 +4,7 @@
     python -m weather.sample_data data/big --img_size 360 720 --days all
 
 weather/year_files.py describes the files; the command can be interrupted and repeated. weather/atmosphere.py describes
-the dynamics and their sources (Rossby et al. 1939; Haurwitz 1940; Williamson et al. 1992). The channels are those of
-FourCastNet (Pathak et al. 2022, arXiv:2202.11214), with the names and units of ERA5 (Hersbach et al. 2020, Q. J. R.
-Meteorol. Soc. 146, 1999-2049).
+the dynamics and their sources, SOURCE those of the channels.
 """
 
 from collections.abc import Iterable, Sequence

@@ -103,10 +103,7 @@ class YearFile(ABC):
             memory.madvise(mmap.MADV_DONTNEED)  # it would count as memory of this process
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
-        """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
-
-        Raises UsageError for names and coordinates that cannot be used.
-        """
+        """Of the first channels and of an image of img_size; what the file lacks is as in ERA5. Raises UsageError."""
         height, width = self.shape[2:]
         names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
         units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))

@@ -22,10 +22,7 @@ STORE_FILES = ("zarr.json", ".zgroup")  # one of them makes a folder a Zarr stor
 
 
 def year_paths(folder: Path) -> list[Path]:
-    """The years in a folder, in the order of their names; a folder that is a Zarr store is the only one.
-
-    Raises UsageError where a year is there twice, in two formats.
-    """
+    """The years in a folder, by name; a Zarr store is the only one. Raises UsageError for a year in two formats."""
     if is_store(folder):
         return [folder]
     paths = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
