@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from tools.preflight.rendezvous import shortened
-from utils.collective_record import FILE_NAME
 from utils.errors import ArgumentParser, UsageError, first_line, run_main
+from utils.rank_failure import FILE_NAME
 from utils.schema import Ranks
 
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
@@ -59,7 +59,7 @@ class CallSchema(BaseModel):
 
 
 class Record(BaseModel):
-    """What a rank writes: utils.collective_record."""
+    """What a rank writes: utils.rank_failure."""
 
     rank: NonNegativeInt
     world_size: Ranks

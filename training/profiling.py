@@ -14,10 +14,10 @@ import torch
 
 from training.timing import PhaseTimes
 from utils import comm
-from utils.collective_record import recorded_collectives
 from utils.device import synchronize
 from utils.errors import UsageError
 from utils.launch import read_launch
+from utils.rank_failure import recorded_collectives
 from utils.schema import Config
 
 log = logging.getLogger(__name__)

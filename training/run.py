@@ -39,6 +39,7 @@ from utils.schema import Config
 from utils.signals import StopRequest
 
 log = logging.getLogger(__name__)
+RESUMED = ("epoch_loss", "epoch_iterations", "train_loss", "best_val_loss", "validation_due")  # attributes of a Run
 
 
 class Run:
@@ -68,7 +69,7 @@ class Run:
         self.iteration = 0  # optimizer steps done
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
         self.train_loss: float | None = None  # mean over the last epoch
-        self.best_val_loss = math.inf
+        self.best_val_loss: float | None = None
         self.validation_due = False  # a signal stopped the run before its validation was done
         self.resumed = False  # and no step has been made since
         self.result: dict[str, Any] | None = None  # of the last validation
@@ -241,7 +242,8 @@ class Run:
         if not math.isfinite(self.result["val_loss"]):
             comm.agree(self.validator.loader.check_all)
             raise self._not_finite(self.iteration, "validation", self.result["val_loss"])
-        self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
+        if self.best_val_loss is None or self.result["val_loss"] < self.best_val_loss:
+            self.best_val_loss = self.result["val_loss"]
         log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
         write_validation(self.run_trackers, self.result, self.validator.figures, self.iteration)
@@ -256,14 +258,7 @@ class Run:
         return self.stop_request.made and comm.world_size() == 1
 
     def _save(self, result: dict[str, Any] | None) -> None:
-        state = {
-            "epoch_loss": self.epoch_loss,
-            "epoch_iterations": self.epoch_iterations,
-            "train_loss": self.train_loss,
-            "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
-            "validation_due": self.validation_due,
-            "scaler": self.step.scaler.state_dict(),
-        }
+        state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
         self.step.parallel.share_buffers()
         tensors = global_view(self._tensors(), self.step.parallel.split)
         val_loss = result["val_loss"] if result else None
@@ -307,9 +302,8 @@ class Run:
                 f"{self.folder.path} is at iteration {self.iteration}, beyond num_iters {self.config.num_iters}: "
                 "nothing is left to do; give a larger --num_iters, or another --run_num"
             )
-        self.epoch_loss, self.epoch_iterations = state["epoch_loss"], state["epoch_iterations"]
-        self.train_loss, self.validation_due = state["train_loss"], state["validation_due"]
-        self.best_val_loss = state["best_val_loss"] if state["best_val_loss"] is not None else math.inf
+        for name in RESUMED:
+            setattr(self, name, state[name])
         self.step.scaler.load_state_dict(state["scaler"])
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 

@@ -158,42 +158,12 @@ class FieldDataset:
             raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt}{steps} needs at least {need}")
 
 
-def load_change_scale(global_stds_path: Path | str, channels: int) -> np.ndarray:
-    """The standard deviation of the change between frames / that of the state: (C, 1, 1) float32. Raises UsageError."""
-    path = Path(global_stds_path).with_name("change_stds.npy")
-    if not path.exists():
-        make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"
-        raise UsageError(f"{path}: not there; predict change needs the size of the change: make it with `{make}`")
-    stds, changes = (read_statistics(p, channels) for p in (global_stds_path, path))
-    if (changes <= 0).any():
-        raise UsageError(f"{path}: holds standard deviations that are not positive")
-    return changes / stds
-
-
 class Statistics(NamedTuple):
     """Statistics of each channel over the training years, in physical units, float32."""
 
     means: np.ndarray  # (C, 1, 1)
     stds: np.ndarray  # (C, 1, 1)
     time_means: np.ndarray  # (C, H, W), the climatology
-
-
-def load_statistics(
-    global_means_path: Path | str,
-    global_stds_path: Path | str,
-    time_means_path: Path | str,
-    channels: int,
-    img_size: Sequence[int],
-) -> Statistics:
-    """Read the statistics of the first `channels` channels from three .npy files, the climatology on (H, W) points.
-
-    Raises UsageError if a file is missing, has another shape, or holds values that cannot be used.
-    """
-    stds = read_statistics(global_stds_path, channels)
-    if (stds <= 0).any():
-        raise UsageError(f"{global_stds_path}: holds standard deviations that are not positive")
-    climatology = read_statistics(time_means_path, channels, img_size)
-    return Statistics(read_statistics(global_means_path, channels), stds, climatology)
 
 
 def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
@@ -215,4 +185,12 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
     values = np.ascontiguousarray(values[0, :channels, :height, :width], dtype=np.float32)
     if not np.isfinite(values).all():
         raise UsageError(f"{path}: holds values that are not finite")
+    return values
+
+
+def positive_statistics(path: Path | str, channels: int) -> np.ndarray:
+    """As read_statistics, of standard deviations, which must be positive."""
+    values = read_statistics(path, channels)
+    if (values <= 0).any():
+        raise UsageError(f"{path}: holds standard deviations that are not positive")
     return values

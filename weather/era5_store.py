@@ -101,7 +101,7 @@ class Store:
         return True
 
     def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
-        """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of frames. Raises UsageError."""
+        """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of times. Raises UsageError."""
         variable = self.variable(quantity, levels[0])
         assert variable is not None  # callers ask only for what the store holds
         factor, offset = self.conversion(quantity, variable)

@@ -145,7 +145,7 @@ def prepare_era5(
     settings |= {"img_size": [len(x) for x in era5.grid], "corners": [float(x[i]) for x in era5.grid for i in (0, -1)]}
     attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, *splits, days, era5.grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes, overwrite)
 
     if writer.missing:
         era5.check(np.concatenate([frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]))

@@ -47,7 +47,7 @@ def make_sample_data(
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, *splits, days, grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes, overwrite)
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)
     return writer.make(atmosphere.frames, {"orography": ("m", atmosphere.orography)})

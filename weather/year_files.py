@@ -65,7 +65,7 @@ def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, d
 class YearFileWriter:
     """The year files of one data set: the constructor checks the settings, `make` writes.
 
-    out: folder. train_years, valid_years, test_years: iterables of int. days: of each year, 0 for all.
+    out: folder. splits: the years of SPLITS. days: of each year, 0 for all.
     grid: of all frames. settings: everything else that the values depend on (JSON).
     title: identifies the kind of data; files with another title are never touched. attributes: for every file.
     overwrite: replace files with this title that were made with other settings.
@@ -75,9 +75,7 @@ class YearFileWriter:
     def __init__(
         self,
         out: Path | str,
-        train_years: Iterable[int],
-        valid_years: Iterable[int],
-        test_years: Iterable[int],
+        splits: Sequence[Iterable[int]],
         days: int,
         grid: Grid,
         settings: dict[str, Any],
@@ -91,7 +89,7 @@ class YearFileWriter:
             raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
         self.frames = {
             self.out / split / f"{year:04d}.h5": 4 * days or year_frames(year)
-            for year, split in _split_years(train_years, valid_years, test_years).items()
+            for year, split in _split_years(splits).items()
         }
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
         self.stale = self._stale_files(overwrite)
@@ -238,7 +236,7 @@ def _days(text):
     return 0 if text == "all" else whole(1, 365)(text)
 
 
-def _split_years(*years_of_splits: Iterable[int]) -> dict[int, str]:
+def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
     """{year: split}. Raises UsageError for a year in two splits, and if there is no training year."""
     years: dict[int, str] = {}
     for split, values in zip(SPLITS, years_of_splits, strict=True):
