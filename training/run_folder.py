@@ -129,14 +129,13 @@ def next_run_num(runs: Path) -> str:
                 return owner.parent.name
     taken = [int(folder.name) for folder in runs.iterdir() if folder.name.isdecimal()]
     number = max(taken, default=-1) + 1
-    while True:
-        try:
-            (runs / f"{number:02d}").mkdir()
-        except FileExistsError:  # another job was faster
-            number += 1
-            continue
-        (runs / f"{number:02d}" / OWNER).write_text(job)
-        return f"{number:02d}"
+    try:
+        folder = runs / f"{number:02d}"
+        folder.mkdir()
+    except FileExistsError:  # another job was faster
+        return next_run_num(runs)
+    (folder / OWNER).write_text(job)
+    return folder.name
 
 
 class _Console(logging.Handler):

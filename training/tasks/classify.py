@@ -66,5 +66,6 @@ class Trained(WaveTask):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers, and random classes."""
-        x = self.random_images(generator)
+        config = self.config
+        x = torch.randn(config.global_batch_size, config.n_in_channels, *config.img_size, generator=generator)
         return x, torch.randint(self.classes, (len(x),), generator=generator)

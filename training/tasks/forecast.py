@@ -16,7 +16,7 @@ from training.metrics import ForecastMetrics
 from training.pictures import forecast_figure
 from training.results import skill_table
 from training.rollout import Rollout
-from training.tasks.task import Shape, Task, Validator
+from training.tasks.task import Task, Validator
 from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
@@ -45,10 +45,6 @@ class Trained(Task):
         # Names of the channels and latitudes of the rows, until the data tell.
         self._described = [channel.name for channel in CHANNELS], latitudes(self.config.img_size[0])
 
-    def output_shape(self, samples: int) -> Shape:
-        """Whole images of the channels to forecast."""
-        return samples, self.config.n_out_channels, *self.config.img_size
-
     def loaders(self, device: torch.device) -> list[BatchLoader]:
         """As Task says; with stage_to they read from copies."""
         loaders = super().loaders(device)
@@ -62,10 +58,9 @@ class Trained(Task):
         config = self.config
         Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
         n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
+        channels, steps = max(n_in, n_out), config.longest_rollout
         train, valid = (
-            FieldDataset(
-                folder, max(n_in, n_out), config.img_size, config.dt, limit, rows, columns, config.longest_rollout
-            )
+            FieldDataset(folder, channels, config.img_size, config.dt, limit, rows, columns, steps)
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),
                 (config.valid_data_path, config.limit_nsamples_val),
@@ -129,11 +124,10 @@ class Trained(Task):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers."""
-        config, (samples, *size) = self.config, (self.config.global_batch_size, *self.config.img_size)
-        steps = config.longest_rollout
+        config, steps = self.config, self.config.longest_rollout
         inputs = config.model_in_channels + (steps - 1) * count_forcings(config.forcings)[1]
-        x = torch.randn(samples, inputs, *size, generator=generator)
-        return x, torch.randn(samples, steps * config.n_out_channels, *size, generator=generator)
+        x = torch.randn(config.global_batch_size, inputs, *config.img_size, generator=generator)
+        return x, torch.randn(len(x), steps * config.n_out_channels, *config.img_size, generator=generator)
 
 
 def loader_class(name: str) -> type[BatchLoader]:
@@ -209,12 +203,8 @@ class ForecastValidator(Validator):
         if example is not None:  # more ranks than samples: some have none
             self._draw(*example)
         rmse, acc = (self._by_channel(values) for values in metrics.compute())
-        return {
-            "val_loss": comm.global_mean(torch.cat(losses)).item(),
-            "rmse": rmse,
-            "acc": acc,
-            **self.baselines,
-        }
+        val_loss = comm.global_mean(torch.cat(losses)).item()
+        return {"val_loss": val_loss, "rmse": rmse, "acc": acc, **self.baselines}
 
     def _by_channel(self, values: Tensor) -> dict[str, float]:
         return dict(zip(self.names, values.tolist(), strict=True))

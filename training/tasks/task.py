@@ -53,9 +53,9 @@ class Task(ABC):
     def check(self) -> None:
         """Raise UsageError for settings that the task cannot be done with."""
 
-    @abstractmethod
     def output_shape(self, samples: int) -> Shape:
-        """The shape of what a model gives for so many whole samples."""
+        """The shape of what a model gives for so many whole samples; by default images of the channels to forecast."""
+        return samples, self.config.n_out_channels, *self.config.img_size
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters."""
@@ -83,9 +83,11 @@ class Task(ABC):
     def build_validator(self, loader: BatchLoader) -> "Validator":
         """What scores a model on every sample of a loader."""
 
-    @abstractmethod
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a whole global batch, random numbers on the CPU."""
+        samples = self.config.global_batch_size
+        x = torch.randn(samples, self.config.model_in_channels, *self.config.img_size, generator=generator)
+        return x, torch.randn(self.output_shape(samples), generator=generator)
 
     def own_window(self) -> tuple[slice, ...]:
         """This rank's part of every image, one slice for each axis."""

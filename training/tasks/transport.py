@@ -8,7 +8,6 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from training.losses import relative_l2
-from training.tasks.task import Shape
 from training.tasks.waves import WaveTask, waves
 from utils.data_loader import Batch
 from utils.errors import UsageError
@@ -32,10 +31,6 @@ class Trained(WaveTask):
                 f"{config.n_out_channels} are the same waves: give the same number"
             )
 
-    def output_shape(self, samples: int) -> Shape:
-        """Whole images."""
-        return samples, self.config.n_out_channels, *self.config.img_size
-
     def draw(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """Numbers of waves, (axes,), and phases, (C,)."""
         numbers = torch.randint(-MOST_WAVES, MOST_WAVES + 1, (len(self.config.img_size),), generator=random)
@@ -56,7 +51,3 @@ class Trained(WaveTask):
         images = parallel.predict(x, y.shape[1]), x, y
         prediction, x, y = (parallel.whole_images(image)[:count] for image in images)
         return torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1)
-
-    def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Images of normal random numbers."""
-        return self.random_images(generator), self.random_images(generator)

@@ -57,11 +57,6 @@ class WaveTask(Task):
         """Means over all samples."""
         return MeanValidator(loader, self)
 
-    def random_images(self, generator: torch.Generator) -> Tensor:
-        """A whole global batch of inputs, normal random numbers on the CPU."""
-        shape = self.config.global_batch_size, self.config.n_in_channels, *self.config.img_size
-        return torch.randn(shape, generator=generator)
-
 
 def waves(axes: Sequence[Tensor], numbers: Tensor, phases: Tensor) -> Tensor:
     """A wave in every channel, cos(2 pi (n_0 x_0 + n_1 x_1 + ..) + phase): (B, C, h, w, ..) float32.
