@@ -152,8 +152,19 @@ def write_record(reason: str) -> None:
         return
     rank = dist.get_rank()
     try:
+        from torch.distributed.distributed_c10d import _world
+
         with _writing:
-            record = _record(reason, rank, dist.get_world_size())
+            members = {group: list(_world.pg_group_ranks[group]) for group in _world.pg_map}
+            record: dict[str, Any] = {
+                "rank": rank,
+                "world_size": dist.get_world_size(),
+                "start": " ".join(os.environ.get(name, "") for name in LAUNCH),  # files of an earlier start stay
+                "reason": reason,
+                "at": _own_code(threading.main_thread().ident or 0),
+                "groups": {_world.pg_names[g]: [g.group_desc, ranks] for g, ranks in members.items() if len(ranks) > 1},
+                "calls": _calls()[-LAST:],
+            }
             newest = record["calls"] and record["calls"][-1] | {"done": None}
             if newest != _newest:  # else the rank has only lost the others since it wrote
                 _newest = newest
@@ -163,32 +174,12 @@ def write_record(reason: str) -> None:
         print(f"warning: rank {rank}: its last collectives could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def _record(reason: str, rank: int, world_size: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "start": " ".join(os.environ.get(name, "") for name in LAUNCH),  # files of an earlier start stay in the folder
-        "reason": reason,
-        "at": _own_code(threading.main_thread().ident or 0),
-        "groups": _groups(),
-        "calls": _calls()[-LAST:],
-    }
-
-
 def recorded_collectives() -> list[dict[str, Any]]:
     """{group, number, operation} of the collectives that torch still knows of, in the order of their calls."""
     from torch import distributed as dist
 
     calls = _calls() if dist.is_initialized() else []
     return [{key: call[key] for key in ("group", "number", "operation")} for call in calls]
-
-
-def _groups() -> dict[str, Any]:
-    """{name: [description, ranks]} of the process groups of several ranks that this one is in."""
-    from torch.distributed.distributed_c10d import _world
-
-    members = {group: list(_world.pg_group_ranks[group]) for group in _world.pg_map}
-    return {_world.pg_names[group]: [group.group_desc, ranks] for group, ranks in members.items() if len(ranks) > 1}
 
 
 def _calls() -> list[dict[str, Any]]:
