@@ -6,6 +6,7 @@ requeue, or where the heartbeat has stopped; and is refused otherwise.
 """
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from utils.errors import FAILED_STATUS, UsageError
 from utils.rank_failure import exit_at_once
@@ -38,13 +39,6 @@ class Owner(BaseModel):
     def __str__(self):
         job = f"job {self.job}, " if self.job else ""
         return f"{job}process {self.process} on {self.host}"
-
-
-class Beat(BaseModel):
-    """What the file holds."""
-
-    owner: Owner
-    beats: str
 
 
 def this_process() -> Owner:
@@ -90,7 +84,7 @@ class RunOwner:
         self._remove(lambda found: _parse(found) == self.me)
 
     def _content(self):
-        return Beat(owner=self.me, beats=f"{self.beats:012d}").model_dump_json() + "\n"  # always as long
+        return json.dumps({"owner": self.me.model_dump(), "beats": f"{self.beats:012d}"}) + "\n"  # always as long
 
     def _claim(self):
         try:
@@ -152,8 +146,8 @@ class RunOwner:
 def _parse(text):
     """The Owner that a text names, None for any other text."""
     try:
-        return Beat.model_validate_json(text).owner
-    except ValidationError:
+        return Owner.model_validate(json.loads(text)["owner"])
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

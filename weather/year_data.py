@@ -108,8 +108,8 @@ class YearFile(ABC):
         names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
         units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))
         return Description(
-            self._texts("channel", names)[:channels],
-            self._texts("channel_units", units)[:channels],
+            self._stored("channel", self.shape[1], _strings, names)[:channels],
+            self._stored("channel_units", self.shape[1], _strings, units)[:channels],
             Grid(
                 self._degrees("latitude", latitudes(height), 90)[: img_size[0]],
                 self._degrees("longitude", longitudes(width), 360)[: img_size[1]],
@@ -124,9 +124,6 @@ class YearFile(ABC):
                 return np.asarray(fields[name][:], np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
-
-    def _texts(self, name, otherwise):
-        return self._stored(name, self.shape[1], _strings, otherwise)
 
     def _degrees(self, name, otherwise, largest):
         values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
