@@ -12,7 +12,8 @@ Every other option is a key of the config, as in train.py: --local_batch_size 4,
 
 import sys
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling
 from utils.config import load_config
@@ -41,50 +42,53 @@ def build_parser() -> ArgumentParser:
     """The parser of all commands; the words that it does not know are options of the config."""
     parser = ArgumentParser(prog="benchmark.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run: Callable[..., Any], text: str, write_png: Callable[..., Any] | None = None) -> Any:
+        """Add a command that measures; returns what adds its own options."""
+        added = commands.add_parser(name, help=text, allow_abbrev=False)
+        added.set_defaults(run=run, write_json=write_json, write_png=write_png)
+        added.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
+        added.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+        if write_png:
+            added.add_argument("--png", metavar="FILE", help="write a picture")
+        return added.add_argument
+
+    def of_config(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda words, **given: run(load_config(words), **given)
+
+    cases = {"nargs": "+", "metavar": "NAME[,KEY=VALUE...]"}
     own_options = "each with config keys of its own"
 
-    rung1 = commands.add_parser("ladder", help="the steps of rung 1", allow_abbrev=False)
-    rung1.set_defaults(run=lambda words, **given: ladder.run(load_config(words), **given))
-    rung1.add_argument("--workers", type=whole(0, 256), default=2, help="data workers of the steps after the first")
-    rung1.add_argument("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
+    option = command("ladder", of_config(ladder.run), "the steps of rung 1", ladder.write_picture)
+    option("--workers", type=whole(0, 256), default=2, help="data workers of the steps after the first")
+    option("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
 
-    data = commands.add_parser("data", help="data loaders alone", allow_abbrev=False)
-    data.set_defaults(run=lambda words, **given: loaders.run(load_config(words), **given))
-    data.add_argument("--workers", type=whole(0, 256), nargs="+", default=[0, 1, 2], help="numbers of data workers")
-    data.add_argument("--frames", type=MANY, default=24, help="frames of the data to copy and read (%(default)s)")
-    data.add_argument("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
+    option = command("data", of_config(loaders.run), "data loaders alone")
+    option("--workers", type=whole(0, 256), nargs="+", default=[0, 1, 2], help="numbers of data workers")
+    option("--frames", type=MANY, default=24, help="frames of the data to copy and read (%(default)s)")
+    option("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 
-    dp = commands.add_parser("dp", help="data-parallel strategies x world sizes", allow_abbrev=False)
-    dp.set_defaults(run=layouts.run_dp)
-    dp.add_argument(
-        "--strategies", nargs="+", default=layouts.STRATEGIES, metavar="NAME[,KEY=VALUE...]",
-        help=f"{own_options}: fsdp,wrap_policy=none ddp,activation_checkpointing=full",
-    )  # fmt: skip
-    dp.add_argument("--world_sizes", type=MANY, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
-    dp.add_argument("--steps", type=MANY, default=4, help="timed steps of each turn (%(default)s)")
+    option = command("dp", layouts.run_dp, "data-parallel strategies x world sizes", layouts.write_dp)
+    text = f"{own_options}: fsdp,wrap_policy=none ddp,activation_checkpointing=full"
+    option("--strategies", default=layouts.STRATEGIES, help=text, **cases)
+    option("--world_sizes", type=MANY, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
+    option("--steps", type=MANY, default=4, help="timed steps of each turn (%(default)s)")
 
-    mp = commands.add_parser("mp", help="layouts of a split model x model sizes", allow_abbrev=False)
-    mp.set_defaults(run=layouts.run_mp)
-    mp.add_argument(
-        "--layouts", nargs="+", default=layouts.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
-        help=f"{own_options}: tp2xdp2 cp4,cp_method=ring",
-    )  # fmt: skip
-    mp.add_argument("--embed_dims", type=MANY, nargs="+", default=[], metavar="N", help="model sizes (the config's)")
-    mp.add_argument("--steps", type=MANY, default=2, help="timed steps of each turn (%(default)s)")
+    option = command("mp", layouts.run_mp, "layouts of a split model x model sizes", layouts.write_mp)
+    option("--layouts", default=layouts.LAYOUTS, help=f"{own_options}: tp2xdp2 cp4,cp_method=ring", **cases)
+    option("--embed_dims", type=MANY, nargs="+", default=[], metavar="N", help="model sizes (the config's)")
+    option("--steps", type=MANY, default=2, help="timed steps of each turn (%(default)s)")
 
-    domain = commands.add_parser("domain", help="image sizes x layouts that share an image", allow_abbrev=False)
-    domain.set_defaults(run=image_sizes.run)
-    domain.add_argument(
+    option = command("domain", image_sizes.run, "image sizes x layouts that share an image", image_sizes.write_picture)
+    option(
         "--sizes", type=MANY, nargs=3, default=image_sizes.SIZES, metavar=("START", "STOP", "STEP"),
         help="points along each side of an image (32 64 32)",
     )  # fmt: skip
-    domain.add_argument("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
-    domain.add_argument(
-        "--layouts", nargs="+", default=image_sizes.LAYOUTS, metavar="NAME[,KEY=VALUE...]",
-        help=f"besides one device, {own_options}: dp2 domain2xdp2 domain2,data_parallel=ddp",
-    )  # fmt: skip
-    domain.add_argument("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
-    domain.add_argument("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
+    option("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
+    text = f"besides one device, {own_options}: dp2 domain2xdp2 domain2,data_parallel=ddp"
+    option("--layouts", default=image_sizes.LAYOUTS, help=text, **cases)
+    option("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
+    option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
 
     study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
     study.set_defaults(run=scaling.run)
@@ -98,16 +102,6 @@ def build_parser() -> ArgumentParser:
             f"--{action}", dest="action", action="store_const", const=action, default=SUPPRESS, help=text
         )
 
-    for each in (rung1, data, dp, mp, domain):
-        each.set_defaults(write_json=write_json)
-        each.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
-        each.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    for each, write in (
-        (rung1, ladder.write_picture), (dp, layouts.write_dp), (mp, layouts.write_mp),
-        (domain, image_sizes.write_picture),
-    ):  # fmt: skip
-        each.set_defaults(write_png=write)
-        each.add_argument("--png", metavar="FILE", help="write a picture")
     return parser
 
 

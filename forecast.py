@@ -70,13 +70,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--checkpoint", default="best", metavar="NAME", help="best, newest or iter-... (%(default)s)")
     option("--split", choices=DATA, default="test", help="initial states and truth (%(default)s)")
     option("--dates", "--start", nargs="+", metavar="DATE", help="start dates (UTC), like 1985-02-01T06")
-    option(
-        "--starts",
-        type=whole(0, 10**6),
-        default=8,
-        metavar="N",
-        help="number of start dates, spread evenly over the data (%(default)s)",
-    )
+    option("--starts", type=whole(0, 10**6), default=8, metavar="N", help="start dates, spread evenly (%(default)s)")
     option("--lead_hours", type=whole(1, 10**6), default=120, metavar="N", help="length of a forecast (%(default)s)")
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")

@@ -15,8 +15,8 @@ from tests.support.layout_parity import (
     check_training,
 )
 from tests.support.marks import slow_but
-from training.tasks import build_task
-from training.tasks.classify import ClassImages, ClassValidator
+from training.tasks import build_task, task_of
+from training.tasks.waves import WaveLoader
 from utils import comm
 
 # 9 x 10 patches: rows that no number of ranks divides.
@@ -135,13 +135,12 @@ CLASSES = {
 }  # fmt: skip
 
 
-def classify(config, steps=6):
-    """Losses of the classifier, of its own images, and the scores of a validation."""
-    step = build(config)
-    train_loader, valid_loader = build_task(config).build_loaders(CPU)
-    batches = train_loader.train(0, 0, steps)
-    losses = torch.stack([step(i, x, y) for i, (x, y) in enumerate(batches)])
-    return comm.all_reduce(losses) / comm.world_size(), ClassValidator(valid_loader).run(step.parallel)
+def train_and_validate(config, steps=6):
+    """Losses of a model, on its own images, and the scores of a validation."""
+    step, task = build(config), build_task(config)
+    train_loader, valid_loader = task.build_loaders(CPU)
+    losses = torch.stack([step(i, x, y) for i, (x, y) in enumerate(train_loader.train(0, 0, steps))])
+    return comm.all_reduce(losses) / comm.world_size(), task.build_validator(valid_loader).run(step.parallel)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +158,11 @@ def classify(config, steps=6):
 def test_the_classifier_trains_as_on_one_device(ranks, tiny_config, size, options):
     settings = CLASSES | {"limit_nsamples_val": 16} | options
     alone = {key: value for key, value in settings.items() if key not in ("domain_parallel", "tensor_parallel")}
-    expected, scores = ranks(1, classify, tiny_config(**alone | {"data_parallel": "ddp", "domain_method": "gather"}))[0]
+    expected, scores = ranks(
+        1, train_and_validate, tiny_config(**alone | {"data_parallel": "ddp", "domain_method": "gather"})
+    )[0]
     rtol = 1e-5 if "amp_mode" not in options else 2e-2
-    for losses, found in ranks(size, classify, tiny_config(**settings)):
+    for losses, found in ranks(size, train_and_validate, tiny_config(**settings)):
         torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
         assert found["val_loss"] == pytest.approx(scores["val_loss"], rel=rtol)
         assert found["accuracy"] == pytest.approx(scores["accuracy"], abs=1e-6 if rtol < 1e-3 else 0.1)
@@ -170,15 +171,6 @@ def test_the_classifier_trains_as_on_one_device(ranks, tiny_config, size, option
 VOLUMES = CLASSES | {
     "task": "transport", "model": "vit", "img_size": [20, 12, 8], "n_in_channels": 2, "n_out_channels": 2,
 }  # fmt: skip
-
-
-def transport(config, steps=6):
-    """Losses of the image-to-image model on volumes, and the scores of a validation."""
-    step = build(config)
-    train_loader, valid_loader = build_task(config).build_loaders(CPU)
-    losses = torch.stack([step(i, x, y) for i, (x, y) in enumerate(train_loader.train(0, 0, steps))])
-    scores = build_task(config).build_validator(valid_loader).run(step.parallel)
-    return comm.all_reduce(losses) / comm.world_size(), scores
 
 
 @pytest.mark.parametrize(
@@ -193,28 +185,32 @@ def transport(config, steps=6):
 )
 def test_volumes_train_as_on_one_device(ranks, tiny_config, size, options):
     settings = VOLUMES | {"limit_nsamples_val": 10}
-    expected, scores = ranks(1, transport, tiny_config(**settings))[0]
-    for losses, found in ranks(size, transport, tiny_config(**settings, **options)):
+    expected, scores = ranks(1, train_and_validate, tiny_config(**settings))[0]
+    for losses, found in ranks(size, train_and_validate, tiny_config(**settings, **options)):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
         assert found == pytest.approx(scores, rel=1e-5)
 
 
-def test_an_image_and_its_tiles_are_the_same_points():
-    whole = ClassImages(9, (8, 12), 2, (slice(0, 8), slice(0, 12)), 1, classes=9)
-    tile = ClassImages(9, (8, 12), 2, (slice(4, 8), slice(3, 7)), 1, classes=9)
-    (images, labels), (parts, same) = (waves.batch(range(9), torch.device("cpu")) for waves in (whole, tile))
+def made_images(tiny_config, img_size, window, device):
+    config = tiny_config(**CLASSES | {"num_classes": 9, "img_size": img_size, "n_in_channels": 2})
+    return WaveLoader(task_of(config), 9, [slice(*part) for part in window], 1, 4, torch.device(device))
+
+
+def test_an_image_and_its_tiles_are_the_same_points(tiny_config):
+    windows = [(0, 8), (0, 12)], [(4, 8), (3, 7)]
+    (images, labels), (parts, same) = (
+        made_images(tiny_config, [8, 12], window, "cpu").batch(range(9)) for window in windows
+    )
     assert torch.equal(labels, same) and torch.equal(parts, images[:, :, 4:8, 3:7])
     assert len(set(labels.tolist())) > 3
 
 
-def test_made_images_reach_the_device_as_a_few_numbers():
+def test_made_images_reach_the_device_as_a_few_numbers(tiny_config):
     """Whole images copied from the host would hold the device up in every step."""
-    waves = ClassImages(9, (64, 64), 2, (slice(0, 64), slice(0, 64)), 1, classes=9)
-    meta = torch.device("meta")
-    waves.batch(range(2), meta)  # the axes are copied once
+    waves = made_images(tiny_config, [64, 64], [(0, 64), (0, 64)], "meta")
     with Copies() as copies:
-        images, _ = waves.batch(range(2), meta)
-    assert images.shape == (2, 2, 64, 64) and images.device == meta
+        images, _ = waves.batch(range(2))
+    assert images.shape == (2, 2, 64, 64) and images.device == torch.device("meta")
     assert 0 < copies.numbers < 10
 
 

@@ -62,7 +62,7 @@ def test_a_lost_connection_stops_a_run_as_a_warning_does_but_not_under_nohup(tin
         time.sleep(0.05)
     run.send_signal(signal.SIGHUP)
     assert run.wait() == (0 if ignored else 75)
-    assert CheckpointFolder(tmp_path / "logs/quick/00/checkpoints", keep=1).newest_whole()[0] is not None
+    assert CheckpointFolder(tmp_path / "logs/quick/00/checkpoints", keep=1).newest_whole() is not None
 
 
 @pytest.mark.parametrize("run_num", ["../..", "/tmp/elsewhere", "a/b", ".", "..", ""])

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tools.tables import format_table
-from training.checkpoint import hush_single_process_warning
 from training.checkpoint_files import write_safetensors
 from training.trained_weights import find, stored_tensors
 from utils.errors import ArgumentParser, UsageError, run_main
@@ -27,7 +26,6 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
     The averaged weights, where the run kept an average.
     """
-    hush_single_process_warning()
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
     for name, stored in stored_tensors(folder).items():
         part, _, own = name.partition(".")

@@ -11,8 +11,8 @@ from pathlib import Path
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from tools.preflight.rendezvous import shortened
-from utils.collective_record import FILE_NAME
 from utils.errors import ArgumentParser, UsageError, first_line, run_main
+from utils.rank_failure import FILE_NAME
 from utils.schema import Ranks
 
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
@@ -36,7 +36,7 @@ class Call(BaseModel):
 
 
 class Record(BaseModel):
-    """What a rank leaves (utils.collective_record). groups: {name: (purpose, ranks)}. at: where it was."""
+    """What a rank leaves (utils.rank_failure). groups: {name: (purpose, ranks)}. at: where it was."""
 
     rank: NonNegativeInt
     world_size: Ranks

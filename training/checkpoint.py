@@ -31,20 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import (
-    MARKER,
-    CheckpointError,
-    Marker,
-    ShardWriter,
-    digest,
-    read_losses,
-    verify,
-)
+from training.checkpoint_files import MARKER, CheckpointError, Marker, ShardWriter, digest, read_losses, verify
 from utils import comm
 from utils.errors import UsageError
 from utils.files import sync_folder, whole_file
 
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process does not need it
 log = logging.getLogger(__name__)
 # {"model", "ema", "optimizer" or "random": {name: tensor, or a parameter's moments}}
 State = dict[str, dict[str, Any]]
@@ -147,12 +140,8 @@ class CheckpointFolder:
         marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
         marker |= {"config": self.config, "trainer": trainer_state}
         marker = json.loads(json.dumps(marker))  # as it is now: training goes on
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(self._stager.stage(tree_map(_from_the_start, tensors)), marker, final),
-            daemon=True,
-            name="checkpoint",
-        )
+        copies = self._stager.stage(tree_map(_from_the_start, tensors))
+        self._thread = threading.Thread(target=self._write, args=(copies, marker, final), daemon=True)
         self._thread.start()
         atexit.register(self._thread.join, EXIT_SECONDS)
         if wait:
@@ -178,7 +167,6 @@ class CheckpointFolder:
 
         Its collectives must not meet those of training, which run at the same time.
         """
-        hush_single_process_warning()
         if self._group is None and comm.world_size() > 1:
             self._group = comm.new_cpu_group()
 
@@ -215,9 +203,10 @@ class CheckpointFolder:
         """
         self.wait()
         self._connect()
-        folder, marker = comm.on_main(self.newest_whole)
-        if folder is None:
+        found = comm.on_main(self.newest_whole)
+        if found is None:
             return None
+        folder, marker = found
         reader = HuggingFaceStorageReader(str(folder))
         stored = reader.read_metadata().state_dict_metadata
         # The random state of a rank or device that the run did not have before is not there.
@@ -225,8 +214,8 @@ class CheckpointFolder:
         dcp.load(tensors, storage_reader=reader, process_group=self._group)
         return marker
 
-    def newest_whole(self) -> tuple[Path, Marker] | tuple[None, None]:
-        """As first_whole, of all of them, the newest first."""
+    def newest_whole(self) -> tuple[Path, Marker] | None:
+        """Folder and marker of the newest whole one, None where there is none. For one rank."""
         return first_whole(self.folders())
 
     def folders(self) -> list[Path]:
@@ -254,16 +243,11 @@ class CheckpointFolder:
                 shutil.rmtree(folder)
 
 
-def first_whole(folders: Iterable[Path]) -> tuple[Path, Marker] | tuple[None, None]:
-    """Folder and marker of the first whole one of these checkpoints, (None, None) where there is none. For one rank."""
+def first_whole(folders: Iterable[Path]) -> tuple[Path, Marker] | None:
+    """Folder and marker of the first whole one of these checkpoints, None where there is none."""
     for folder in folders:
         try:
             return folder, verify(folder)
         except CheckpointError as error:
             log.warning("%s; passing over it", error)
-    return None, None
-
-
-def hush_single_process_warning() -> None:
-    """Without a process group, which one process does not need, torch warns at every checkpoint: silence it."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    return None

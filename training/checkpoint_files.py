@@ -32,14 +32,6 @@ from utils.schema import Config
 SUFFIX = ".safetensors"
 
 
-class FileSchema(BaseModel):
-    """What a marker says of a file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    bytes: NonNegativeInt
-    sha256: str
-
-
 class ShardWriter(StorageWriter):
     """For dcp.save: makes `folder`, writes each rank's tensors into one file, then calls complete(files) on rank 0.
 
@@ -142,7 +134,7 @@ class MarkerSchema(BaseModel):
     world_size: PositiveInt
     config: dict[str, Any] | None
     trainer: dict[str, Any]
-    files: dict[str, FileSchema]
+    files: dict[str, dict[str, int | str]]  # {name: bytes and sha256}
 
 
 def read_marker(folder: Path) -> Marker:

@@ -156,7 +156,7 @@ def build_on_meta(build: Build) -> tuple[nn.Module, str]:
     """
     writes = Writes()
     try:
-        with torch.device("meta"), writes:
+        with torch.device("meta"), _Questions(writes), writes:
             model = build()
     except Exception as error:  # for example for reading a number from a tensor that has no memory
         reason = f"it cannot be built without memory ({first_line(error)})"
@@ -183,21 +183,14 @@ def draw_by_module(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         if not _own_tensors(module):
             continue
-        alone = copy.copy(module)  # its children stay on the meta device
-        alone._parameters = {name: _in_memory(p) for name, p in module._parameters.items()}
-        alone._buffers = {name: _in_memory(b) for name, b in module._buffers.items()}
+        alone = copy.copy(module)
+        alone._parameters, alone._buffers = dict(module._parameters), dict(module._buffers)
+        alone.to_empty(device="cpu", recurse=False)  # its children stay on the meta device
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {prefix}".encode()).digest()[:8], "little"))
             alone.reset_parameters()  # type: ignore[operator]  # one of its tensors, as far as mypy knows
         for name, value in _own_tensors(alone).items():
             yield f"{prefix}.{name}" if prefix else name, value.detach()
-
-
-def _in_memory(tensor):
-    if tensor is None:
-        return None
-    value = torch.empty_like(tensor, device="cpu")
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _own_tensors(module):
@@ -219,15 +212,6 @@ class Writes(TorchDispatchMode):
         super().__init__()
         self.found: dict[int, list[str]] = defaultdict(list)
         self.seen: list[Tensor] = []  # kept, so that no memory is used twice
-        self.questions = _Questions(self)
-
-    def __enter__(self) -> "Writes":
-        self.questions.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.questions.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], Tensor):
@@ -272,7 +256,8 @@ def _why_whole(model, built):
             continue
         if not hasattr(module, "reset_parameters"):
             return f"{where} has no reset_parameters"
-        with Writes() as again:
+        again = Writes()
+        with _Questions(again), again:
             module.reset_parameters()
         for key, tensor in own.items():
             if not again.into(tensor):

@@ -14,11 +14,8 @@ from utils.schema import Config
 
 
 def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> Optimizer:
-    """Adam or AdamW, as the config says. If fused, one kernel updates all parameters.
-
-    For CUDA graphs the optimizer keeps everything on the device, including the learning rate.
-    """
-    captured, peak = config.enable_cuda_graphs, peak_learning_rate(config)
+    """Adam or AdamW, as the config says. If fused, one kernel updates all parameters."""
+    captured, peak = config.enable_cuda_graphs, peak_learning_rate(config)  # a CUDA graph reads the rate on the device
     lr = torch.tensor(peak, device=device) if captured else peak
     fused = config.enable_fused or None  # None: torch's own choice, one kernel for each operation (foreach)
     options = {"lr": lr, "betas": tuple(config.betas), "fused": fused, "capturable": captured}

@@ -57,13 +57,9 @@ def lead_time_figure(
 
     truth, forecast: (L, H, W), in physical units. leads: (L,), hours. One colour scale for all, one for all errors.
     """
-    scales = colour_scales(truth, forecast - truth)
-    figure = Figure(figsize=(13, 0.9 + 2.2 * len(leads)), layout="constrained")
-    panels = figure.subplots(len(leads), 3, sharex=True, sharey=True, squeeze=False)
-    for row, lead, *fields in zip(panels, leads, truth, forecast, strict=True):
-        images = draw_row(row, fields, grid, scales)
-        row[0].set_ylabel(f"+{lead} h")
-    _finish_rows(figure, panels, images, title, units)
+    figure, rows, _ = _rows_of_maps(truth, forecast, len(leads), grid, title, units)
+    for (first, *_), lead in zip(rows, leads, strict=True):
+        first.axes.set_ylabel(f"+{lead} h")
     return figure
 
 
@@ -77,19 +73,34 @@ def animate(
     units: str,
 ) -> None:
     """Write the maps of lead_time_figure as a GIF, one frame a lead time. title: a function of the lead in hours."""
-    scales = colour_scales(truth, forecast - truth)
-    figure = Figure(figsize=(13, 3.1), layout="constrained", dpi=80)
-    panels = figure.subplots(1, 3, sharex=True, sharey=True, squeeze=False)
-    images = draw_row(panels[0], (truth[0], forecast[0]), grid, scales)
-    heading = _finish_rows(figure, panels, images, title(leads[0]), units)
+    figure, (images,), heading = _rows_of_maps(truth, forecast, 1, grid, title(leads[0]), units)
+    figure.set_dpi(80)
     writer = PillowWriter(fps=FRAMES_PER_SECOND)
     with writer.saving(figure, path, dpi=figure.dpi):
-        for lead, *fields in zip(leads, truth, forecast, strict=True):
-            for image, field in zip(images, (*fields, fields[1] - fields[0]), strict=True):
+        for lead, true, predicted in zip(leads, truth, forecast, strict=True):
+            for image, field in zip(images, (true, predicted, predicted - true), strict=True):
                 image.set_data(northern_first(field, grid))
             heading.set_text(title(lead))
             writer.grab_frame()
             figure.set_layout_engine("none")  # arranged in the first frame: the maps must not move
+
+
+def _rows_of_maps(truth, forecast, count, grid, title, units):
+    """Maps of the first `count` lead times, the scales of all: the figure, its images by row, its heading."""
+    shared, symmetric = colour_scales(truth, forecast - truth)
+    figure = Figure(figsize=(13, 0.9 + 2.2 * count), layout="constrained")
+    panels = figure.subplots(count, 3, sharex=True, sharey=True, squeeze=False)
+    rows = []
+    for row, true, predicted in zip(panels, truth[:count], forecast[:count], strict=True):
+        fields = (true, shared), (predicted, shared), (predicted - true, symmetric)
+        rows.append([draw_map(axes, field, grid, style) for axes, (field, style) in zip(row, fields, strict=True)])
+    for axes, name in zip(panels[0], ("truth", "forecast", "error"), strict=True):
+        axes.set_title(name)
+    figure.colorbar(rows[-1][1], ax=panels[:, :2], label=units, pad=0.01)
+    figure.colorbar(rows[-1][2], ax=panels[:, 2], label=units, pad=0.01)
+    figure.supxlabel("longitude (degrees east)", fontsize="medium")
+    figure.supylabel("latitude (degrees north)", fontsize="medium")
+    return figure, rows, figure.suptitle(title)
 
 
 def skill_figure(skill: Skill, channels: Sequence[str], units: Mapping[str, str], leads: Sequence[int]) -> Figure:
@@ -151,18 +162,6 @@ def colour_scales(truth: np.ndarray, error: np.ndarray) -> tuple[Style, Style]:
     return {"cmap": FIELD, "vmin": low, "vmax": high}, {"cmap": ERROR, "vmin": -bound, "vmax": bound}
 
 
-def draw_row(
-    row: Iterable[Axes], fields: Sequence[np.ndarray], grid: Grid, scales: tuple[Style, Style]
-) -> list[AxesImage]:
-    """Maps of truth, forecast and error on three axes; returns the images. fields: (truth, forecast), each (H, W)."""
-    truth, forecast = fields
-    styles = scales[0], scales[0], scales[1]
-    return [
-        draw_map(axes, field, grid, style)
-        for axes, field, style in zip(row, (truth, forecast, forecast - truth), styles, strict=True)
-    ]
-
-
 def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesImage:
     """A field (H, W) on axes in degrees, with coastlines where there are any; returns the image. style: of imshow."""
     latitude, longitude = grid
@@ -181,17 +180,6 @@ def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesIma
 def northern_first(field: np.ndarray, grid: Grid) -> np.ndarray:
     """The rows of a field in the order in which imshow draws them."""
     return field if grid.latitude[0] > grid.latitude[-1] else field[::-1]
-
-
-def _finish_rows(figure, panels, images, title, units):
-    """Titles of the columns, colour bars, heading of a figure of rows of maps; returns the heading."""
-    for axes, name in zip(panels[0], ("truth", "forecast", "error"), strict=True):
-        axes.set_title(name)
-    figure.colorbar(images[1], ax=panels[:, :2], label=units, pad=0.01)
-    figure.colorbar(images[2], ax=panels[:, 2], label=units, pad=0.01)
-    figure.supxlabel("longitude (degrees east)", fontsize="medium")
-    figure.supylabel("latitude (degrees north)", fontsize="medium")
-    return figure.suptitle(title)
 
 
 @cache

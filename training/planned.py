@@ -31,9 +31,9 @@ def read_plan(path: Path) -> Plan:
 
 
 def compare(folder: Path) -> str:
-    """Planned and measured figures of a run as a table, and the reasons for those that are far apart.
+    """Planned and measured figures of the run in a folder, and likely reasons, as text.
 
-    folder: of the run. Raises UsageError where it has no plan, that of another run, or no reading.
+    Raises UsageError where it has no plan, that of another run, or no reading.
     """
     if not (folder / PLAN).exists():
         raise UsageError(f"{folder}: has no {PLAN}: its run was not started by plan.py --submit, or with --plan")

@@ -14,10 +14,10 @@ import torch
 
 from training.timing import PhaseTimes
 from utils import comm
-from utils.collective_record import recorded_collectives
 from utils.device import synchronize
 from utils.errors import UsageError
 from utils.launch import read_launch
+from utils.rank_failure import recorded_collectives
 from utils.schema import Config
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,7 @@ def restart_under_nsys() -> None:
 
 
 def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profiler | None":
-    """The profiler of a run: Nsight Systems where nsys started the process, else the one of --profile.
-
-    folder: where --profile writes. Raises UsageError where the device cannot be profiled so.
-    """
+    """The profiler of a run: Nsight Systems where nsys started the process, else that of --profile, into a folder."""
     if UNDER_NSYS in os.environ:
         if device.type != "cuda":
             raise UsageError(f"ENABLE_PROFILING=1 records a GPU, this run is on {device}: use --profile torch")

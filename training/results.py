@@ -41,10 +41,7 @@ def skill_table(summary: dict[str, Any]) -> str:
 
 
 def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
-    """Print, on rank 0, what a reader wants to see at the end of a run, and the command to try next.
-
-    scores: the main scores as text.
-    """
+    """Print, on rank 0, the result of a run for people, `scores` as text, and the command to try next."""
     if not comm.is_main():
         return
     with contextlib.suppress(OSError, ValueError):  # closed, or full: summary.json has all of it

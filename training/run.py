@@ -34,10 +34,12 @@ from utils import comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
+from utils.files import write_json
 from utils.schema import Config
 from utils.signals import StopRequest
 
 log = logging.getLogger(__name__)
+RESUMED = ("epoch_loss", "epoch_iterations", "train_loss", "best_val_loss", "validation_due")  # attributes of a Run
 
 
 class Run:
@@ -67,7 +69,7 @@ class Run:
         self.iteration = 0  # optimizer steps done
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
         self.train_loss: float | None = None  # mean over the last epoch
-        self.best_val_loss = math.inf
+        self.best_val_loss: float | None = None
         self.validation_due = False  # a signal stopped the run before its validation was done
         self.resumed = False  # and no step has been made since
         self.result: dict[str, Any] | None = None  # of the last validation
@@ -114,7 +116,8 @@ class Run:
             log.info("Operations on whole tensors (--domain_fallback gather): %s", fallback.report())
         if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
             self.summary = self._summarize(self.result)
-            self.folder.write_summary(self.summary)
+            if comm.is_main():
+                write_json(self.folder.summary_file, self.summary)
             if self.config.plan and comm.is_main():
                 try:
                     log.info("%s", compare(self.folder.path))
@@ -221,9 +224,8 @@ class Run:
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
         self.epoch_loss, self.epoch_iterations = 0.0, 0
-        lap = self.clock.lap()
-        speed = lap.samples / lap.seconds
-        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, lap.seconds, speed)
+        seconds, samples = self.clock.lap()
+        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
         log.info("  Avg train loss=%.6f", self.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.run_trackers.tell({"loss/train_epoch": self.train_loss}, self.iteration)
@@ -240,7 +242,8 @@ class Run:
         if not math.isfinite(self.result["val_loss"]):
             comm.agree(self.validator.loader.check_all)
             raise self._not_finite(self.iteration, "validation", self.result["val_loss"])
-        self.best_val_loss = min(self.best_val_loss, self.result["val_loss"])
+        if self.best_val_loss is None or self.result["val_loss"] < self.best_val_loss:
+            self.best_val_loss = self.result["val_loss"]
         log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
         write_validation(self.run_trackers, self.result, self.validator.figures, self.iteration)
@@ -255,14 +258,7 @@ class Run:
         return self.stop_request.made and comm.world_size() == 1
 
     def _save(self, result: dict[str, Any] | None) -> None:
-        state = {
-            "epoch_loss": self.epoch_loss,
-            "epoch_iterations": self.epoch_iterations,
-            "train_loss": self.train_loss,
-            "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
-            "validation_due": self.validation_due,
-            "scaler": self.step.scaler.state_dict(),
-        }
+        state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
         self.step.parallel.share_buffers()
         tensors = global_view(self._tensors(), self.step.parallel.split)
         val_loss = result["val_loss"] if result else None
@@ -306,9 +302,8 @@ class Run:
                 f"{self.folder.path} is at iteration {self.iteration}, beyond num_iters {self.config.num_iters}: "
                 "nothing is left to do; give a larger --num_iters, or another --run_num"
             )
-        self.epoch_loss, self.epoch_iterations = state["epoch_loss"], state["epoch_iterations"]
-        self.train_loss, self.validation_due = state["train_loss"], state["validation_due"]
-        self.best_val_loss = state["best_val_loss"] if state["best_val_loss"] is not None else math.inf
+        for name in RESUMED:
+            setattr(self, name, state[name])
         self.step.scaler.load_state_dict(state["scaler"])
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 

@@ -74,20 +74,13 @@ class RunFolder:
         kinds = {"run": str, "iterations": int, "units": dict}
         return comm.on_main(lambda: read_summary(self.summary_file, **kinds) if self.summary_file.exists() else None)
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Written by rank 0."""
-        if comm.is_main():
-            write_json(self.summary_file, summary)
-
     def _earlier(self) -> Config | None:
         """The settings of the run in this folder: of config.yaml, else of its newest checkpoint; None for no run."""
         name = self.config.config
         if self.config_file.exists():
             return check_config(read_named_config(self.config_file, name), name, f"{self.config_file}: {name}")
-        _, marker = CheckpointFolder(self.checkpoints, keep=1).newest_whole()
-        if marker is None or marker["config"] is None:
-            return None
-        return config_of(marker, f"{self.checkpoints}: {name}")
+        found = CheckpointFolder(self.checkpoints, keep=1).newest_whole()
+        return config_of(found[1], f"{self.checkpoints}: {name}") if found and found[1]["config"] else None
 
     def _compare_settings(self, earlier: Config) -> None:
         if self.config.resume == "never":
@@ -115,10 +108,7 @@ class RunFolder:
 
 
 def read_summary(path: Path, **kinds: type) -> dict[str, Any]:
-    """The summary of a finished run, as its trainer wrote it. Raises UsageError for anything else.
-
-    kinds: of what the caller needs of it, beside the number of ranks.
-    """
+    """The summary of a finished run. kinds: of what the caller needs of it. Raises UsageError for anything else."""
     summary = read_json(path)
     kinds["world_size"] = int
     if not isinstance(summary, dict) or not all(isinstance(summary.get(key), kind) for key, kind in kinds.items()):
@@ -139,14 +129,13 @@ def next_run_num(runs: Path) -> str:
                 return owner.parent.name
     taken = [int(folder.name) for folder in runs.iterdir() if folder.name.isdecimal()]
     number = max(taken, default=-1) + 1
-    while True:
-        try:
-            (runs / f"{number:02d}").mkdir()
-        except FileExistsError:  # another job was faster
-            number += 1
-            continue
-        (runs / f"{number:02d}" / OWNER).write_text(job)
-        return f"{number:02d}"
+    try:
+        folder = runs / f"{number:02d}"
+        folder.mkdir()
+    except FileExistsError:  # another job was faster
+        return next_run_num(runs)
+    (folder / OWNER).write_text(job)
+    return folder.name
 
 
 class _Console(logging.Handler):

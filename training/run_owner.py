@@ -6,6 +6,7 @@ requeue, or where the heartbeat has stopped; and is refused otherwise.
 """
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from utils.errors import FAILED_STATUS, UsageError
 from utils.rank_failure import exit_at_once
@@ -29,7 +30,7 @@ class Owner(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     host: str
-    space: str  # in which the number of the process counts: containers have their own
+    space: str  # in which the number of the process counts: containers have their own; '' where Linux does not tell
     process: int
     started: str  # the time, in the kernel's ticks: numbers are used again
     job: str  # of Slurm or torchrun, '' for none
@@ -40,25 +41,20 @@ class Owner(BaseModel):
         return f"{job}process {self.process} on {self.host}"
 
 
-class Beat(BaseModel):
-    """What the file holds."""
-
-    owner: Owner
-    beats: str
-
-
 def this_process() -> Owner:
     """This process as an owner."""
     env = os.environ
     elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's own default says nothing
     job = env.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
-    restarts = _count(env.get("SLURM_RESTART_COUNT")), _count(env.get("TORCHELASTIC_RESTART_COUNT"))
-    space = ""
-    with contextlib.suppress(OSError):  # Linux
+    counts = [env.get(f"{launcher}_RESTART_COUNT", "") for launcher in ("SLURM", "TORCHELASTIC")]
+    slurm, torchrun = (int(count) if count.isdecimal() else 0 for count in counts)
+    space, number = "", os.getpid()
+    with contextlib.suppress(OSError):
         space = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
-    number = os.getpid()
-    started = _start_of(number)
-    return Owner(host=socket.gethostname(), space=space, process=number, started=started, job=job, restarts=restarts)
+    return Owner(
+        host=socket.gethostname(), space=space, process=number, started=_start_of(number), job=job,
+        restarts=(slurm, torchrun),
+    )  # fmt: skip
 
 
 class RunOwner:
@@ -88,7 +84,7 @@ class RunOwner:
         self._remove(lambda found: _parse(found) == self.me)
 
     def _content(self):
-        return Beat(owner=self.me, beats=f"{self.beats:012d}").model_dump_json() + "\n"  # always as long
+        return json.dumps({"owner": self.me.model_dump(), "beats": f"{self.beats:012d}"}) + "\n"  # always as long
 
     def _claim(self):
         try:
@@ -110,7 +106,7 @@ class RunOwner:
         if other is not None:
             if other.job and other.job == self.me.job and other.restarts < self.me.restarts:
                 return False
-            if (other.host, other.space) == (self.me.host, self.me.space):
+            if self.me.space and (other.host, other.space) == (self.me.host, self.me.space):
                 return _start_of(other.process) == other.started
         deadline = time.monotonic() + DEAD_SECONDS
         while time.monotonic() < deadline:
@@ -150,25 +146,13 @@ class RunOwner:
 def _parse(text):
     """The Owner that a text names, None for any other text."""
     try:
-        return Beat.model_validate_json(text).owner
-    except ValidationError:
+        return Owner.model_validate(json.loads(text)["owner"])
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def _count(text):
-    return int(text) if text and text.isdecimal() else 0
-
-
 def _start_of(process):
-    """When a process started, in the kernel's ticks; '' for one that is gone, or a zombie."""
-    if not Path("/proc/self/stat").exists():  # macOS
-        try:
-            os.kill(process, 0)
-        except (ProcessLookupError, OverflowError):
-            return ""
-        except PermissionError:
-            pass  # somebody else's
-        return "alive"
+    """When a process started, in the kernel's ticks; '' for one that is gone, or a zombie, and where /proc is not."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

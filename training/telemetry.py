@@ -11,9 +11,9 @@ from training.optimizer import learning_rate
 from training.step import TrainingStep
 from training.timing import PHASES, WARMUP_ITERATIONS, Clock, PhaseTimes
 from utils import comm
-from utils.collective_record import recorded_collectives
 from utils.device import peak_memory_bytes, synchronize
 from utils.errors import first_line
+from utils.rank_failure import recorded_collectives
 from utils.schema import Config
 
 log = logging.getLogger(__name__)

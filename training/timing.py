@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,13 @@ from utils.device import library
 WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
 
 
-@dataclass
-class Pace:
-    """Time in training steps, and their samples."""
-
-    seconds: float = 0.0
-    samples: int = 0
-
-
 class Clock:
     """Measures the time in training steps, from `start` to `stop`, without validation and checkpoints."""
 
     def __init__(self) -> None:
         self.iterations = 0
-        self.whole, self.epoch, self.steady = Pace(), Pace(), Pace()  # the last one without the warmup
+        self.paces: list[tuple[float, int]] = []  # seconds and samples of each interval
+        self.epoch = self.steady = 0  # the first interval of this epoch, and after the warmup
         self.data_wait = self.interval = 0.0
 
     def start(self) -> None:
@@ -37,26 +29,30 @@ class Clock:
     def stop(self, iterations: int, samples: int) -> float:
         """Count the iterations since `start`, which the device has finished; returns samples per second."""
         self.interval = time.perf_counter() - self.started
-        steady = [self.steady] if self.iterations >= WARMUP_ITERATIONS else []
-        for pace in (self.whole, self.epoch, *steady):
-            pace.seconds += self.interval
-            pace.samples += samples
+        self.paces.append((self.interval, samples))
+        if self.iterations < WARMUP_ITERATIONS:
+            self.steady = len(self.paces)
         self.iterations += iterations
         return samples / self.interval
 
-    def lap(self) -> Pace:
-        """That of the epoch; begins the next one."""
-        lap, self.epoch = self.epoch, Pace()
-        return lap
+    def _since(self, first: int) -> tuple[float, int]:
+        """Seconds and samples of all intervals from this one on."""
+        return sum(seconds for seconds, _ in self.paces[first:]), sum(samples for _, samples in self.paces[first:])
+
+    def lap(self) -> tuple[float, int]:
+        """Seconds and samples of the epoch; begins the next one."""
+        first, self.epoch = self.epoch, len(self.paces)
+        return self._since(first)
 
     def steady_samples_per_sec(self) -> float | None:
         """Speed after the warmup, or of all steps in a shorter run; None where no step was made."""
-        pace = self.steady if self.steady.samples else self.whole
-        return pace.samples / pace.seconds if pace.samples else None
+        seconds, samples = self._since(self.steady if self.steady < len(self.paces) else 0)
+        return samples / seconds if samples else None
 
     def data_wait_fraction(self) -> float | None:
         """Share of the training time in which the step waited for its batch."""
-        return self.data_wait / self.whole.seconds if self.whole.seconds else None
+        seconds, _ = self._since(0)
+        return self.data_wait / seconds if seconds else None
 
 
 # data: waiting for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the backward

@@ -58,15 +58,16 @@ class Trackers(Tracker):
 
     def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
         """Hand it on."""
-        for tracker in self.open[:]:
-            with self._watched(tracker):
-                tracker.tell(values, iteration, figures)
+        self._each(lambda tracker: tracker.tell(values, iteration, figures))
 
     def close(self) -> None:
         """Close all that are left."""
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in self.open[:]:
             with self._watched(tracker):
-                tracker.close()
+                call(tracker)
 
     @contextlib.contextmanager
     def _watched(self, tracker: Any) -> Iterator[None]:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from distributed.parallel_model import ParallelModel
 from distributed.weight_shards import global_view, take_parts
-from training.checkpoint import CheckpointFolder, first_whole, hush_single_process_warning
+from training.checkpoint import CheckpointFolder, first_whole
 from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, verify
 from utils import comm
 from utils.config import differing_keys
@@ -37,10 +37,10 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
     folders = CheckpointFolder(inside, keep=1).folders()
     if which in ("newest", "best"):
         losses = read_losses(folders)
-        folder, marker = first_whole(folders if which == "newest" else sorted(losses, key=losses.__getitem__))
-        if folder is None or marker is None:
+        found = first_whole(folders if which == "newest" else sorted(losses, key=losses.__getitem__))
+        if found is None:
             raise UsageError(f"{path}: no whole checkpoint in it")
-        return folder, marker
+        return found
     if inside / which not in folders:
         names = ", ".join(folder.name for folder in folders)
         raise UsageError(f"{path}: no checkpoint '{which}'; give best, newest or one of {names}")
@@ -73,7 +73,6 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     They are the averaged ones where the run kept an average. All ranks call this together. Raises UsageError if the
     checkpoint holds another model.
     """
-    hush_single_process_warning()
     model = parallel.model
     state: dict[str, Any] = get_model_state_dict(model)
     weights = {name: tensor.contiguous() for name, tensor in state.items()}

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 from utils import comm
-from utils.collective_record import record_in, write_record
 from utils.errors import FAILED_STATUS
-from utils.rank_failure import exit_at_once
+from utils.rank_failure import exit_at_once, record_in, write_record
 
 log = logging.getLogger(__name__)
 

@@ -108,14 +108,11 @@ def load_config(
 def _fit_warmup(settings: dict[str, Any], options: Collection[str]) -> list[str]:
     """Shorten the warmup of a config that --num_iters has made shorter than it; returns a note that says so."""
     iterations, warmup = settings.get("num_iters"), settings.get("warmup")
-    if "num_iters" not in options or "warmup" in options or not isinstance(iterations, int):
+    shortened = "num_iters" in options and "warmup" not in options
+    if not (shortened and isinstance(iterations, int) and isinstance(warmup, int) and warmup > iterations):
         return []
-    if not isinstance(warmup, int) or warmup <= iterations:
-        return []
-    settings["warmup"] = iterations // 2
-    return [
-        f"num_iters {iterations} is less than the warmup of {warmup} iterations: warmup shortened to {iterations // 2}"
-    ]
+    settings["warmup"] = half = iterations // 2
+    return [f"num_iters {iterations} is less than the warmup of {warmup} iterations: warmup shortened to {half}"]
 
 
 def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
@@ -278,10 +275,7 @@ def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
-    """One line about the first value that does not fit the schema; `options` came from the command line.
-
-    A mapping of names to models inside the schema is followed, and the names become part of `where`.
-    """
+    """One line about the first value that does not fit the schema; `options` came from the command line."""
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
     name, *deeper = map(str, problem["loc"])
     while len(deeper) > 1 and (inner := _model_of_values(schema, name)):

@@ -133,10 +133,7 @@ def normalised_samples(source: "SampleSource", statistics: Statistics, parallel:
 
 
 class SampleSource:
-    """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself.
-
-    iterations: a range.
-    """
+    """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself."""
 
     def __init__(self, dataset: FieldDataset, order: Order, iterations: range):
         self.dataset, self.order, self.iterations = dataset, order, iterations

@@ -60,10 +60,7 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def promised_gpus() -> str:
-    """What says that this process should have GPUs: a Slurm job with some, or a driver.
-
-    '' where nothing does, and where they are hidden on purpose.
-    """
+    """What says that this process should have GPUs; '' where nothing does, and where they are hidden on purpose."""
     if any(os.environ.get(name) == "" for name in VISIBLE):
         return ""
     if count := os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK"):
@@ -89,10 +86,7 @@ def built_for() -> str:
 
 
 def library(device: torch.device, *needed: str) -> Any:
-    """What torch has for a kind of accelerator: torch.cuda, for ROCm too, torch.xpu, ...
-
-    needed: names of functions. None where one of them is missing, and on the CPU.
-    """
+    """torch.cuda (for ROCm too), torch.xpu, ... of a device; None on the CPU, and without a function that is needed."""
     module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
     return module if module and all(hasattr(module, name) for name in needed) else None
 

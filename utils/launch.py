@@ -38,7 +38,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
 
     Raises UsageError where variables are missing, are no numbers, or contradict each other.
     """
-    tasks = _number(env, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in env else 1
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     if "RANK" in env or "WORLD_SIZE" in env:
         missing = [name for name in VARIABLES if name not in env]
         if missing:
@@ -50,7 +50,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
         if "LOCAL_WORLD_SIZE" in env:  # torchrun
             nodes = -(-size // max(1, _number(env, "LOCAL_WORLD_SIZE")))
         else:
-            nodes = _number(env, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in env else 1
+            nodes = _number(env, "SLURM_STEP_NUM_NODES", 1)
         launch = Launch(rank, local_rank, size, nodes, env["MASTER_ADDR"], port)
         by_srun = tasks > 1 and "TORCHELASTIC_RUN_ID" not in env
         if by_srun and (rank, size) != (_number(env, "SLURM_PROCID"), tasks):
@@ -100,9 +100,9 @@ def interface_towards(address: str) -> str:
     return ""
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
     try:
-        value = int(env[name])
+        value = int(env[name] if otherwise is None else env.get(name, otherwise))
     except KeyError:
         raise UsageError(f"{name} is not set, although srun started several tasks") from None
     except ValueError:

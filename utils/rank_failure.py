@@ -1,20 +1,28 @@
-"""When one rank fails, every rank ends, and says why.
+"""When one rank fails, every rank ends, says why, and leaves a record of its last collectives.
 
 A rank that fails writes its error into the store of the process group; a thread of every other rank looks there, so
 that a rank that waits in a collective ends too. The first error written is the one that all of them name.
+
+torch's flight recorder notes every collective of NCCL and gloo in memory, TORCH_FR_BUFFER_SIZE of them (2000). Sends
+and receives are left out: of gloo's it knows nothing. A rank that ends because something went wrong writes its
+collectives into the run's folder, and `python -m tools.hang FOLDER` compares the files of all ranks.
 """
 
 import contextlib
+import json
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.collective_record import write_record
 from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError, one_line
+from utils.files import whole_file
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -22,6 +30,14 @@ if TYPE_CHECKING:
 FIRST_FAILURE, LEFT = "first_failure", "left"  # keys of the store: the error, and the number of ranks that know it
 POLL_SECONDS = 0.5
 FAREWELL_SECONDS = 10  # at most, for ranks that are slow to notice
+FILE_NAME = "collectives-rank{}.json"
+LAST = 200  # collectives of a file
+PLACES = 3  # lines of code
+LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_folder: Path | None = None
+_writing = threading.Lock()
+_newest: object = None  # call in the record that this rank has written
 
 
 class FailureListener:
@@ -115,3 +131,84 @@ def exit_at_once(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or full
             stream.flush()
     os._exit(status)
+
+
+def record_in(folder: Path | None) -> None:
+    """Name the folder for the records of this process; without one nothing is written."""
+    global _folder
+    _folder = folder
+
+
+def write_record(reason: str) -> None:
+    """Write what this rank has called so far, and where it is. reason: why it ends, '' if it does not.
+
+    Any thread may call it, whatever the others wait for. A record of the same calls stays as it is; where the file
+    cannot be written, this says so and goes on.
+    """
+    from torch import distributed as dist
+
+    global _newest
+    if _folder is None or not dist.is_initialized():
+        return
+    rank = dist.get_rank()
+    try:
+        from torch.distributed.distributed_c10d import _world
+
+        with _writing:
+            members = {group: list(_world.pg_group_ranks[group]) for group in _world.pg_map}
+            record: dict[str, Any] = {
+                "rank": rank,
+                "world_size": dist.get_world_size(),
+                "start": " ".join(os.environ.get(name, "") for name in LAUNCH),  # files of an earlier start stay
+                "reason": reason,
+                "at": _own_code(threading.main_thread().ident or 0),
+                "groups": {_world.pg_names[g]: [g.group_desc, ranks] for g, ranks in members.items() if len(ranks) > 1},
+                "calls": _calls()[-LAST:],
+            }
+            newest = record["calls"] and record["calls"][-1] | {"done": None}
+            if newest != _newest:  # else the rank has only lost the others since it wrote
+                _newest = newest
+                with whole_file(_folder / FILE_NAME.format(rank)) as partial:
+                    partial.write_text(json.dumps(record))
+    except Exception as error:  # whatever it is: this is called where a run must end
+        print(f"warning: rank {rank}: its last collectives could not be written: {error}", file=sys.stderr, flush=True)
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """{group, number, operation} of the collectives that torch still knows of, in the order of their calls."""
+    from torch import distributed as dist
+
+    calls = _calls() if dist.is_initialized() else []
+    return [{key: call[key] for key in ("group", "number", "operation")} for call in calls]
+
+
+def _calls() -> list[dict[str, Any]]:
+    """Collectives of gloo and NCCL, in the order in which this rank called them."""
+    import torch._C._distributed_c10d as c10d
+
+    entries = []
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, and NCCL's in a build that has it
+        if hasattr(c10d, dump):
+            entries += json.loads(getattr(c10d, dump)()).get("entries", [])
+    return [
+        {
+            "group": entry["process_group"][0],
+            "number": entry["collective_seq_id"],
+            "operation": entry["profiling_name"].partition(":")[2],
+            "tensors": [f"{t}{tuple(n)}" for t, n in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)],
+            "done": entry["retired"] or entry["state"] == "completed",
+        }
+        for entry in sorted(entries, key=lambda entry: entry["time_created_ns"])
+        if not entry["is_p2p"]
+    ]
+
+
+def _own_code(thread: int) -> list[str]:
+    """Lines in which a thread is, innermost first, outside Python's and other libraries: "path:line function"."""
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    places = (
+        f"{os.path.relpath(code.co_filename)}:{line} {code.co_name}"
+        for code, line in ((frame.f_code, line) for frame, line in frames)
+        if not code.co_filename.startswith((*LIBRARIES, "<"))
+    )
+    return list(islice(places, PLACES))

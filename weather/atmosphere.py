@@ -58,18 +58,6 @@ def zonal_profile(x: float) -> tuple[float, float]:
     return np.sin(np.pi * x / (2 * JET)), np.pi / (2 * JET) * np.cos(np.pi * x / (2 * JET))
 
 
-def rotation(x: float) -> tuple[float, float]:
-    """Angular speed omega(x) of the zonal flow in rad s-1, and its slope."""
-    profile, slope = zonal_profile(x)
-    shear = (JET_WIND - SURFACE_WIND) / RADIUS
-    return SURFACE_WIND / RADIUS + shear * profile, shear * slope
-
-
-def mean_state(x: float) -> tuple[float, float]:
-    """Global mean geopotential (m2 s-2) and temperature (K) at x, in hydrostatic balance: dPhi/dx = R T."""
-    return 1150 + GAS * (205 * x + 88 * 1.5 * (1 - np.exp(-x / 1.5))), 205 + 88 * np.exp(-x / 1.5)
-
-
 def saturation_pressure(t: np.ndarray) -> np.ndarray:
     """Saturation vapour pressure (Pa) over water at t (K): Bolton's (1980) fit of the Clausius-Clapeyron equation."""
     return 611.2 * np.exp(17.67 * (t - 273.15) / (t - 29.65))
@@ -176,9 +164,13 @@ class Atmosphere:
         waves: u, v, phi from `synthesize`, each (2, H, W). season: 1 in mid-January, -1 in mid-July.
         """
         modes, slopes = vertical_modes(x)
-        omega, omega_slope = rotation(x)
         profile, profile_slope = zonal_profile(x)
-        mean_phi, mean_t = mean_state(x)
+        shear = (JET_WIND - SURFACE_WIND) / RADIUS
+        omega = SURFACE_WIND / RADIUS + shear * profile  # angular speed of the zonal flow in rad s-1
+        omega_slope = shear * profile_slope
+        # The global mean is in hydrostatic balance: dphi/dx = GAS t.
+        mean_phi = 1150 + GAS * (205 * x + 88 * 1.5 * (1 - np.exp(-x / 1.5)))
+        mean_t = 205 + 88 * np.exp(-x / 1.5)
         wave_u, wave_v, wave_phi = waves
         solid = -(RADIUS**2) * (np.sin(self.lat) ** 2 - 1 / 3)  # solid-body rotation in gradient wind balance
         zonal_u = RADIUS * omega * np.cos(self.lat) + season * profile * self.seasonal_u

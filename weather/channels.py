@@ -2,7 +2,25 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ruamel.yaml import YAML
+
+ERA5: dict[str, Any] = YAML(typ="safe", pure=True).load(Path(__file__).with_name("era5.yaml"))
+# Quantities, and quantities at a pressure level in hPa.
+NAMES = "u10 v10 t2m sp mslp t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
+TIMED = ("hour", "day")  # forcings: the local hour, and the day of the year; a cosine and a sine of each
+
+
+class Quantity(NamedTuple):
+    """A variable of ERA5: its units, its names in the files of others, and the range of its physical values."""
+
+    units: str
+    long_name: str
+    names: tuple[str, ...]
+    lowest: float
+    highest: float
 
 
 class Channel(NamedTuple):
@@ -13,39 +31,31 @@ class Channel(NamedTuple):
     long_name: str
 
 
-CHANNELS = (
-    Channel("u10", "m s-1", "eastward wind at 10 m"),
-    Channel("v10", "m s-1", "northward wind at 10 m"),
-    Channel("t2m", "K", "temperature at 2 m"),
-    Channel("sp", "Pa", "surface pressure"),
-    Channel("mslp", "Pa", "mean sea level pressure"),
-    Channel("t850", "K", "temperature at 850 hPa"),
-    Channel("u1000", "m s-1", "eastward wind at 1000 hPa"),
-    Channel("v1000", "m s-1", "northward wind at 1000 hPa"),
-    Channel("z1000", "m2 s-2", "geopotential at 1000 hPa"),
-    Channel("u850", "m s-1", "eastward wind at 850 hPa"),
-    Channel("v850", "m s-1", "northward wind at 850 hPa"),
-    Channel("z850", "m2 s-2", "geopotential at 850 hPa"),
-    Channel("u500", "m s-1", "eastward wind at 500 hPa"),
-    Channel("v500", "m s-1", "northward wind at 500 hPa"),
-    Channel("z500", "m2 s-2", "geopotential at 500 hPa"),
-    Channel("t500", "K", "temperature at 500 hPa"),
-    Channel("z50", "m2 s-2", "geopotential at 50 hPa"),
-    Channel("r500", "%", "relative humidity at 500 hPa"),
-    Channel("r850", "%", "relative humidity at 850 hPa"),
-    Channel("tcwv", "kg m-2", "total column water vapour"),
-)
+QUANTITIES = {name: Quantity(*row) for name, row in ERA5["quantities"].items()}
 
-TIMED = ("hour", "day")  # forcings: the local hour, and the day of the year; a cosine and a sine of each
+
+def pressure_level(name: str) -> int | None:
+    """The level of a channel in hPa: 500 of z500; None for one at the surface, such as u10 or t2m."""
+    match = re.fullmatch(r"[a-z]+?(\d+)", name)
+    return int(match[1]) if match and name not in QUANTITIES else None
+
+
+def channel_key(name: str) -> tuple[str, int | None]:
+    """(quantity, pressure level in hPa or None) of a channel: u10 is ('u10', None), u500 is ('u', 500)."""
+    level = pressure_level(name)
+    return name.removesuffix(str(level)), level
+
+
+def _channel(name: str) -> Channel:
+    quantity, level = channel_key(name)
+    units, long_name, *_ = QUANTITIES[quantity]
+    return Channel(name, units, f"{long_name} at {level} hPa" if level else long_name)
+
+
+CHANNELS = tuple(_channel(name) for name in NAMES.split())
 
 
 def count_forcings(names: Sequence[str]) -> tuple[int, int]:
     """(channels that stay the same, channels that change with the date) of the forcings of these names."""
     timed = sum(name in TIMED for name in names)
     return len(names) - timed, 2 * timed
-
-
-def pressure_level(name: str) -> int | None:
-    """The level of a channel in hPa: 500 of z500; None for one at the surface, such as u10 or t2m."""
-    match = re.fullmatch(r"[a-z]+?(\d+)", name)
-    return int(match[1]) if match and name not in ("u10", "v10") else None

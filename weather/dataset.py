@@ -6,6 +6,7 @@ buffer, or seen in the page cache: see weather/year_data.py.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,6 @@ class FieldDataset:
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
         self.files: list[YearFile] = []
-        self._times: list[np.ndarray] = []  # of each file, once they are asked for
         try:
             for path in self._find_files(img_size):
                 self.files.append(open_year(path))
@@ -79,34 +79,31 @@ class FieldDataset:
 
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
-        file, frame = self._locate(index)
-        if self.dt == 1:
-            file.read(frame, out, self.rows, self.columns)  # often adjacent on disk: one read
-        else:
-            for number in range(len(out)):
-                file.read(frame + number * self.dt, out[number : number + 1], self.rows, self.columns)
+        number, frame = self._locate(index)
+        parts = [out] if self.dt == 1 else np.split(out, len(out))  # frames side by side on disk: one read
+        for later, part in enumerate(parts):
+            self.files[number].read(frame + later * self.dt, part, self.rows, self.columns)
 
     def mapped(self, index: int, frames: int) -> AbstractContextManager[list[np.ndarray]]:
         """The first frames of sample `index` in the mapped file, as a context manager: see YearFile.mapped."""
-        file, frame = self._locate(index)
+        number, frame = self._locate(index)
         numbers = range(frame, frame + frames * self.dt, self.dt)
-        return file.mapped(numbers, self.channels, self.rows, self.columns)
+        return self.files[number].mapped(numbers, self.channels, self.rows, self.columns)
+
+    @cached_property
+    def times(self) -> list[np.ndarray]:
+        """The dates of the frames of each file, (T,) datetime64[s]."""
+        return [file_times(file) for file in self.files]
 
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
-        if not self._times:
-            self._times = [file_times(file) for file in self.files]
-        return np.array([self._times[number][first : first + steps * self.dt : self.dt]
-                         for number, first in map(self._position, indices)])  # fmt: skip
+        located = [self._locate(index) for index in indices]
+        return np.array([self.times[number][first : first + steps * self.dt : self.dt] for number, first in located])
 
-    def _position(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """(number of the file, frame in it) of the first frame of a sample."""
         number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
         return number, int(index - self.first_sample[number])
-
-    def _locate(self, index: int) -> tuple[YearFile, int]:
-        number, frame = self._position(index)
-        return self.files[number], frame
 
     def check_like(self, other: "FieldDataset") -> None:
         """Raise UsageError where channels, units or points of a file are not those of another dataset."""
@@ -120,10 +117,11 @@ class FieldDataset:
         self.read(index, sample)
         bad = np.argwhere(~np.isfinite(sample).all((2, 3)))
         if len(bad):
-            file, frame = self._locate(index)
+            number, frame = self._locate(index)
             (later, channel), name = bad[0], self.description.names[bad[0][1]]
             value = sample[later, channel][~np.isfinite(sample[later, channel])][0]
-            raise UsageError(f"{file.path}: frame {frame + later * self.dt}: channel {channel} ({name}) holds {value}")
+            where = f"{self.files[number].path}: frame {frame + later * self.dt}"
+            raise UsageError(f"{where}: channel {channel} ({name}) holds {value}")
 
     def listing(self) -> dict[str, str]:
         """{folder and name: frames and size} of the files, which ranks compare."""
@@ -160,45 +158,12 @@ class FieldDataset:
             raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt}{steps} needs at least {need}")
 
 
-def load_change_scale(global_stds_path: Path | str, channels: int) -> np.ndarray:
-    """The standard deviation of the change between frames / that of the state: (C, 1, 1) float32, for predict change.
-
-    It is read from the change_stds.npy beside the standard deviations. Raises UsageError as load_statistics.
-    """
-    path = Path(global_stds_path).with_name("change_stds.npy")
-    if not path.exists():
-        make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"
-        raise UsageError(f"{path}: not there; predict change needs the size of the change: make it with `{make}`")
-    stds, changes = (read_statistics(p, channels) for p in (global_stds_path, path))
-    if (changes <= 0).any():
-        raise UsageError(f"{path}: holds standard deviations that are not positive")
-    return changes / stds
-
-
 class Statistics(NamedTuple):
     """Statistics of each channel over the training years, in physical units, float32."""
 
     means: np.ndarray  # (C, 1, 1)
     stds: np.ndarray  # (C, 1, 1)
     time_means: np.ndarray  # (C, H, W), the climatology
-
-
-def load_statistics(
-    global_means_path: Path | str,
-    global_stds_path: Path | str,
-    time_means_path: Path | str,
-    channels: int,
-    img_size: Sequence[int],
-) -> Statistics:
-    """Read the statistics of the first `channels` channels from three .npy files, the climatology on (H, W) points.
-
-    Raises UsageError if a file is missing, has another shape, or holds values that cannot be used.
-    """
-    stds = read_statistics(global_stds_path, channels)
-    if (stds <= 0).any():
-        raise UsageError(f"{global_stds_path}: holds standard deviations that are not positive")
-    climatology = read_statistics(time_means_path, channels, img_size)
-    return Statistics(read_statistics(global_means_path, channels), stds, climatology)
 
 
 def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
@@ -220,4 +185,12 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
     values = np.ascontiguousarray(values[0, :channels, :height, :width], dtype=np.float32)
     if not np.isfinite(values).all():
         raise UsageError(f"{path}: holds values that are not finite")
+    return values
+
+
+def positive_statistics(path: Path | str, channels: int) -> np.ndarray:
+    """As read_statistics, of standard deviations, which must be positive."""
+    values = read_statistics(path, channels)
+    if (values <= 0).any():
+        raise UsageError(f"{path}: holds standard deviations that are not positive")
     return values

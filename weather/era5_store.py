@@ -1,75 +1,26 @@
-"""ERA5 in the forms that others publish it in: the names, units and grids of Zarr stores and NetCDF files.
-
-Two families of names are known: those of the Copernicus Climate Data Store (t2m, z with pressure_level, valid_time) and
-those of WeatherBench2 and ARCO-ERA5 (2m_temperature, geopotential with level, time).
-"""
+"""One Zarr store or NetCDF file of ERA5, in the names, units and grids of others: weather/era5.yaml has them."""
 
 import importlib.util
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
 import xarray
 
 from utils.errors import UsageError, first_line, reading
-from weather.atmosphere import GRAVITY
+from weather.channels import ERA5, QUANTITIES
 
 PACKAGES = ("zarr",)  # of requirements-era5.txt
+DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]  # {ours: (theirs, most values)}
 
 
-class Quantity(NamedTuple):
-    """A variable of ERA5: its names (Copernicus, WeatherBench2), its units, and the range of its physical values."""
-
-    names: tuple[str, ...]
-    units: str
-    lowest: float
-    highest: float
-
-
-QUANTITIES = {  # by the name of a channel without its pressure level
-    "u10": Quantity(("u10", "10m_u_component_of_wind"), "m s-1", -150, 150),
-    "v10": Quantity(("v10", "10m_v_component_of_wind"), "m s-1", -150, 150),
-    "t2m": Quantity(("t2m", "2m_temperature"), "K", 150, 350),
-    "sp": Quantity(("sp", "surface_pressure"), "Pa", 3e4, 1.2e5),
-    "mslp": Quantity(("msl", "mean_sea_level_pressure"), "Pa", 8e4, 1.2e5),
-    "tcwv": Quantity(("tcwv", "total_column_water_vapour"), "kg m-2", -5, 200),
-    "u": Quantity(("u", "u_component_of_wind"), "m s-1", -200, 200),
-    "v": Quantity(("v", "v_component_of_wind"), "m s-1", -200, 200),
-    "t": Quantity(("t", "temperature"), "K", 130, 350),
-    "z": Quantity(("z", "geopotential"), "m2 s-2", -2e4, 5e5),
-    "r": Quantity(("r", "relative_humidity"), "%", -50, 300),
-    "q": Quantity(("q", "specific_humidity"), "kg kg-1", -0.01, 0.1),
-}
 OTHER_FORMATS = {  # by the first bytes of a file
     b"PK\x03\x04": "it is a zip archive: unpack it and give the files inside",
     b"GRIB": "it is GRIB: download it as NetCDF, or convert it (cdo -f nc4 copy)",
 }
-DIMENSIONS = {
-    "time": ("valid_time", "time"),
-    "level": ("pressure_level", "level"),
-    "latitude": ("latitude", "lat"),
-    "longitude": ("longitude", "lon"),
-}
-MOST = {"time": 2**24, "level": 2**10, "latitude": 2**16, "longitude": 2**16}  # values of a dimension
-Spellings = dict[str, tuple[float, float]]  # {units in a file, without ** and ^: (factor, offset) to our units}
-UNITS: dict[str, Spellings] = {  # by our units
-    "m s-1": {"m s-1": (1, 0), "m/s": (1, 0)},
-    "K": {"K": (1, 0), "kelvin": (1, 0), "degC": (1, 273.15), "celsius": (1, 273.15), "C": (1, 273.15)},
-    "Pa": {"Pa": (1, 0), "hPa": (100, 0), "mbar": (100, 0), "millibars": (100, 0)},
-    "m2 s-2": {"m2 s-2": (1, 0), "m2/s2": (1, 0), "m": (GRAVITY, 0), "gpm": (GRAVITY, 0)},  # a height: z = g h
-    "%": {"%": (1, 0), "percent": (1, 0), "1": (100, 0), "(0 - 1)": (100, 0)},
-    "kg m-2": {"kg m-2": (1, 0), "kg/m2": (1, 0)},
-    "kg kg-1": {"kg kg-1": (1, 0), "kg/kg": (1, 0), "1": (1, 0), "g kg-1": (1e-3, 0), "g/kg": (1e-3, 0)},
-    "hPa": {"hPa": (1, 0), "Pa": (0.01, 0), "mbar": (1, 0), "millibar": (1, 0), "millibars": (1, 0)},  # levels
-}
-
-
-def channel_key(name: str) -> tuple[str, int | None]:
-    """(quantity, pressure level in hPa or None) of a channel: u10 is ('u10', None), u500 is ('u', 500)."""
-    return (name, None) if name in QUANTITIES else (name[0], int(name[1:]))
 
 
 def relative_humidity(q: np.ndarray, t: np.ndarray, pressure: float) -> np.ndarray:
@@ -103,14 +54,15 @@ class Store:
     def _place(self, data: xarray.Dataset) -> None:
         """Find the dimensions, and turn the grid as it is promised."""
         address = self.address
-        found = {ours: next((n for n in names if n in data.dims), None) for ours, names in DIMENSIONS.items()}
+        found = {ours: next((n for n in names if n in data.dims), None) for ours, (names, _) in DIMENSIONS.items()}
         for ours, name in found.items():
+            names, most = DIMENSIONS[ours]
             if name is None and ours != "level":
-                raise UsageError(f"{address}: has no dimension {' or '.join(DIMENSIONS[ours])}: it has {[*data.dims]}")
+                raise UsageError(f"{address}: has no dimension {' or '.join(names)}: it has {[*data.dims]}")
             if name is not None and name not in data.coords:
                 raise UsageError(f"{address}: dimension {name} has no values")
-            if name is not None and not 1 <= data.sizes[name] <= MOST[ours]:
-                raise UsageError(f"{address}: {name} has {data.sizes[name]} values, not 1 to {MOST[ours]}")
+            if name is not None and not 1 <= data.sizes[name] <= most:
+                raise UsageError(f"{address}: {name} has {data.sizes[name]} values, not 1 to {most}")
         data = data.rename({name: ours for ours, name in found.items() if name and name != ours})
         self.times, self.levels = data.indexes["time"], []
         if self.times.dtype.kind != "M":
@@ -138,18 +90,18 @@ class Store:
                 return variable
         return None
 
-    def check(self, quantity: str, variable: xarray.DataArray) -> None:
-        """Raises UsageError if the variable of a quantity has unknown units, or one dimension too many."""
+    def holds(self, quantity: str, level: float | None = None) -> bool:
+        """Whether it holds a quantity (at a level in hPa). Raises UsageError for other units or dimensions."""
+        variable = self.variable(quantity, level)
+        if variable is None:
+            return False
         self.conversion(quantity, variable)
-        others = {dim: size for dim, size in variable.sizes.items() if dim not in DIMENSIONS and size > 1}
-        if others:
+        if others := {dim: size for dim, size in variable.sizes.items() if dim not in DIMENSIONS and size > 1}:
             raise UsageError(f"{self.address}: {variable.name} has also the dimensions {others}: select one of each")
+        return True
 
     def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
-        """Read (T, L, H, W) float32 in ERA5's units, at `levels` ([None] for the surface), at indices `frames`.
-
-        Raises UsageError for data that cannot be read.
-        """
+        """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of times. Raises UsageError."""
         variable = self.variable(quantity, levels[0])
         assert variable is not None  # callers ask only for what the store holds
         factor, offset = self.conversion(quantity, variable)
@@ -178,11 +130,11 @@ class Store:
         return self._conversion(f"{variable.name} has", theirs, QUANTITIES[quantity].units)
 
     def _conversion(self, subject: str, theirs: str, ours: str) -> tuple[float, float]:
-        known = UNITS[ours]
-        for spelling, conversion in known.items():
-            if theirs.lower() == spelling.lower():
-                return conversion
-        raise UsageError(f"{self.address}: {subject} unknown units '{theirs}' (known: {', '.join(known)})")
+        known = {spelling.lower(): conversion for spelling, conversion in ERA5["units"][ours].items()}
+        if theirs.lower() not in known:
+            listed = ", ".join(ERA5["units"][ours])
+            raise UsageError(f"{self.address}: {subject} unknown units '{theirs}' (known: {listed})")
+        return known[theirs.lower()]
 
     def _check_grid(self) -> None:
         latitude, longitude, width = self.latitude, self.longitude, len(self.longitude)
@@ -190,12 +142,8 @@ class Store:
         if width < 2 or not whole_circle or longitude[0] >= 360 / width:
             raise UsageError(f"{self.address}: its {width} longitudes do not go once around the globe in equal steps")
         steps = -np.diff(latitude)
-        if not (  # nor are they, where one is NaN
-            len(steps) > 0
-            and steps.min() > 0
-            and abs(latitude).max() <= 90
-            and np.ptp(latitude) + 2 * steps.max() >= 180
-        ):
+        falling = len(steps) > 0 and steps.min() > 0  # nor are they, where one is NaN
+        if not (falling and abs(latitude).max() <= 90 and np.ptp(latitude) + 2 * steps.max() >= 180):
             raise UsageError(f"{self.address}: its {len(latitude)} latitudes do not go from pole to pole")
 
 

@@ -3,8 +3,8 @@
     python -m weather.prepare_era5 STORE.zarr --out data/era5 --coarsen 2
     python -m weather.prepare_era5 single-levels-*.nc pressure-levels-*.nc --train_years 1979-2015
 
-The command reads what WeatherBench2, ARCO-ERA5 and the Copernicus Climate Data Store publish (era5_store.py knows their
-names and units). It writes the layout of weather/year_files.py: the 20 channels, 6-hourly instants, rows from the
+The command reads what WeatherBench2, ARCO-ERA5 and the Copernicus Climate Data Store publish (era5.yaml has their names
+and units). It writes the layout of weather/year_files.py: the 20 channels, 6-hourly instants, rows from the
 north, columns from Greenwich eastward, and the statistics of the training years. It can be interrupted and repeated. If
 no source gives relative humidity with its units, it is derived from specific humidity and temperature.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UsageError, run_main, whole
-from weather.channels import CHANNELS
-from weather.era5_store import QUANTITIES, Store, channel_key, relative_humidity, units_of
+from weather.channels import CHANNELS, QUANTITIES, channel_key
+from weather.era5_store import Store, relative_humidity, units_of
 from weather.grid import Grid, frame_times
 from weather.year_files import YearFileWriter, year_file_parser
 
@@ -43,10 +43,8 @@ class Era5:
         first = self.stores[0]
         self.points = len(first.latitude), len(first.longitude)
         for store in self.stores:
-            if self.points != (len(store.latitude), len(store.longitude)) or not (
-                np.allclose(store.latitude, first.latitude, atol=1e-3)
-                and np.allclose(store.longitude, first.longitude, atol=1e-3)
-            ):
+            axes = (store.latitude, first.latitude), (store.longitude, first.longitude)
+            if not all(len(own) == len(other) and np.allclose(own, other, atol=1e-3) for own, other in axes):
                 raise UsageError(f"{store.address}: its grid is not that of {first.address}")
         if block < 1 or self.points[1] % block or self.points[0] < block:
             raise UsageError(f"coarsen {block}: must divide the {self.points[1]} longitudes of {first.address}")
@@ -63,7 +61,7 @@ class Era5:
 
     def check(self, times: np.ndarray) -> None:
         """Raises UsageError if no store holds a variable, a level or one of `times` (datetime64[s])."""
-        for quantity, level in [(quantity, level) for quantity, levels in self.needed.items() for level in levels]:
+        for quantity, level in ((quantity, level) for quantity, levels in self.needed.items() for level in levels):
             holders = self._holders(quantity, level)
             missing = times[np.max([store.times.get_indexer(times) for store in holders], axis=0) < 0]  # -1: not there
             if len(missing):
@@ -89,13 +87,9 @@ class Era5:
         return out
 
     def _holders(self, quantity: str, level: int | None) -> list[Store]:
-        """The stores that hold a quantity at a level, checked. Raises UsageError if there is none."""
-        found = [(store, store.variable(quantity, level)) for store in self.stores]
-        holders = [(store, variable) for store, variable in found if variable is not None]
-        for store, variable in holders:
-            store.check(quantity, variable)
-        if holders:
-            return [store for store, _ in holders]
+        """The stores that hold a quantity at a level. Raises UsageError if there is none."""
+        if holders := [store for store in self.stores if store.holds(quantity, level)]:
+            return holders
         others = [store for store in self.stores if level and store.variable(quantity) is not None]
         levels = ", ".join(f"{lev:g}" for lev in sorted({lev for store in others for lev in store.levels}))
         hint = f" (found at {levels or 'no level'})" if others else ""
@@ -151,7 +145,7 @@ def prepare_era5(
     settings |= {"img_size": [len(x) for x in era5.grid], "corners": [float(x[i]) for x in era5.grid for i in (0, -1)]}
     attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, *splits, days, era5.grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes, overwrite)
 
     if writer.missing:
         era5.check(np.concatenate([frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]))
@@ -162,7 +156,7 @@ def prepare_era5(
 
 def _check_values(quantity: str, levels: Sequence[int | None], times: np.ndarray, values: np.ndarray) -> None:
     """Raises UsageError for NaN and for a value outside the physical range (a fill value, other units)."""
-    _, units, lowest, highest = QUANTITIES[quantity]
+    units, _, _, lowest, highest = QUANTITIES[quantity]
     sound = (values >= lowest) & (values <= highest)  # false for NaN
     if not sound.all():
         index = tuple(np.argwhere(~sound)[0])

@@ -4,9 +4,7 @@
     python -m weather.sample_data data/big --img_size 360 720 --days all
 
 weather/year_files.py describes the files; the command can be interrupted and repeated. weather/atmosphere.py describes
-the dynamics and their sources (Rossby et al. 1939; Haurwitz 1940; Williamson et al. 1992). The channels are those of
-FourCastNet (Pathak et al. 2022, arXiv:2202.11214), with the names and units of ERA5 (Hersbach et al. 2020, Q. J. R.
-Meteorol. Soc. 146, 1999-2049).
+the dynamics and their sources, SOURCE those of the channels.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +47,7 @@ def make_sample_data(
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, *splits, days, grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes, overwrite)
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)
     return writer.make(atmosphere.frames, {"orography": ("m", atmosphere.orography)})

@@ -1,20 +1,21 @@
 """What every year of data can do, however it is stored: describe itself, and fill buffers with frames.
 
 A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`, `channel` and
-`channel_units`. Where each frame is stored as one plain piece, plain reads at known offsets fill the caller's buffer;
-they release Python's lock, so threads read in parallel. Otherwise the format's library reads. Plain pieces can also be
-mapped: the caller sees them in the page cache, without a copy.
+`channel_units`. Where each frame is stored as one plain piece, plain reads fill the caller's buffer; they release
+Python's lock, so threads read in parallel. Otherwise the format's library reads. Plain pieces can also be mapped: the
+caller sees them in the page cache, without a copy.
 """
 
 import math
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 
 from utils.errors import UsageError, reading
@@ -50,9 +51,6 @@ class YearFile(ABC):
     path: what people call it. location: where it can be opened again. fields: an array (T, C, H, W) that slices.
     arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
     plain: whether each frame is stored as one plain piece. mappable: whether `mapped` can be used.
-    A format adds _piece(frame), a context manager of (descriptor, offset) of a plain piece; _mapped_piece(frame), the
-    map that it is in, and where; _adjacent(frame, count), whether so many frames are one piece; _read_by_library, which
-    reads as `read` does; and _strings(array of text).
     """
 
     path: Path
@@ -64,11 +62,22 @@ class YearFile(ABC):
     mappable: bool
     size: int
     warning = ""  # what is costly about how it is stored
-    _mapped_piece: Callable[[int], tuple[mmap.mmap, int]]
 
     @abstractmethod
     def close(self) -> None:
         """Close it."""
+
+    @abstractmethod
+    def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
+        """The plain piece of a frame: a file descriptor, and the offset in that file."""
+
+    @abstractmethod
+    def _read_by_library(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+        """Read as `read` does, however frames are stored."""
+
+    def _adjacent(self, frame: int, count: int) -> bool:
+        """Whether so many frames, from this one on, are one plain piece."""
+        return count == 1
 
     @contextmanager
     def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
@@ -79,24 +88,28 @@ class YearFile(ABC):
         """
         if not self.mappable:
             raise ValueError(f"{self.path}: has no map, its frames must be read")
-        pieces, shape = [self._mapped_piece(frame) for frame in frames], (1, channels, *self.shape[2:])
-        windows = [np.ndarray(shape, "<f4", memory, start)[:, :, rows, columns] for memory, start in pieces]
+        shape, maps, windows = (1, channels, *self.shape[2:]), [], []
+        for frame in frames:
+            with reading(f"{self.path}: frame {frame}"), self._piece(frame) as (descriptor, position):
+                skipped = position % mmap.ALLOCATIONGRANULARITY
+                length = skipped + 4 * math.prod(shape)
+                maps.append(mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=position - skipped))
+            windows.append(np.ndarray(shape, "<f4", maps[-1], skipped)[:, :, rows, columns])
         if windows[0].shape == shape:  # read what is not in the page cache in one go
-            _advise(mmap.MADV_WILLNEED, pieces, 4 * math.prod(shape))
+            for memory in maps:
+                memory.madvise(mmap.MADV_WILLNEED)
         yield windows
-        _advise(mmap.MADV_DONTNEED, pieces, 4 * math.prod(shape))  # they would count as memory of this process
+        for memory in maps:
+            memory.madvise(mmap.MADV_DONTNEED)  # it would count as memory of this process
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
-        """The Description of the first channels and of an image of img_size; what the file lacks is as in ERA5.
-
-        Raises UsageError for names and coordinates that cannot be used.
-        """
+        """Of the first channels and of an image of img_size; what the file lacks is as in ERA5. Raises UsageError."""
         height, width = self.shape[2:]
         names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
         units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))
         return Description(
-            self._texts("channel", names)[:channels],
-            self._texts("channel_units", units)[:channels],
+            self._stored("channel", self.shape[1], _strings, names)[:channels],
+            self._stored("channel_units", self.shape[1], _strings, units)[:channels],
             Grid(
                 self._degrees("latitude", latitudes(height), 90)[: img_size[0]],
                 self._degrees("longitude", longitudes(width), 360)[: img_size[1]],
@@ -111,9 +124,6 @@ class YearFile(ABC):
                 return np.asarray(fields[name][:], np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
-
-    def _texts(self, name, otherwise):
-        return self._stored(name, self.shape[1], self._strings, otherwise)
 
     def _degrees(self, name, otherwise, largest):
         values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
@@ -137,26 +147,21 @@ class YearFile(ABC):
 
     def _read(self, frame, out, rows, columns):
         _, all_channels, height, width = self.shape
-        frames, channels, h, w = out.shape
+        channels, h, w = out.shape[1:]
         if not self.plain or w < width:
             self._read_by_library(frame, out, rows, columns)
-        elif h < height:
-            for i in range(frames):
-                with self._piece(frame + i) as piece:
-                    for c in range(channels):
-                        self._read_at(piece, frame + i, (c * height + rows.start) * width, out[i, c])
-        elif channels == all_channels and self._adjacent(frame, frames):
-            with self._piece(frame) as piece:
-                self._read_at(piece, frame, 0, out)
-        else:
-            for i in range(frames):
-                with self._piece(frame + i) as piece:
-                    self._read_at(piece, frame + i, 0, out[i])
+            return
+        whole = channels == all_channels and h == height
+        for number, part in enumerate(out[None] if whole and self._adjacent(frame, len(out)) else out, frame):
+            with self._piece(number) as (descriptor, position):
+                if h == height:
+                    self._read_at(descriptor, position, number, part)
+                else:
+                    for c, plane in enumerate(part):
+                        self._read_at(descriptor, position + 4 * (c * height + rows.start) * width, number, plane)
 
-    def _read_at(self, piece, frame, first, out):
-        """Fill `out` with the values of a frame's piece from number `first` on."""
-        descriptor, position = piece
-        position += 4 * first
+    def _read_at(self, descriptor, position, frame, out):
+        """Fill `out` with the values of a frame from a position in a file on."""
         view = memoryview(out).cast("B")
         while view:  # nearly always one read
             count = os.preadv(descriptor, [view], position)
@@ -165,10 +170,11 @@ class YearFile(ABC):
             view, position = view[count:], position + count
 
 
-def _advise(advice, pieces, length):
-    for memory, start in pieces:
-        page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        memory.madvise(advice, page, start - page + length)
+def _strings(array):
+    values = array.asstr()[:] if isinstance(array, h5py.Dataset) else array[:]
+    if values.dtype.kind not in "UTO":
+        raise TypeError(f"{values.dtype} is not text")
+    return [str(text) for text in values]
 
 
 def file_times(file: YearFile) -> np.ndarray:

@@ -50,11 +50,6 @@ def parse_years(text: str) -> tuple[int, ...]:
     return tuple(years)
 
 
-def parse_days(text: str) -> int:
-    """The number of days of '60', or 0 for 'all'. Raises argparse.ArgumentTypeError."""
-    return 0 if text == "all" else whole(1, 365)(text)
-
-
 def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:
     """A parser with the options that every command that makes year files has; the texts are their defaults."""
     parser = ArgumentParser(prog=f"python -m {module}", description=doc.partition("\n")[0])
@@ -62,7 +57,7 @@ def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, d
     option("--train_years", type=parse_years, default=train, help=f"such as 1979-1982,1985 {default}")
     option("--valid_years", type=parse_years, default=valid, help=default)
     option("--test_years", type=parse_years, default=test, help=default)
-    option("--days", type=parse_days, default=days, help=f"of each year, from 1 January, or 'all' {default}")
+    option("--days", type=_days, default=days, help=f"of each year, from 1 January, or 'all' {default}")
     option("--overwrite", action="store_true", help="replace year files that this command made with other settings")
     return parser
 
@@ -70,7 +65,7 @@ def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, d
 class YearFileWriter:
     """The year files of one data set: the constructor checks the settings, `make` writes.
 
-    out: folder. train_years, valid_years, test_years: iterables of int. days: of each year, 0 for all.
+    out: folder. splits: the years of SPLITS. days: of each year, 0 for all.
     grid: of all frames. settings: everything else that the values depend on (JSON).
     title: identifies the kind of data; files with another title are never touched. attributes: for every file.
     overwrite: replace files with this title that were made with other settings.
@@ -80,9 +75,7 @@ class YearFileWriter:
     def __init__(
         self,
         out: Path | str,
-        train_years: Iterable[int],
-        valid_years: Iterable[int],
-        test_years: Iterable[int],
+        splits: Sequence[Iterable[int]],
         days: int,
         grid: Grid,
         settings: dict[str, Any],
@@ -91,13 +84,12 @@ class YearFileWriter:
         overwrite: bool = False,
     ):
         self.out, self.grid, self.settings = Path(out), grid, settings
-        self.constant: Constant = {}
         self.attributes = {"title": title, **attributes}
         if not 0 <= days <= 365:
             raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
         self.frames = {
             self.out / split / f"{year:04d}.h5": 4 * days or year_frames(year)
-            for year, split in _split_years(train_years, valid_years, test_years).items()
+            for year, split in _split_years(splits).items()
         }
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
         self.stale = self._stale_files(overwrite)
@@ -121,9 +113,8 @@ class YearFileWriter:
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
         Raises UsageError if `out` cannot be written.
         """
-        self.constant = constant or {}
         try:
-            described = self._write(read_frames)
+            described = self._write(read_frames, constant or {})
             size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
         except OSError as error:
             raise UsageError(f"{self.out}: cannot be written: {error.strerror or error}") from error
@@ -132,7 +123,7 @@ class YearFileWriter:
         print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
         return len(self.missing)
 
-    def _write(self, read_frames: FrameReader) -> bool:
+    def _write(self, read_frames: FrameReader, constant: Constant) -> bool:
         """Write the missing year files and statistics; returns whether the statistics were there already."""
         if any(path.parent.name == "train" for path in [*self.missing, *self.stale]):
             for path in self.stats:
@@ -142,7 +133,7 @@ class YearFileWriter:
         with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
             for path in self.missing:
                 with whole_file(path) as part, h5py.File(part, "w") as file:
-                    fields = self._describe(file, int(path.stem), self.frames[path])
+                    fields = self._describe(file, int(path.stem), self.frames[path], constant)
                     for first, count in _chunks(fields):
                         fields[first : first + count] = read_frames(int(path.stem), first, count)
                         progress.update(count)
@@ -158,15 +149,14 @@ class YearFileWriter:
             title, settings = _read_origin(path)
             if title != self.attributes["title"]:
                 raise UsageError(f"{path} is not '{self.attributes['title']}', left alone: choose another folder")
-            if path in self.frames and settings == self.settings:
-                continue
-            if not overwrite:
+            if path not in self.frames or settings != self.settings:
+                stale.append(path)
+            if stale and not overwrite:
                 why = "was made with other settings" if path in self.frames else "is not a year of this split"
                 raise UsageError(f"{path} {why}: choose another folder, or replace it with --overwrite")
-            stale.append(path)
         return stale
 
-    def _describe(self, file: h5py.File, year: int, frames: int) -> h5py.Dataset:
+    def _describe(self, file: h5py.File, year: int, frames: int, constant: Constant) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
         hours = frame_times(year, 0, frames).astype("datetime64[h]").astype(np.float64)
@@ -184,7 +174,7 @@ class YearFileWriter:
             fields.dims[axis].attach_scale(file[name])
         file["channel_units"] = [channel.units for channel in CHANNELS]
         file["channel_units"].dims[0].attach_scale(file["channel"])
-        for name, (units, values) in self.constant.items():
+        for name, (units, values) in constant.items():
             file[name] = values.astype(np.float32)
             file[name].attrs["units"] = units
             for axis, scale in enumerate(("latitude", "longitude")):
@@ -242,7 +232,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(path)
 
 
-def _split_years(*years_of_splits: Iterable[int]) -> dict[int, str]:
+def _days(text):
+    return 0 if text == "all" else whole(1, 365)(text)
+
+
+def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
     """{year: split}. Raises UsageError for a year in two splits, and if there is no training year."""
     years: dict[int, str] = {}
     for split, values in zip(SPLITS, years_of_splits, strict=True):

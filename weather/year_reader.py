@@ -6,11 +6,9 @@ If HDF5 stores each frame as one piece, contiguous or as a chunk without compres
 import contextlib
 import itertools
 import math
-import mmap
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -24,10 +22,7 @@ STORE_FILES = ("zarr.json", ".zgroup")  # one of them makes a folder a Zarr stor
 
 
 def year_paths(folder: Path) -> list[Path]:
-    """The years in a folder, in the order of their names; a folder that is a Zarr store is the only one.
-
-    Raises UsageError where a year is there twice, in two formats.
-    """
+    """The years in a folder, by name; a Zarr store is the only one. Raises UsageError for a year in two formats."""
     if is_store(folder):
         return [folder]
     paths = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
@@ -76,36 +71,26 @@ class Hdf5Year(YearFile):
             self.descriptor = os.open(location, os.O_RDONLY)
             opened.callback(os.close, self.descriptor)
             self.size = os.fstat(self.descriptor).st_size
-            self.map = None
-            offsets = self.frame_offsets
-            if offsets is not None and not (offsets % 4).any() and (np.diff(offsets) > 0).all():
-                self.map = opened.enter_context(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
-            self.plain, self.mappable = offsets is not None, self.map is not None
+            self.plain = self.frame_offsets is not None
+            self.mappable = self.frame_offsets is not None and not (self.frame_offsets % 4).any()
             self.opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the file and its map."""
+        """Close the file."""
         self.opened.close()
 
-    @staticmethod
-    def _strings(array: Any) -> list[str]:
-        return [str(text) for text in array.asstr()[:]]
-
-    def _mapped_piece(self, frame):
+    def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
         if os.fstat(self.descriptor).st_size < self.size:
             raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
-        return self.map, int(self.frame_offsets[frame])
-
-    def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
         assert self.frame_offsets is not None
         return nullcontext((self.descriptor, int(self.frame_offsets[frame])))
 
-    def _adjacent(self, frame, count):
-        """Whether `count` frames from `frame` on are stored one after the other."""
+    def _adjacent(self, frame: int, count: int) -> bool:
+        assert self.frame_offsets is not None
         span = self.frame_offsets[frame + count - 1] - self.frame_offsets[frame]
         return span == (count - 1) * 4 * math.prod(self.shape[1:])
 
-    def _read_by_library(self, frame, out, rows, columns):
+    def _read_by_library(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
         window = np.s_[frame : frame + out.shape[0], : out.shape[1], rows, columns]
         self.fields.read_direct(out, window)
         if os.fstat(self.descriptor).st_size < self.size:  # HDF5 reads zeros beyond the end

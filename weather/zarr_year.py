@@ -8,12 +8,10 @@ a sample costs: stores of others come in many chunks, and to try one must not ta
 import contextlib
 import itertools
 import math
-import mmap
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -63,11 +61,6 @@ class ZarrYear(YearFile):
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _mapped_piece(self, frame):
-        with self._piece(frame) as (descriptor, _), reading(f"{self.path}: frame {frame}"):
-            whole = 4 * math.prod(self.shape[1:])
-            return mmap.mmap(descriptor, whole, access=mmap.ACCESS_READ), 0  # unmapped with the last array over it
-
     @contextlib.contextmanager
     def _piece(self, frame: int) -> Iterator[tuple[int, int]]:
         descriptor = os.open(self._chunk((frame, 0, 0, 0)), os.O_RDONLY)
@@ -76,21 +69,12 @@ class ZarrYear(YearFile):
         finally:
             os.close(descriptor)
 
-    def _adjacent(self, frame: int, count: int) -> bool:
-        return count == 1
-
     def _read_by_library(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
         first, last = (number // self.fields.chunks[0] for number in (frame, frame + len(out) - 1))
         if not all(self._chunk_size((number, 0, 0, 0)) for number in range(first, last + 1)):  # zarr would fill it
             raise UsageError(f"{self.path}: frame {frame}: its chunk is gone")
         window = slice(frame, frame + len(out)), slice(0, out.shape[1]), rows, columns
         out[:] = self.fields[window]
-
-    @staticmethod
-    def _strings(array: Any) -> list[str]:
-        if array.dtype.kind not in "UTO":
-            raise TypeError(f"{array.dtype} is not text")
-        return [str(text) for text in array[:]]
 
     def _is_plain(self):
         codecs = self.fields.compressors, self.fields.filters, self.fields.order

@@ -8,8 +8,7 @@ import pytest
 
 from weather import prepare_era5
 from weather.atmosphere import Atmosphere
-from weather.channels import CHANNELS
-from weather.era5_store import QUANTITIES, channel_key
+from weather.channels import CHANNELS, QUANTITIES, channel_key
 
 if os.environ.get("CI"):
     import xarray

@@ -22,8 +22,7 @@ import xarray
 from tools.forecasting.dated_frames import show
 from utils.errors import UsageError
 from utils.files import read_json, whole_file
-from weather.channels import CHANNELS
-from weather.era5_store import QUANTITIES
+from weather.channels import CHANNELS, QUANTITIES
 from weather.grid import HOUR, Grid
 
 STANDARD_NAMES = {

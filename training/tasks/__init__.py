@@ -1,4 +1,4 @@
-"""What a model can be trained for. Each module here is a task: its file name is what --task calls it."""
+"""What a model can be trained for. Each other module here is a task: its file name is what --task calls it."""
 
 import importlib
 import pkgutil
@@ -8,20 +8,19 @@ from utils.config import nearest
 from utils.errors import UsageError
 from utils.schema import Config
 
+COMMON = ("task", "waves")  # modules that tasks share
+
 
 def build_task(config: Config) -> Task:
-    """The task of a config: the class `Trained` of training/tasks/<task>.py.
-
-    Raises UsageError for an unknown task, and for settings or a model that do not fit it.
-    """
+    """The task of a config. Raises UsageError for an unknown one, and for settings or a model that do not fit it."""
     task = task_of(config)
     task.check_model()
     return task
 
 
 def task_of(config: Config) -> Task:
-    """As build_task, but the model is not looked at."""
-    known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "task"]
+    """The class `Trained` of training/tasks/<task>.py, for this config: build_task without a look at the model."""
+    known = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in COMMON]
     if config.task not in known:
         raise UsageError(f"task '{config.task}'{nearest(config.task, known)}: there are {', '.join(known)}")
     return importlib.import_module(f"{__name__}.{config.task}").Trained(config)

@@ -1,8 +1,7 @@
 """Classification of made images: waves, whose numbers along the axes are the class."""
 
 import math
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,50 +10,20 @@ from torch.nn import functional as F
 
 from distributed.collectives import alike_on_ranks, as_group
 from distributed.parallel_model import ParallelModel
-from training.tasks.task import MeanValidator, Shape, Task, Validator
-from training.waves import Waves, wave_loaders
-from utils.data_loader import Batch, BatchLoader
+from training.tasks.task import Shape
+from training.tasks.waves import WaveTask, waves
+from utils.data_loader import Batch
 from utils.errors import UsageError
 
 
-class ClassImages(Waves):
-    """Samples (image, class): an image of class a * m + b has a waves along the first axis and b along the second.
+class Trained(WaveTask):
+    """Image to class: cross-entropy, accuracy.
 
-    The first arguments are those of Waves.
+    An image of class a * m + b has a waves along the first axis and b along the second.
     """
 
-    def __init__(self, *args: Any, classes: int):
-        super().__init__(*args)
-        self.classes, self.waves = classes, math.ceil(math.sqrt(classes))
-
-    def draw(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The class, (), and the phases, (C,)."""
-        return torch.randint(self.classes, (), generator=random), torch.rand(self.channels, generator=random)
-
-    def make(self, *drawn: Tensor) -> Batch:
-        """(B, C, *window) float32, and the classes, (B,)."""
-        labels, phases = drawn
-        rest = [torch.ones_like(labels)] * (len(self.axes) - 2)
-        return self.image(torch.stack([labels // self.waves, labels % self.waves, *rest], 1), phases), labels
-
-
-class ClassValidator(MeanValidator):
-    """Loss and accuracy."""
-
     scored = ("val_loss", "accuracy")
-
-    def describe(self, summary: dict[str, Any]) -> str:
-        """The accuracy."""
-        return f"accuracy {summary['accuracy']:.3f}"
-
-    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
-        """Of each sample its cross-entropy, and 1 where the class is right."""
-        logits, y = parallel.model(x)[:count].float(), y[:count]
-        return torch.stack([F.cross_entropy(logits, y, reduction="none"), (logits.argmax(1) == y).float()], 1)
-
-
-class Trained(Task):
-    """Image to class: cross-entropy, accuracy."""
+    shown = "accuracy {accuracy:.3f}"
 
     def check(self) -> None:
         """Classes are needed, and every rank needs all logits of its samples."""
@@ -70,9 +39,17 @@ class Trained(Task):
         """One logit for each class."""
         return samples, self.classes
 
-    def build_loaders(self, device: torch.device) -> list[BatchLoader]:
-        """Loaders of images that are made on the way."""
-        return wave_loaders(self, partial(ClassImages, classes=self.classes), device)
+    def draw(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The class, (), and the phases, (C,)."""
+        label = torch.randint(self.classes, (), generator=random)
+        return label, torch.rand(self.config.n_in_channels, generator=random)
+
+    def make(self, axes: Sequence[Tensor], *drawn: Tensor) -> Batch:
+        """(B, C, h, w, ..) float32, and the classes, (B,)."""
+        labels, phases = drawn
+        m = math.ceil(math.sqrt(self.classes))
+        rest = [torch.ones_like(labels)] * (len(axes) - 2)
+        return waves(axes, torch.stack([labels // m, labels % m, *rest], 1), phases), labels
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """Cross-entropy, in float32.
@@ -82,11 +59,13 @@ class Trained(Task):
         """
         return alike_on_ranks(F.cross_entropy(prediction.float(), target), as_group(image_group))
 
-    def build_validator(self, loader: BatchLoader) -> Validator:
-        """Loss and accuracy."""
-        return ClassValidator(loader)
+    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
+        """Of each sample its cross-entropy, and 1 where the class is right."""
+        logits, y = parallel.model(x)[:count].float(), y[:count]
+        return torch.stack([F.cross_entropy(logits, y, reduction="none"), (logits.argmax(1) == y).float()], 1)
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers, and random classes."""
-        x = self.random_images(generator)
+        config = self.config
+        x = torch.randn(config.global_batch_size, config.n_in_channels, *config.img_size, generator=generator)
         return x, torch.randint(self.classes, (len(x),), generator=generator)

@@ -16,14 +16,14 @@ from training.metrics import ForecastMetrics
 from training.pictures import forecast_figure
 from training.results import skill_table
 from training.rollout import Rollout
-from training.tasks.task import Shape, Task, Validator
+from training.tasks.task import Task, Validator
 from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.staging import stage
 from weather.channels import CHANNELS, count_forcings
-from weather.dataset import FieldDataset, Statistics, load_change_scale, load_statistics
+from weather.dataset import FieldDataset, Statistics, positive_statistics, read_statistics
 from weather.forcings import Forcings
 from weather.grid import latitudes
 
@@ -45,10 +45,6 @@ class Trained(Task):
         # Names of the channels and latitudes of the rows, until the data tell.
         self._described = [channel.name for channel in CHANNELS], latitudes(self.config.img_size[0])
 
-    def output_shape(self, samples: int) -> Shape:
-        """Whole images of the channels to forecast."""
-        return samples, self.config.n_out_channels, *self.config.img_size
-
     def loaders(self, device: torch.device) -> list[BatchLoader]:
         """As Task says; with stage_to they read from copies."""
         loaders = super().loaders(device)
@@ -62,10 +58,9 @@ class Trained(Task):
         config = self.config
         Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
         n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
-        stages = config.rollout_stages
-        steps = config.longest_rollout
+        channels, steps = max(n_in, n_out), config.longest_rollout
         train, valid = (
-            FieldDataset(folder, max(n_in, n_out), config.img_size, config.dt, limit, rows, columns, steps)
+            FieldDataset(folder, channels, config.img_size, config.dt, limit, rows, columns, steps)
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),
                 (config.valid_data_path, config.limit_nsamples_val),
@@ -82,8 +77,8 @@ class Trained(Task):
         batch_size = config.global_batch_size // comm.get_size("dp")
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
-        shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings, stages
-        return [Loader(dataset, *shared) for dataset in (train, valid)]
+        shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings
+        return [Loader(dataset, *shared, config.rollout_stages) for dataset in (train, valid)]
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """A forecast of as many steps as y has."""
@@ -129,11 +124,10 @@ class Trained(Task):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers."""
-        config, (samples, *size) = self.config, (self.config.global_batch_size, *self.config.img_size)
-        steps = config.longest_rollout
+        config, steps = self.config, self.config.longest_rollout
         inputs = config.model_in_channels + (steps - 1) * count_forcings(config.forcings)[1]
-        x = torch.randn(samples, inputs, *size, generator=generator)
-        return x, torch.randn(samples, steps * config.n_out_channels, *size, generator=generator)
+        x = torch.randn(config.global_batch_size, inputs, *config.img_size, generator=generator)
+        return x, torch.randn(len(x), steps * config.n_out_channels, *config.img_size, generator=generator)
 
 
 def loader_class(name: str) -> type[BatchLoader]:
@@ -146,18 +140,23 @@ def loader_class(name: str) -> type[BatchLoader]:
 
 
 def statistics_of(config: Config) -> Statistics:
-    """The statistics that a config names, of its channels and its image. Raises UsageError as load_statistics."""
+    """The statistics that a config names, of its channels and image. Raises UsageError where they cannot be used."""
     channels = max(config.n_in_channels, config.n_out_channels)
-    paths = config.global_means_path, config.global_stds_path, config.time_means_path
-    return load_statistics(*paths, channels, config.img_size)
+    stds = positive_statistics(config.global_stds_path, channels)
+    climatology = read_statistics(config.time_means_path, channels, config.img_size)
+    return Statistics(read_statistics(config.global_means_path, channels), stds, climatology)
 
 
 def rollout_of(config: Config, device: torch.device) -> Rollout:
     """The Rollout of a config. Raises UsageError where the size of the change is asked for, and not known."""
     if config.predict == "state":
         return Rollout(config)
-    scale = load_change_scale(config.global_stds_path, config.n_out_channels)
-    return Rollout(config, torch.from_numpy(scale).to(device))
+    path = Path(config.global_stds_path).with_name("change_stds.npy")
+    if not path.exists():
+        make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"
+        raise UsageError(f"{path}: not there; predict change needs the size of the change: make it with `{make}`")
+    stds, changes = (positive_statistics(p, config.n_out_channels) for p in (config.global_stds_path, path))
+    return Rollout(config, torch.from_numpy(changes / stds).to(device))
 
 
 class ForecastValidator(Validator):
@@ -204,12 +203,8 @@ class ForecastValidator(Validator):
         if example is not None:  # more ranks than samples: some have none
             self._draw(*example)
         rmse, acc = (self._by_channel(values) for values in metrics.compute())
-        return {
-            "val_loss": comm.global_mean(torch.cat(losses)).item(),
-            "rmse": rmse,
-            "acc": acc,
-            **self.baselines,
-        }
+        val_loss = comm.global_mean(torch.cat(losses)).item()
+        return {"val_loss": val_loss, "rmse": rmse, "acc": acc, **self.baselines}
 
     def _by_channel(self, values: Tensor) -> dict[str, float]:
         return dict(zip(self.names, values.tolist(), strict=True))

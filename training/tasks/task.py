@@ -53,9 +53,9 @@ class Task(ABC):
     def check(self) -> None:
         """Raise UsageError for settings that the task cannot be done with."""
 
-    @abstractmethod
     def output_shape(self, samples: int) -> Shape:
-        """The shape of what a model gives for so many whole samples."""
+        """The shape of what a model gives for so many whole samples; by default images of the channels to forecast."""
+        return samples, self.config.n_out_channels, *self.config.img_size
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters."""
@@ -83,18 +83,15 @@ class Task(ABC):
     def build_validator(self, loader: BatchLoader) -> "Validator":
         """What scores a model on every sample of a loader."""
 
-    @abstractmethod
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a whole global batch, random numbers on the CPU."""
+        samples = self.config.global_batch_size
+        x = torch.randn(samples, self.config.model_in_channels, *self.config.img_size, generator=generator)
+        return x, torch.randn(self.output_shape(samples), generator=generator)
 
     def own_window(self) -> tuple[slice, ...]:
         """This rank's part of every image, one slice for each axis."""
         return own_window(self.config.img_size, patch_size(self.config))
-
-    def random_images(self, generator: torch.Generator) -> Tensor:
-        """A whole global batch of inputs without forcings, normal random numbers on the CPU."""
-        shape = self.config.global_batch_size, self.config.n_in_channels, *self.config.img_size
-        return torch.randn(shape, generator=generator)
 
     def check_batch(self, samples: int, source: str) -> None:
         """Raise UsageError where the training data, from `source`, have fewer samples than one batch."""
@@ -132,22 +129,3 @@ class Validator(ABC):
     @abstractmethod
     def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """One pass of a model that is in evaluation mode; `stop` is asked before each batch."""
-
-
-class MeanValidator(Validator):
-    """Means over all samples. scored: the names of the numbers that `scores` gives of each."""
-
-    scored: tuple[str, ...]
-
-    @abstractmethod
-    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
-        """Scores of the first `count` samples of a batch, (count, len(scored))."""
-
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """{name: mean}."""
-        found = []
-        for batch in self.loader.valid():
-            if stop():
-                return None
-            found.append(self.scores(parallel, *batch))
-        return dict(zip(self.scored, comm.global_mean(torch.cat(found)).tolist(), strict=True))

@@ -1,6 +1,6 @@
 """Transport: waves in a box of two or three dimensions, and where a constant wind has carried them. Image to image."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,48 +8,19 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from training.losses import relative_l2
-from training.tasks.task import MeanValidator, Shape, Task, Validator
-from training.waves import Waves, wave_loaders
-from utils.data_loader import Batch, BatchLoader
+from training.tasks.waves import WaveTask, waves
+from utils.data_loader import Batch
 from utils.errors import UsageError
 
 WIND = (1 / 16, 1 / 8, 1 / 16)  # of the box, along each axis
 MOST_WAVES = 3  # along an axis
 
 
-class CarriedWaves(Waves):
-    """Samples (image, the same waves later)."""
-
-    def draw(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Numbers of waves, (axes,), and phases, (C,)."""
-        numbers = torch.randint(-MOST_WAVES, MOST_WAVES + 1, (len(self.axes),), generator=random)
-        return numbers, torch.rand(self.channels, generator=random)
-
-    def make(self, *drawn: Tensor) -> Batch:
-        """Two batches of images, (B, C, *window) float32."""
-        numbers, phases = drawn
-        turned = sum(n * speed for n, speed in zip(numbers.T, WIND, strict=False))
-        return self.image(numbers, phases), self.image(numbers, phases - turned.view(-1, 1))
-
-
-class TransportValidator(MeanValidator):
-    """Relative error, beside that of leaving everything where it is."""
+class Trained(WaveTask):
+    """Image to image, in two or three dimensions: relative L2 loss, beside that of leaving everything where it is."""
 
     scored = ("val_loss", "persistence_loss")
-
-    def describe(self, summary: dict[str, Any]) -> str:
-        """Both errors."""
-        return f"relative error {summary['val_loss']:.3f}, of no motion {summary['persistence_loss']:.3f}"
-
-    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
-        """Both errors of each sample."""
-        images = parallel.predict(x, y.shape[1]), x, y
-        prediction, x, y = (parallel.whole_images(image)[:count] for image in images)
-        return torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1)
-
-
-class Trained(Task):
-    """Image to image, in two or three dimensions: relative L2 loss."""
+    shown = "relative error {val_loss:.3f}, of no motion {persistence_loss:.3f}"
 
     def check(self) -> None:
         """What goes in comes out."""
@@ -60,22 +31,23 @@ class Trained(Task):
                 f"{config.n_out_channels} are the same waves: give the same number"
             )
 
-    def output_shape(self, samples: int) -> Shape:
-        """Whole images."""
-        return samples, self.config.n_out_channels, *self.config.img_size
+    def draw(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Numbers of waves, (axes,), and phases, (C,)."""
+        numbers = torch.randint(-MOST_WAVES, MOST_WAVES + 1, (len(self.config.img_size),), generator=random)
+        return numbers, torch.rand(self.config.n_in_channels, generator=random)
 
-    def build_loaders(self, device: torch.device) -> list[BatchLoader]:
-        """Loaders of images that are made on the way."""
-        return wave_loaders(self, CarriedWaves, device)
+    def make(self, axes: Sequence[Tensor], *drawn: Tensor) -> Batch:
+        """An image, and the same waves later: two batches, (B, C, h, w, ..) float32."""
+        numbers, phases = drawn
+        turned = sum(n * speed for n, speed in zip(numbers.T, WIND, strict=False))
+        return waves(axes, numbers, phases), waves(axes, numbers, phases - turned.view(-1, 1))
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """The relative L2 loss of neural operators."""
         return relative_l2(prediction, target, image_group).mean()
 
-    def build_validator(self, loader: BatchLoader) -> Validator:
-        """Relative errors."""
-        return TransportValidator(loader)
-
-    def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Images of normal random numbers."""
-        return self.random_images(generator), self.random_images(generator)
+    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
+        """Both errors of each sample."""
+        images = parallel.predict(x, y.shape[1]), x, y
+        prediction, x, y = (parallel.whole_images(image)[:count] for image in images)
+        return torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1)
