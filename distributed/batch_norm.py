@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from distributed.collectives import AnyGroup, Group, as_group, reduce_from_region
 from distributed.shard.rules.normalization import Normal
-from distributed.shard.rules.reductions import at_least_float32, autocast_dtype
+from distributed.shard.rules.reductions import at_least_float32
 from distributed.shard_tensor import ShardTensor, local, reduced, wrap
 
 
@@ -64,15 +64,13 @@ def batch_norm(
             raise ValueError("sync_batchnorm: channels that are split over ranks are not supported")
     dims, shape = (0, *range(2, part.dim())), (-1, *[1] * (part.dim() - 2))
     count = replicas * input.shape.numel() // input.shape[1]
-    values = at_least_float32(part)
     with torch.no_grad():
+        values = at_least_float32(part)
         mean = reduce_from_region(values.sum(dims, keepdim=True), group) / count
         deviations = reduce_from_region((values - mean).square().sum(dims, keepdim=True), group)
         for running, new in ((running_mean, mean), (running_var, deviations / (count - 1))):
             if running is not None:
                 running.mul_(1 - momentum).add_(new.flatten().to(running.dtype), alpha=momentum)
-    y = Normal.apply(values, mean, (deviations / count + eps).rsqrt(), dims, (group, (count,)))
-    y = y if weight is None else y * weight.view(shape)
-    y = y if bias is None else y + bias.view(shape)
-    y = y.to(autocast_dtype(part))
+    weight, bias = (None if w is None else w.view(shape) for w in (weight, bias))
+    y = Normal.apply(part, weight, bias, mean, (deviations / count + eps).rsqrt(), dims, (group, (count,)))
     return y if spec is None else wrap(y, spec)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -84,7 +85,7 @@ atexit.register(print, "at exit", flush=True)
 print(sys.argv[1:], os.environ["HOME"], os.environ.get("PATH"), os.getcwd(), repr(sys.stdin.read()), __name__)
 print(os.getpid() == os.getpgrp(), signal.getsignal(signal.SIGINT) is signal.default_int_handler, file=sys.stderr)
 if "wait" in sys.argv:
-    print("ready", flush=True)
+    print("ready", os.getpid(), flush=True)
     time.sleep(60)
 threading.Timer(0.1, lambda: print("thread")).start()
 sys.exit(int(sys.argv[1]))
@@ -112,3 +113,29 @@ def test_a_forked_program_is_killed_and_leaves_nobody_behind(program):
         process.wait(0)
     programs.end_all()
     assert process.wait(10) == -signal.SIGKILL
+
+
+def test_python_that_forks_is_as_python(program, tmp_path):
+    python = programs.write_python(tmp_path / "bin")
+    done = subprocess.run([python, "-u", program, "3", "two words"], capture_output=True, text=True)
+    assert done.returncode == 3 and done.stdout.startswith("['3', 'two words']") and done.stderr == "True True\n"
+    assert subprocess.run([python, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout == "42\n"
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = launch.popen([python, program, "wait"])
+        ready = next(line for line in process.stdout if line.startswith("ready"))
+        forked = psutil.Process(int(ready.split()[1]))
+        process.send_signal(number)
+        assert process.wait(10) == -number
+        psutil.wait_procs([forked], 10)
+        assert not forked.is_running()
+
+
+@pytest.mark.slow("tests that end, and the server of their programs with them")
+def test_the_server_of_programs_ends_with_the_tests():
+    code = (
+        "import psutil; from tests.support import programs; programs.run(['-m', 'this']); "
+        "print(*[child.pid for child in psutil.Process().children()])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    servers = [psutil.Process(int(pid)) for pid in said.split() if psutil.pid_exists(int(pid))]
+    assert said.strip() and not psutil.wait_procs(servers, 20)[1]

@@ -26,7 +26,7 @@ def serve(listening):
     """Fork a program for each connection. Returns in the programs alone, with the words of each."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     while True:
-        if sys.stdin.fileno() in select.select([sys.stdin, listening], [], [])[0]:
+        if sys.stdin in select.select([sys.stdin, listening], [], [])[0]:
             os._exit(0)  # the tests are over
         connection, _ = listening.accept()
         if not os.fork():

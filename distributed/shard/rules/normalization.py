@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
-from distributed.shard.operands import reduced, replicated, shared
+from distributed.shard.operands import fitted, reduced, replicated, shared
 from distributed.shard.rules.reductions import (
     Sharers,
     at_least_float32,
@@ -26,37 +26,53 @@ from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, 
 
 
 class Normal(torch.autograd.Function):
-    """(x - mean) * scale, where mean and scale = 1 / deviation are those of dims of x on all ranks that share them."""
+    """(x - mean) * scale * weight + bias. mean, scale = 1 / deviation: of dims of x on all ranks that share them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, dims: Sequence[int], shared_by: Sharers) -> Tensor:
-        """x, and mean and scale with dims of size 1 -> the shape of x. shared_by: the ranks and their parts of dims."""
-        normal = (x - mean) * scale
-        ctx.save_for_backward(normal, scale)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
+        dims: Sequence[int], shared_by: Sharers,
+    ) -> Tensor:  # fmt: skip
+        """Local parts that broadcast against x -> the shape of x. shared_by: the ranks and their parts of dims.
+
+        The backward pass needs x, which is often kept anyway, and nothing else of its size.
+        """
+        ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.dims, ctx.shared_by = dims, shared_by
-        return normal
+        y = (x - mean) * scale
+        y = y if weight is None else y * weight
+        y = y if bias is None else y + bias
+        return y.to(autocast_dtype(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of x; one all-reduce of two numbers for each mean."""
-        normal, scale = ctx.saved_tensors
+        """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        normal, grad = (x - mean) * scale, at_least_float32(grad)
+        of_weight = None if weight is None else (grad * normal).sum_to_size(weight.shape).to(weight.dtype)
+        of_bias = None if bias is None else grad.sum_to_size(bias.shape).to(bias.dtype)
+        grad = grad if weight is None else grad * weight
         sums = torch.stack([(grad * normal).sum(ctx.dims, keepdim=True), grad.sum(ctx.dims, keepdim=True)])
-        count = math.prod([normal.shape[d] for d in ctx.dims])
+        count = math.prod([x.shape[d] for d in ctx.dims])
         if ctx.shared_by is not None:
             group, counts = ctx.shared_by
             sums, count = reduce_from_region(sums, group), sum(counts)
         along, average = (sums / count).unbind()
-        return (grad - normal * along - average) * scale, None, None, None, None
+        back = (grad - normal * along - average) * scale
+        return back.to(x.dtype), of_weight, of_bias, None, None, None, None
 
 
-def normalized(x: ShardTensor, dims: Sequence[int], eps: float) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
-    """((x - mean) / deviation, mean, variance) over dims, at least in float32; the last two have no gradient."""
+def normalized(
+    x: ShardTensor, dims: Sequence[int], eps: float, weight: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
+    """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
     x, dims = reduced(x), tuple(dims)
-    part, shared_by, left = at_least_float32(local(x)), sharers(x.spec, dims), kept(x.spec, dims, True)
+    part, shared_by, left = local(x), sharers(x.spec, dims), kept(x.spec, dims, True)
     with torch.no_grad():
-        mean, deviations, count = moments(part, dims, shared_by)
+        mean, deviations, count = moments(at_least_float32(part), dims, shared_by)
         var = deviations / count
-    y = Normal.apply(part, mean, (var + eps).rsqrt(), dims, shared_by)
+    own = [None if w is None else fitted(w, x.spec) for w in (weight, bias)]
+    y = Normal.apply(part, *own, mean, (var + eps).rsqrt(), dims, shared_by)
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
 
@@ -88,8 +104,7 @@ def layer_norm(
     if sharers(x.spec, dims) is None and not any(isinstance(w, ShardTensor) for w in (weight, bias)):
         weight, bias = shared(weight, x.spec), shared(bias, x.spec)
         return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), x.spec)
-    y, _, _ = normalized(x, dims, eps)
-    return scaled(y, weight, bias, input)
+    return normalized(x, dims, eps, weight, bias)[0]
 
 
 @rule(*named("rms_norm"))
@@ -122,9 +137,9 @@ def group_norm(
 ) -> ShardTensor:  # fmt: skip
     """Normalize groups of channels of (B, C, ...)."""
     x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))
-    y, _, _ = normalized(x, range(2, len(x.spec.dims)), eps)
-    y = dispatch(torch.flatten, y, 1, 2)
-    return scaled(y, of_channels(weight, y), of_channels(bias, y), input)
+    shape = num_groups, -1, *[1] * (len(x.spec.dims) - 3)
+    weight, bias = (None if w is None else w.view(shape) for w in (weight, bias))
+    return dispatch(torch.flatten, normalized(x, range(2, len(x.spec.dims)), eps, weight, bias)[0], 1, 2)
 
 
 @rule(F.batch_norm)
@@ -141,9 +156,10 @@ def batch_norm(
     count = shape.numel() // max(shape[1], 1)
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
-    y, mean, var = normalized(input, (0, *range(2, len(shape))), eps)
+    own = of_channels(weight, input), of_channels(bias, input)
+    y, mean, var = normalized(input, (0, *range(2, len(shape))), eps, *own)
     update(running_mean, running_var, mean, dispatch(torch.mul, var, count / (count - 1)), momentum=momentum)
-    return scaled(y, of_channels(weight, y), of_channels(bias, y), input)
+    return y
 
 
 def update(running_mean: MaybeTensor, running_var: MaybeTensor, *new: ShardTensor, momentum: float) -> None:
