@@ -74,9 +74,8 @@ def explained(folder, *records):
 
 
 def test_a_late_rank_is_named_with_the_collective_and_the_ranks_that_wait(tmp_path):
-    ends = run_ranks(["-m", "docs.examples.late_rank", tmp_path], ranks=3)
-    # Ranks 0 and 2 may give up in the same moment: then one of them says for both why.
-    assert [status for status, _ in ends] == [1, 1, 1] and sum("error: rank" in output for _, output in ends) >= 2
+    for status, output in run_ranks(["-m", "docs.examples.late_rank", tmp_path], ranks=3):
+        assert status == 1 and "error: rank" in output
     said = hang(tmp_path)
     assert said[0] == "waiting for rank 1: ranks 0,2, in all_reduce Float(8,), number 4 of ranks 0-2"
     assert said[1] == "late: rank 1"

@@ -134,7 +134,7 @@ class RunOwner:
                 text = self._read()
                 other = _parse(text or "")
                 if other not in (self.me, None):
-                    print(f"error: {self.folder} has been taken over by {other}", file=sys.stderr)
+                    print(f"error: {self.folder} has been taken over by {other}", file=sys.stderr, flush=True)
                     exit_at_once(FAILED_STATUS)
                 if text is None:  # somebody tidied up
                     self._claim()

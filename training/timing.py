@@ -18,8 +18,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.iterations = 0
-        self.paces: list[tuple[float, int]] = []  # seconds and samples of each interval
-        self.epoch = self.steady = 0  # the first interval of this epoch, and after the warmup
+        self.seconds, self.samples = 0.0, 0  # of all steps
+        self.epoch = self.steady = (0.0, 0)  # these two at the start of the epoch, and after the warmup
         self.data_wait = self.interval = 0.0
 
     def start(self) -> None:
@@ -29,30 +29,25 @@ class Clock:
     def stop(self, iterations: int, samples: int) -> float:
         """Count the iterations since `start`, which the device has finished; returns samples per second."""
         self.interval = time.perf_counter() - self.started
-        self.paces.append((self.interval, samples))
+        self.seconds, self.samples = self.seconds + self.interval, self.samples + samples
         if self.iterations < WARMUP_ITERATIONS:
-            self.steady = len(self.paces)
+            self.steady = self.seconds, self.samples
         self.iterations += iterations
         return samples / self.interval
 
-    def _since(self, first: int) -> tuple[float, int]:
-        """Seconds and samples of all intervals from this one on."""
-        return sum(seconds for seconds, _ in self.paces[first:]), sum(samples for _, samples in self.paces[first:])
-
     def lap(self) -> tuple[float, int]:
         """Seconds and samples of the epoch; begins the next one."""
-        first, self.epoch = self.epoch, len(self.paces)
-        return self._since(first)
+        (seconds, samples), self.epoch = self.epoch, (self.seconds, self.samples)
+        return self.seconds - seconds, self.samples - samples
 
     def steady_samples_per_sec(self) -> float | None:
         """Speed after the warmup, or of all steps in a shorter run; None where no step was made."""
-        seconds, samples = self._since(self.steady if self.steady < len(self.paces) else 0)
-        return samples / seconds if samples else None
+        seconds, samples = self.steady if self.samples > self.steady[1] else (0.0, 0)
+        return (self.samples - samples) / (self.seconds - seconds) if self.samples else None
 
     def data_wait_fraction(self) -> float | None:
         """Share of the training time in which the step waited for its batch."""
-        seconds, _ = self._since(0)
-        return self.data_wait / seconds if seconds else None
+        return self.data_wait / self.seconds if self.seconds else None
 
 
 # data: waiting for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the backward

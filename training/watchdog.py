@@ -55,5 +55,6 @@ class Watchdog:
                     f"error: rank {comm.rank()}: no step finished within {self.timeout} s (watchdog_timeout); "
                     f"the stacks of all threads are in {stacks}",
                     file=sys.stderr,
+                    flush=True,
                 )
                 exit_at_once(FAILED_STATUS)

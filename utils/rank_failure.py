@@ -75,10 +75,10 @@ class FailureListener:
             self._wait_for_others()
             shutdown()
             exit_at_once(status)
-        self._end_because_of(first, text)
+        self._end_because_of(first, text if expected else "")
 
     def _end_because_of(self, first: str, own: str = "") -> NoReturn:
-        """End this rank after another. own: its own error; where that is the same, all is said."""
+        """End this rank after another. own: an error that this rank expected; where both have it, all is said."""
         status, message = first.split(" ", 1)
         if int(status) == FAILED_STATUS:
             write_record(f"because of {message}")

@@ -49,8 +49,9 @@ class Normal(torch.autograd.Function):
         """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
         x, weight, bias, mean, scale = ctx.saved_tensors
         normal, grad = (x - mean) * scale, at_least_float32(grad)
-        of_weight = None if weight is None else (grad * normal).sum_to_size(weight.shape).to(weight.dtype)
-        of_bias = None if bias is None else grad.sum_to_size(bias.shape).to(bias.dtype)
+        _, for_weight, for_bias, *_ = ctx.needs_input_grad
+        of_weight = (grad * normal).sum_to_size(weight.shape).to(weight.dtype) if for_weight else None
+        of_bias = grad.sum_to_size(bias.shape).to(bias.dtype) if for_bias else None
         grad = grad if weight is None else grad * weight
         sums = torch.stack([(grad * normal).sum(ctx.dims, keepdim=True), grad.sum(ctx.dims, keepdim=True)])
         count = math.prod([x.shape[d] for d in ctx.dims])
