@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from training.trackers import Tracker
+from training.trackers import Figures, Tracker
 from utils import comm
 from utils.config import SPLITS
 from utils.schema import Config
@@ -18,7 +16,7 @@ HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
 
 
-def write_validation(tracker: Tracker, scores: dict[str, Any], figures: dict[str, Figure], iteration: int) -> None:
+def write_validation(tracker: Tracker, scores: dict[str, Any], figures: Figures, iteration: int) -> None:
     """Tell of one validation: its scores, numbers or {channel: number}, and its pictures."""
     values = {}
     for kind, score in scores.items():

@@ -16,9 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
 from utils import comm
@@ -26,8 +25,12 @@ from utils.errors import UsageError, first_line
 from utils.files import check_file, read_text, whole_file
 from utils.schema import Config
 
+if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
+    from matplotlib.figure import Figure
+
 log = logging.getLogger(__name__)
 Values = Mapping[str, float | None]
+Figures = Mapping[str, "Figure"]
 PROJECT = "deep-learning-at-scale"  # unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT names another
 
 
@@ -37,7 +40,7 @@ class Tracker:
     name = ""
     errors: tuple[type[Exception], ...] = (OSError,)
 
-    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Note numbers of an iteration (None, NaN: not known), and pictures of a validation."""
         raise NotImplementedError
 
@@ -56,7 +59,7 @@ class Trackers(Tracker):
         with self._watched(kind):
             self.open.append(kind(*args))
 
-    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand it on."""
         self._each(lambda tracker: tracker.tell(values, iteration, figures))
 
@@ -93,7 +96,7 @@ class TensorBoard(Tracker):
         if args.thread is None or type(args.thread).__name__ != "_AsyncWriterThread":
             self.usual_hook(args)
 
-    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Note it; what is known of a validation is on disk at once."""
         for name, value in known(values).items():
             self.writer.add_scalar(name, value, iteration)
@@ -145,7 +148,7 @@ class MetricsFile(Tracker):
         self.device = device
         self.file = open(folder / FILE_NAME.format(comm.rank()), "ab", buffering=0)
 
-    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Write a line."""
         record = {
             "iteration": iteration,
@@ -209,7 +212,7 @@ class MLflow(Tracker):
         self.run = known_id(folder, "mlflow", new)
         client.update_run(self.run, "RUNNING")
 
-    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand numbers to a thread of MLflow, which training does not wait for; store pictures over those before."""
         now = int(time.time() * 1000)
         metrics = [self.metric(name, value, now, iteration) for name, value in known(values).items()]
@@ -238,7 +241,7 @@ class WandB(Tracker):
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
 
-    def tell(self, values: Values, iteration: int, figures: Mapping[str, Figure] | None = None) -> None:
+    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand it to the process of Weights & Biases."""
         pictures = {name: self.image(figure) for name, figure in (figures or {}).items()}
         self.run.log({**known(values), **pictures}, step=iteration)

@@ -20,6 +20,7 @@ import threading
 from pathlib import Path
 
 from tests.support import forked
+from utils.signals import STOP_SIGNALS
 
 
 def serve(listening):
@@ -47,8 +48,8 @@ def keep(connection):
             os.close(file)
         stay_with(program, connection)
     os.setsid()  # a process group of its own
-    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # nohup, or a shell's `&`, may have set them aside for the tests
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # nohup, a shell's `&` or perf may have set them aside for the tests
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for standard, file in enumerate(files, 1):

@@ -8,3 +8,4 @@ from tests.support.pictures import draw_none
 
 draw_none()
 gc.freeze()  # what is imported stays memory that the processes share: collecting garbage does not touch it
+gc.set_threshold(20_000, 20, 20)

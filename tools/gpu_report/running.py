@@ -73,17 +73,17 @@ def run(words: Sequence[str], log: Path, end: float, status: int = 0, stop_at: s
 
     status: its exit status if all is well. stop_at: what it says when it is to be stopped.
     """
-    mark, start = str(uuid.uuid4()), log.stat().st_size if log.exists() else 0
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=os.environ | {MARK: mark, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
-        )  # fmt: skip
+    mark, start, process = str(uuid.uuid4()), log.stat().st_size if log.exists() else 0, None
 
     def said() -> str:
         return log.read_bytes()[start:].decode(errors="replace").strip()
 
     try:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=os.environ | {MARK: mark, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+            )  # fmt: skip
         while process.poll() is None:
             if time.monotonic() > end:
                 raise TimeoutError
@@ -92,8 +92,9 @@ def run(words: Sequence[str], log: Path, end: float, status: int = 0, stop_at: s
                 stop_at = ""
             time.sleep(POLL_SECONDS)
     finally:
-        end_processes(mark)
-        process.wait()
+        end_processes(mark)  # one that a signal met in Popen is not in `process`
+        if process:
+            process.wait()
     if process.returncode != status:
         lines = said().splitlines() or ["no output"]
         telling = [line for line in lines if TELLING.search(line)] or lines

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import resource
 import statistics
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ from tools.tables import format_table
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm
-from utils.device import library, synchronize
+from utils.device import library, peak_memory_bytes, synchronize
 from utils.errors import ArgumentParser, UsageError, whole
 from utils.files import write_json
 from utils.launch import read_launch
@@ -175,7 +174,7 @@ def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
     gpu = library(device, "mem_get_info", "memory_allocated", "memory_reserved")
     if not gpu:
         total, workspace = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, 0
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        used = peak_memory_bytes(device)
     else:
         a = torch.ones(16, 16, device=device)
         before = gpu.memory_allocated()

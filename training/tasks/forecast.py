@@ -13,7 +13,6 @@ from torch import Tensor
 from distributed.parallel_model import ParallelModel
 from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics
-from training.pictures import forecast_figure
 from training.results import skill_table
 from training.rollout import Rollout
 from training.tasks.task import Task, Validator
@@ -210,6 +209,8 @@ class ForecastValidator(Validator):
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def _draw(self, x: Tensor, y: Tensor, prediction: Tensor) -> None:
+        from training.pictures import forecast_figure  # slow to import, and rank 0 alone draws
+
         for c, name in enumerate(self.names[: len(x)]):
             if name in PICTURED:
                 fields = [(f[c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (x, y, prediction)]

@@ -2,11 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
@@ -16,6 +15,9 @@ from utils.data_loader import BatchLoader
 from utils.errors import UsageError
 from utils.schema import Config
 from utils.tiles import own_window
+
+if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
+    from matplotlib.figure import Figure
 
 Shape = tuple[int, ...]
 FORECAST_KEYS = (
