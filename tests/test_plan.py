@@ -116,7 +116,7 @@ def test_options_that_are_given_are_kept(capsys):
 
 @pytest.mark.slow("1,024 GPUs planned by the command in a bounded memory")
 def test_1024_gpus_are_planned_in_seconds_and_little_memory():
-    command = [sys.executable, "-c", LIMITED, *MP, "--gpus", "1024", "--global_batch_size", "2048"]
+    command = [sys.executable, "-c", LIMITED, *MP, "--gpus", "1024", "--global_batch_size", "2048", "--top", "3"]
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """The planner on a machine that was measured: what is measured, how it is written and read, and times from it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,10 +23,21 @@ from tools.planner.hardware import gpu_of, load_gpu
 from tools.planner.plan import plan_layout
 from tools.planner.step_time import step_time
 from tools.planner.trace import Trace, trace_step
-from utils.config import SCRIPTS, load_config
+from utils.config import ROOT, SCRIPTS, load_config
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
+# Sizes of tensors that are measured in seconds, where all of them take a minute.
+SMALL = {
+    "ROWS": (64,), "WIDTHS": (32,), "HEADS": (32,), "TOKENS": (64,), "MOVED": (2**14,), "PATCHES": ((4, 4, 16),),
+    "FOOTPRINT": {"cpu": 2**22},
+}  # fmt: skip
+SMALLER = f"""
+import runpy
+from tools.instruments import operation_speed
+vars(operation_speed).update({SMALL})
+runpy.run_path("plan.py", run_name="__main__")
+"""
 TWO = ["--nproc_per_node", "2"]
 
 
@@ -82,16 +94,8 @@ def test_places_are_the_ranks_of_a_node_and_their_peers():
 
 
 def test_every_operator_that_takes_long_in_a_step_is_measured_by_its_name(monkeypatch):
-    for name, value in (
-        ("ROWS", (64,)),
-        ("WIDTHS", (32,)),
-        ("HEADS", (32,)),
-        ("TOKENS", (64,)),
-        ("MOVED", (2**14,)),
-        ("PATCHES", ((4, 4, 16),)),
-    ):
+    for name, value in SMALL.items():
         monkeypatch.setattr(operation_speed, name, value)
-    monkeypatch.setattr(operation_speed, "FOOTPRINT", {"cpu": 2**22})
     found = operation_speed.measure(CPU, (torch.float32, torch.bfloat16), 1e-4)
     assert all(s > 0 for types in found.values() for sizes in types.values() for s in sizes.values())
     for words in ([], ["--amp_mode=bf16"]):
@@ -287,15 +291,14 @@ def test_a_curve_says_what_it_assumes(capsys):
 
 
 @pytest.mark.slow("two ranks measure this machine, and real layouts are planned with what they write")
-def test_two_ranks_measure_a_machine_for_plans_of_two_ranks():
-    file = hardware.MEASURED / "test-of-two.json"
+def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(tmp_path):
+    file, script = hardware.MEASURED / "test-of-two.json", tmp_path / "smaller.py"
+    script.write_text(SMALLER)
+    words = "--calibrate", "--name", file.stem, "--device", "cpu", "--rounds", "1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *TWO, script, *words]
     try:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *TWO, "plan.py", "--calibrate"]
         done = subprocess.run(
-            [*command, "--name", file.stem, "--device", "cpu", "--rounds", "1"],
-            capture_output=True,
-            text=True,
-            timeout=400,
+            command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": str(ROOT)}
         )
         assert done.returncode == 0, done.stderr[-2000:]
         assert "all_reduce, inside" in done.stdout and "2 at work, bfloat16" in done.stdout

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from multiprocessing.connection import wait
 
@@ -131,11 +131,11 @@ def leave_groups():
 def share_device():
     """All groups of gloo use one device of a process: the loop of each wakes a hundred times a second."""
     group, make = dist.ProcessGroupGloo, dist.ProcessGroupGloo.__init__
-    device = cache(partial(group.create_device, interface="lo"))
+    device = cache(group.create_device)
 
     def init(self, store, rank, size, timeout):
         options = group._Options()
-        options._devices, options._timeout = [device()], timeout
+        options._devices, options._timeout = [device(interface=os.environ["GLOO_SOCKET_IFNAME"])], timeout
         make(self, store, rank, size, options)
 
     group.__init__ = init
