@@ -21,7 +21,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PY := $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-WORKERS ?= 2# processes that share out the files of tests, each with about 4 GB; 0: none, for a debugger
+WORKERS ?= 3# processes that share out the files of tests, each with about 4 GB; 0: none, for a debugger
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 demo: setup

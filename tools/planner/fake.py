@@ -48,7 +48,8 @@ def fake_rank(
             stack.callback(dist.destroy_process_group)
         before = comm.swap_meshes({})
         stack.callback(comm.swap_meshes, before)
-        comm.build_mesh(torch.device(held_on), layout)
+        with patch("torch.distributed.device_mesh.new_group", _own_group):
+            comm.build_mesh(torch.device(held_on), layout)
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
         stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
@@ -57,6 +58,11 @@ def fake_rank(
         if device_type != "cpu":
             stack.enter_context(patch.object(attention, "kernel", partial(_gpu_kernel, attention.kernel)))
         yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _own_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
+    """A group of this rank. Those of other ranks, a thousand in a mesh of a thousand, are not made."""
+    return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
 
 
 def _gpu_kernel(choose, q, mask):
