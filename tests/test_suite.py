@@ -52,11 +52,11 @@ def test_a_slow_test_says_what_only_it_shows():
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (["test"], '-n 2 --dist loadfile -m "not slow"'),
-        (["test", "FILES=tests/test_vit.py"], '-n 2 --dist loadfile -m "not slow" tests/test_vit.py'),
+        (["test"], '-n 3 --dist loadfile -m "not slow"'),
+        (["test", "FILES=tests/test_vit.py"], '-n 3 --dist loadfile -m "not slow" tests/test_vit.py'),
         (["test", "PYTEST_ARGS=-k name", "WORKERS=0"], '-n 0 --dist loadfile -m "not slow" -k name'),
-        (["test-all"], "-n 2 --dist loadfile"),
-        (["test-all", "FILES=tests/test_vit.py", "PYTEST_ARGS=-x"], "-n 2 --dist loadfile -x tests/test_vit.py"),
+        (["test-all"], "-n 3 --dist loadfile"),
+        (["test-all", "FILES=tests/test_vit.py", "PYTEST_ARGS=-x"], "-n 3 --dist loadfile -x tests/test_vit.py"),
     ],
 )
 def test_make_passes_files_and_arguments_on(words, command):

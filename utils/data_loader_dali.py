@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -93,26 +94,54 @@ class BatchStream:
     def _next(self) -> Tensor | None:
         """The next batch, or None at the end. The memory is the tensor's own: DALI does not write to it again."""
         stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
-        self._require_workers()  # DALI may wait forever for a lost one
         try:
-            (batch,) = self.pipeline.run(stream)
+            with self._interrupted_by_a_loss():
+                (batch,) = self.pipeline.run(stream)
             return torch.from_dlpack(batch.as_tensor()).to(self.device)
         except StopIteration:
             return None
         except Exception as error:  # a worker's comes as its text, of another class
-            self._require_workers()
             message = str(error.__cause__)
             if f"UsageError: {message}" not in str(error):
-                raise
+                if not self._lost(within=1):  # its pipes close before it has ended
+                    raise
+                message = self._loss()
         raise UsageError(message)  # out here it does not hold DALI's frames, so the processes can end
 
-    def _require_workers(self) -> None:
+    @contextmanager
+    def _interrupted_by_a_loss(self) -> Iterator[None]:
+        """Raise ChildProcessError when a process has ended or ends: DALI may wait for it forever."""
+
+        def check(within: float) -> None:
+            if self._lost(within):
+                raise ChildProcessError
+
+        here = threading.current_thread() is threading.main_thread()  # which alone may receive signals
+        before = signal.signal(signal.SIGCHLD, lambda *_: check(1)) if here else None
+        try:
+            check(0)
+            yield
+        finally:
+            if here:
+                signal.signal(signal.SIGCHLD, before)
+
+    def _lost(self, within: float = 0.0) -> bool:
+        """Whether a process has ended, or ends in so many seconds."""
+        until = time.monotonic() + within
+        while all(worker.is_alive() for worker in self.workers):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _loss(self) -> str:
         for worker in self.workers:
-            if not worker.is_alive():
-                raise UsageError(
-                    f"a data worker ended with exit code {worker.exitcode}; if it was killed for want of memory, "
-                    "choose a smaller batch or num_data_workers"
-                ) from None
+            worker.join(1)  # DALI ends the others, with 0
+        code = next(filter(None, (worker.exitcode for worker in self.workers)), 0)
+        return (
+            f"a data worker ended with exit code {code}; if it was killed for want of memory, "
+            "choose a smaller batch or num_data_workers"
+        )
 
 
 def gpu_of(device: torch.device) -> int | None:
