@@ -39,6 +39,13 @@ vars(operation_speed).update({SMALL})
 runpy.run_path("plan.py", run_name="__main__")
 """
 TWO = ["--nproc_per_node", "2"]
+MEASURE = calibrate.measure
+
+
+def measure_small(*args):
+    """On a rank: as calibrate.measure, with small tensors."""
+    vars(operation_speed).update(SMALL)
+    return MEASURE(*args)
 
 
 def made(ranks=2, **changes):
@@ -312,6 +319,7 @@ def test_layouts_run_for_real_are_planned_with_what_this_machine_does_in_the_sam
     names = "context_parallel=2 cp_method=ring", "1x2 data_parallel=fsdp", "embed_dim=64 (1 rank)"
     cases = [case for case in validate.build_cases(times=True) if case.name.endswith(names)]
     monkeypatch.setattr(validate, "build_cases", lambda times: cases)
+    monkeypatch.setattr(calibrate, "measure", measure_small)
     few = "--data_parallel=ddp", "--activation_checkpointing=none", "--pipeline_parallel=1"
     monkeypatch.setattr(validate, "SEARCHED", (*validate.SEARCHED, *few))
     assert validate.main(["--rounds", "1"]) == 0
