@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import programs
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/porting.md").read_text()
 PAGE = PAGE[PAGE.index("## Your model") : PAGE.index("## Your cluster")]
@@ -55,7 +57,8 @@ def test_the_page_has_what_is_run_here():
 
 
 @pytest.mark.slow("every command of the page, with its own launcher")
-def test_the_unet_trains_as_it_is_and_after_the_diff_on_every_rung(tmp_path, data_keys):
+def test_the_unet_trains_as_it_is_and_after_the_diff_on_every_rung(tmp_path, data_keys, monkeypatch):
+    programs.use_forks(tmp_path / "bin", monkeypatch)
     (tmp_path / "my_unet.py").write_text(FILES["my_unet.py"])
     commands = [command for command in COMMANDS if "my_unet" in command]
     assert "n_channels: 20" in commands[0] and len(commands) == 4
@@ -73,7 +76,8 @@ def test_the_unet_trains_as_it_is_and_after_the_diff_on_every_rung(tmp_path, dat
 
 @pytest.mark.slow("every command of the page, with its own launcher")
 @pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
-def test_models_of_timm_train_on_one_device_and_split(tmp_path, data_keys):
+def test_models_of_timm_train_on_one_device_and_split(tmp_path, data_keys, monkeypatch):
+    programs.use_forks(tmp_path / "bin", monkeypatch)
     (tmp_path / "my_backbone.py").write_text(FILES["my_backbone.py"])
     (tmp_path / "sitecustomize.py").write_text(TORCHVISION)
     commands = [command for command in COMMANDS if "my_backbone" in command or "timm" in command]

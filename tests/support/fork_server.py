@@ -14,6 +14,7 @@ import os
 import runpy
 import select
 import signal
+import site
 import socket
 import sys
 import threading
@@ -85,6 +86,10 @@ def stay_with(program, connection):
 def run(words):
     """What python does with these words: `-m MODULE ...` or `SCRIPT ...`. Returns the exit status."""
     sys.orig_argv = [sys.executable, *words]
+    if folders := os.environ.get("PYTHONPATH"):
+        sys.path[1:1] = folders.split(os.pathsep)
+        sys.modules.pop("sitecustomize", None)
+        site.execsitecustomize()
     try:
         if words[0] == "-m":
             sys.argv, sys.path[0] = words[1:], str(Path.cwd())
