@@ -185,9 +185,10 @@ def trainer(tiny_options, tmp_path):
 
 @OF_PROGRAM
 @needs_dali
-def test_no_process_outlives_a_killed_trainer(trainer):
+def test_no_process_imports_torch_or_outlives_a_killed_trainer(trainer):
     process, processes = trainer
     assert len(processes) >= 2
+    assert not any("libtorch" in Path(f"/proc/{one}/maps").read_text() for one in processes)
     process.kill()
     wait_until(lambda: not any(map(alive, processes)), 20)
 

@@ -5,18 +5,16 @@ normalises it there, while the previous step computes. On a machine without a GP
 """
 
 import multiprocessing
-import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from multiprocessing import resource_tracker
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,11 +22,12 @@ from utils.data_loader import Batch, BatchLoader
 from utils.errors import UsageError
 from utils.sample_order import Order
 from utils.signals import STOP_SIGNALS
-from weather.dataset import FieldDataset, Statistics
-from weather.year_reader import open_year
+from weather.dataset import Statistics
 
 try:
     from nvidia.dali import fn, pipeline_def, types
+
+    from utils.dali_source import SampleSource
 except ImportError as error:
     raise UsageError(
         f"data_loader_config 'dali': NVIDIA DALI cannot be imported ({error}): "
@@ -63,7 +62,7 @@ class DaliDataLoader(BatchLoader):
                 self.streams.remove(stream)
                 stream.close()
 
-    def _open(self, source: "SampleSource") -> "BatchStream":
+    def _open(self, source: SampleSource) -> "BatchStream":
         self.streams.append(BatchStream(self, source))
         return self.streams[-1]
 
@@ -71,14 +70,14 @@ class DaliDataLoader(BatchLoader):
 class BatchStream:
     """A DALI pipeline and its processes. An iteration over it gives all batches of the source: (B, k + 1, C, h, w)."""
 
-    def __init__(self, loader: BatchLoader, source: "SampleSource"):
+    def __init__(self, loader: BatchLoader, source: SampleSource):
         self.device, gpu, workers = loader.device, gpu_of(loader.device), max(1, loader.num_workers)
         self.pipeline: Any = normalised_samples(
             source, loader.statistics, parallel=loader.num_workers > 0, on_gpu=gpu is not None, device_id=gpu,
             batch_size=loader.batch_size, num_threads=workers, py_num_workers=workers, py_start_method="spawn",
         )  # fmt: skip
         others = set(multiprocessing.active_children())
-        with stop_signals_held_back():
+        with stop_signals_held_back(), without_the_script():
             self.pipeline.build()
         self.workers = set(multiprocessing.active_children()) - others
 
@@ -152,44 +151,13 @@ def gpu_of(device: torch.device) -> int | None:
 
 
 @pipeline_def
-def normalised_samples(source: "SampleSource", statistics: Statistics, parallel: bool, on_gpu: bool) -> Any:
+def normalised_samples(source: SampleSource, statistics: Statistics, parallel: bool, on_gpu: bool) -> Any:
     """The pipeline: normalised samples of the source, on the GPU where there is one."""
     float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
     samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (k + 1, C, h, w)
     if on_gpu:
         samples = samples.gpu()
     return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])
-
-
-class SampleSource:
-    """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself."""
-
-    def __init__(self, dataset: FieldDataset, order: Order, iterations: range):
-        self.dataset, self.order, self.iterations = dataset, order, iterations
-        self.unopened: list[tuple[Path, Path]] = []  # in a worker, before its first sample: what open_year takes
-
-    def __call__(self, info: types.SampleInfo) -> np.ndarray:
-        """One sample, (k + 1, C, h, w) float32; StopIteration after the last batch."""
-        if info.iteration >= len(self.iterations):
-            raise StopIteration
-        if self.unopened:
-            self.dataset.files, self.unopened = [open_year(*names) for names in self.unopened], []
-        iteration = self.iterations[info.iteration]
-        sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
-        self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
-        return sample
-
-    def __getstate__(self) -> dict[str, Any]:
-        dataset = copy(self.dataset)
-        dataset.files = []
-        return vars(self) | {
-            "dataset": dataset,
-            "unopened": [(file.location, file.path) for file in self.dataset.files],
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        threading.Thread(target=end_when_the_trainer_says_so, daemon=True).start()
 
 
 @contextmanager
@@ -207,13 +175,11 @@ def stop_signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_when_the_trainer_says_so() -> None:
-    """In a worker: end it when the trainer is gone, even killed, or when the stop signal comes from the trainer."""
-    trainer = multiprocessing.parent_process()
-    if trainer is None:  # not in a worker
-        return
-    while trainer.is_alive():
-        received = signal.sigtimedwait(STOP_SIGNALS, 1)
-        if received is not None and received.si_pid == trainer.pid:
-            break
-    os._exit(0)
+@contextmanager
+def without_the_script() -> Iterator[None]:
+    """Processes that start inside do not import this program's script, and with it torch, which they do not need."""
+    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script

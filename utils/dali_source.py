@@ -1,0 +1,60 @@
+"""What DALI's worker processes run: they read samples. Nothing here imports torch, which would take them seconds."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nvidia.dali import types
+
+from utils.sample_order import Order
+from utils.signals import STOP_SIGNALS
+from weather.dataset import FieldDataset
+from weather.year_reader import open_year
+
+
+class SampleSource:
+    """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself."""
+
+    def __init__(self, dataset: FieldDataset, order: Order, iterations: range):
+        self.dataset, self.order, self.iterations = dataset, order, iterations
+        self.unopened: list[tuple[Path, Path]] = []  # in a worker, before its first sample: what open_year takes
+
+    def __call__(self, info: types.SampleInfo) -> np.ndarray:
+        """One sample, (k + 1, C, h, w) float32; StopIteration after the last batch."""
+        if info.iteration >= len(self.iterations):
+            raise StopIteration
+        if self.unopened:
+            self.dataset.files, self.unopened = [open_year(*names) for names in self.unopened], []
+        iteration = self.iterations[info.iteration]
+        sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
+        self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
+        return sample
+
+    def __getstate__(self) -> dict[str, Any]:
+        dataset = copy(self.dataset)
+        dataset.files = []
+        return vars(self) | {
+            "dataset": dataset,
+            "unopened": [(file.location, file.path) for file in self.dataset.files],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        threading.Thread(target=end_when_the_trainer_says_so, daemon=True).start()
+
+
+def end_when_the_trainer_says_so() -> None:
+    """In a worker: end it when the trainer is gone, even killed, or when the stop signal comes from the trainer."""
+    trainer = multiprocessing.parent_process()
+    if trainer is None:  # not in a worker
+        return
+    while trainer.is_alive():
+        received = signal.sigtimedwait(STOP_SIGNALS, 1)
+        if received is not None and received.si_pid == trainer.pid:
+            break
+    os._exit(0)
