@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 
 from tests.support import forked
+from tests.support.workers import share_device
 from utils.signals import STOP_SIGNALS
 
 
@@ -126,4 +127,5 @@ if __name__ == "__main__":
         importlib.import_module(name)
     assert threading.active_count() == 1, "a thread would be missing in the programs"
     importlib.import_module("tests.support.warm")
+    share_device()
     leave(run(serve(socket.socket(fileno=int(sys.argv[1])))))

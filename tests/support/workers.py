@@ -131,11 +131,15 @@ def leave_groups():
 def share_device():
     """All groups of gloo use one device of a process: the loop of each wakes a hundred times a second."""
     group, make = dist.ProcessGroupGloo, dist.ProcessGroupGloo.__init__
-    device = cache(group.create_device)
+
+    @cache
+    def device():
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        return group.create_device(interface=interface) if interface else group.create_default_device()
 
     def init(self, store, rank, size, timeout):
         options = group._Options()
-        options._devices, options._timeout = [device(interface=os.environ["GLOO_SOCKET_IFNAME"])], timeout
+        options._devices, options._timeout = [device()], timeout
         make(self, store, rank, size, options)
 
     group.__init__ = init
