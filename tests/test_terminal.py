@@ -1,5 +1,7 @@
 """Terminals that go away, and disks that fill, while a run trains on."""
 
+import gc
+import re
 import signal
 import subprocess
 import sys
@@ -8,11 +10,13 @@ import time
 import pytest
 
 import train
+import utils
 from tests.support import programs
 from tests.support.launch import popen, summary
 from tests.support.marks import slow_but
 from training.checkpoint import CheckpointFolder
-from utils.errors import UsageError
+from utils.config import ROOT
+from utils.errors import UsageError, run_main
 
 
 def shell(line, words, **variables):
@@ -51,6 +55,15 @@ def test_a_reader_that_has_had_enough_is_no_error(unbuffered):
     line = f"set -o pipefail; PYTHONUNBUFFERED={unbuffered} {command} | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "")
+
+
+def test_garbage_is_collected_from_the_main_function_on():
+    """Of the programs that collect none while they import."""
+    for name in utils.PROGRAMS:
+        assert re.search(r"\n {4}(comm\.)?run_(main|ranks)\(main\)\n$", (ROOT / name).read_text()), name
+    gc.disable()
+    with pytest.raises(SystemExit, match="0"):
+        run_main(lambda: 0 if gc.isenabled() else 1)
 
 
 @pytest.mark.parametrize("ignored", slow_but([False], [False, True], "nohup itself"))
