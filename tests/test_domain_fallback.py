@@ -43,7 +43,7 @@ def messages_of_a_step(config):
     """(kind, bytes sent): calls, of a real step, as tools.planner counts those of a traced one."""
     comm.build_mesh(CPU, config.layout(comm.world_size()))
     step = build_step(config, CPU)
-    x, y = random_batch(config, CPU)
+    x, y = random_batch(step.task, CPU)
     step(0, x, y)
     fallback.calls.clear()
     with CollectiveCounter() as counter:

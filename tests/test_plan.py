@@ -8,6 +8,7 @@ import time
 import pytest
 
 import plan
+from tests.support.marks import slow_but
 from tools.planner import validate as verify
 from tools.planner.fake import Replica
 from utils.config import load_config, write_config
@@ -34,15 +35,12 @@ def planned(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.slow("all layouts of `plan.py --verify`, run for real")
-def test_small_layouts_run_for_real_are_those_of_the_plan(capsys):
-    assert verify.verify() == 0, capsys.readouterr().out
-
-
-def test_some_layouts_run_for_real_are_those_of_the_plan(capsys):
+@pytest.mark.parametrize("some", slow_but([True], [True, False], "all layouts of `plan.py --verify`, run for real"))
+def test_small_layouts_run_for_real_are_those_of_the_plan(capsys, some):
     cases = verify.build_cases()
     assert len(cases) > 8
-    assert verify.verify(cases[::8]) == 0, capsys.readouterr().out
+    cases = [case for number, case in enumerate(cases) if (number % 8 == 0) == some]
+    assert verify.verify(cases) == 0, capsys.readouterr().out
 
 
 def test_a_message_that_is_not_planned_is_noticed(capsys, monkeypatch):

@@ -33,7 +33,8 @@ def main() -> None:
 
 def counted(config: Config) -> Messages:
     """{phase: {kind: (collectives, bytes)}} that this rank sends in a training step."""
-    step, (x, y) = build_step(config, CPU), random_batch(config, CPU)
+    step = build_step(config, CPU)
+    x, y = random_batch(step.task, CPU)
     for i in range(5):  # in the first steps DDP arranges its buckets
         step(i, x, y)
     return messages_of_a_step(step, x, y)

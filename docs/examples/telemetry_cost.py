@@ -35,7 +35,8 @@ def cpu_seconds(function: Callable[[], object], times: int = 1) -> float:
 def main(pairs: int, folder: Path) -> None:
     """Print the ratio of intervals, and the parts."""
     config, cpu = load_config(["--config=quick", "--device=cpu"]), torch.device("cpu")
-    step, batch = build_step(config, cpu), random_batch(config, cpu)
+    step = build_step(config, cpu)
+    batch = random_batch(step.task, cpu)
     telemetry, trackers = Telemetry(config, step), Trackers()
     trackers.add(TensorBoard, folder, 1)
     trackers.add(MetricsFile, folder, 0, "cpu")

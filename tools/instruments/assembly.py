@@ -15,7 +15,7 @@ from training.model import build_model, initial_weights, patch_size
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
-from training.tasks import build_task
+from training.tasks import Task, build_task
 from utils import comm
 from utils.schema import Config
 from utils.tiles import own_window
@@ -49,9 +49,10 @@ def build_step(config: Config, device: torch.device, where: str = "") -> Trainin
     return TrainingStep(config, device, parallel, build_optimizer(config, parallel.model, device), build_task(config))
 
 
-def random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_batch(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:
     """This rank's part of a batch of random numbers: inputs, and targets as the task has them."""
-    x, y = build_task(config).random_batch(torch.Generator().manual_seed(config.seed))
+    config = task.config
+    x, y = task.random_batch(torch.Generator().manual_seed(config.seed))
     own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
     window = own_window(config.img_size, patch_size(config))
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tools.instruments.counting import Watch
 from tools.instruments.phases import around
-from tools.instruments.tracker import Tracker
+from tools.instruments.tracker import Tracker, plain_tensors
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 
@@ -94,9 +93,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """{identity: bytes} of the distinct storages under some tensors."""
-    with torch.no_grad():
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
+    return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in plain_tensors(tensors))}
 
 
 class SavedTensors(Watch):

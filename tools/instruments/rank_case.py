@@ -36,8 +36,8 @@ class RankCase:
         self.gpu = library(self.device, "max_memory_allocated")
         self.before = self.gpu.memory_allocated() if self.gpu else 0
         self.take_turn()
-        self.x, self.y = random_batch(case.config, self.device)
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
+        self.x, self.y = random_batch(self.step.task, self.device)
         if not case.training:
             self.step.parallel.module.eval()
 

@@ -148,7 +148,7 @@ def _trace(config, layout, rank, device_type):
             for group in optimizer.param_groups if device_type != "cpu" else ():
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, build_task(config))
-            x, y = random_batch(config, device)
+            x, y = random_batch(step.task, device)
             with FakeTracker():
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
