@@ -131,7 +131,7 @@ def _show(*lines):
 @cache
 def _output(command):
     print(f"$ {command}", file=sys.stderr, flush=True)
-    path = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=_workspace().name, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )

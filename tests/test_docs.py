@@ -18,6 +18,7 @@ import benchmark
 import forecast
 import plan
 from tests import test_porting
+from tests.support import programs
 from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling
 from tools.preflight import __main__ as preflight
 from utils.config import SCRIPTS, load_config, parse_command_line
@@ -138,8 +139,9 @@ def test_code_and_differences_that_pages_show_are_those_of_the_tree():
 
 
 @pytest.mark.slow("what pages show is what their commands print today")
-def test_what_pages_show_of_commands_marked_fast_is_what_they_print():
+def test_what_pages_show_of_commands_marked_fast_is_what_they_print(tmp_path, monkeypatch):
     """They are run in full; `make figures ONLY=fast` mends the pages."""
+    programs.use_forks(tmp_path, monkeypatch)
     check_figures(only="fast")
 
 
