@@ -133,13 +133,12 @@ def share_device():
     group, make = dist.ProcessGroupGloo, dist.ProcessGroupGloo.__init__
 
     @cache
-    def device():
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    def device(interface):
         return group.create_device(interface=interface) if interface else group.create_default_device()
 
     def init(self, store, rank, size, timeout):
         options = group._Options()
-        options._devices, options._timeout = [device()], timeout
+        options._devices, options._timeout = [device(os.environ.get("GLOO_SOCKET_IFNAME"))], timeout
         make(self, store, rank, size, options)
 
     group.__init__ = init
