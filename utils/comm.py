@@ -159,7 +159,7 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
     for name in dims:
         _meshes[name] = mesh[name]
     for name, parts in COMBINED.items():
-        several = [d for d in dims if d in parts and dims[d] > 1] or [min(parts)]
+        several = [d for d in dims if d in parts and dims[d] > 1] or [min(parts)]  # any of them, on every rank the same
         if len(several) == 1 and name != "dp_shard_image":  # which hsdp asks for by this name
             _meshes[name] = mesh[several[0]]
         else:
