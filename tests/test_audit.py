@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -223,45 +222,3 @@ def test_no_command_goes_through_a_shell():
     assert [
         name for name in listed.stdout.split() if name != "tests/test_audit.py" and calls.search(Path(name).read_text())
     ] == []
-
-
-# Every program that imports what takes seconds.
-PROGRAMS = [
-    ["train.py"], ["train_mp.py"], ["train_shard.py"], ["forecast.py"], ["plan.py"], ["benchmark.py"],
-    *(["-m", name] for name in (
-        "utils.comm", "weather.sample_data", "weather.prepare_era5", "tools.checkpoint", "tools.hang",
-        "tools.preflight", "tools.gpu_report",
-    )),
-]  # fmt: skip
-INTERRUPTED = """
-import os, signal, time
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
-except BaseException:  # as some modules do
-    pass
-raise ImportError("the interrupt was swallowed")
-"""
-
-
-@pytest.mark.parametrize("words", PROGRAMS, ids=lambda words: words[-1])
-def test_ctrl_c_while_a_program_imports_is_quiet(words, tmp_path):
-    for name in ("torch", "numpy", "h5py", "pydantic"):
-        (tmp_path / f"{name}.py").write_text(INTERRUPTED)
-    done = subprocess.run(
-        [sys.executable, *words], env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=60,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
-
-
-def test_ctrl_c_is_an_exception_again_once_a_program_runs(tmp_path):
-    """Its `finally` and `with` do their work."""
-    program = (
-        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` sets it aside\n"
-        "import utils\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    print('mine')"
-    )
-    (tmp_path / "program.py").write_text(program)
-    env = os.environ | {"PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run([sys.executable, tmp_path / "program.py"], env=env, capture_output=True, text=True)
-    assert done.stdout == "mine\n" and "KeyboardInterrupt" in done.stderr

@@ -1,7 +1,5 @@
 """Terminals that go away, and disks that fill, while a run trains on."""
 
-import gc
-import re
 import signal
 import subprocess
 import sys
@@ -10,13 +8,11 @@ import time
 import pytest
 
 import train
-import utils
 from tests.support import programs
 from tests.support.launch import popen, summary
 from tests.support.marks import slow_but
 from training.checkpoint import CheckpointFolder
-from utils.config import ROOT
-from utils.errors import UsageError, run_main
+from utils.errors import UsageError
 
 
 def shell(line, words, **variables):
@@ -55,22 +51,6 @@ def test_a_reader_that_has_had_enough_is_no_error(unbuffered):
     line = f"set -o pipefail; PYTHONUNBUFFERED={unbuffered} {command} | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "")
-
-
-@pytest.mark.parametrize(("script", "collects"), [("plan.py", False), ("my_own.py", True), ("tools/plan.py", True)])
-def test_our_programs_alone_collect_no_garbage_while_they_import(script, collects):
-    program = f"import gc, __main__; __main__.__file__ = {script!r}; import utils; print(gc.isenabled())"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout == f"{collects}\n", done.stderr
-
-
-def test_garbage_is_collected_from_the_main_function_on_but_not_that_of_imports():
-    for name in utils.PROGRAMS:
-        assert re.search(r"\n {4}(comm\.)?run_(main|ranks)\(main\)\n$", (ROOT / name).read_text()), name
-    gc.disable()
-    made, frozen = [[] for _ in range(1000)], gc.get_freeze_count()
-    with pytest.raises(SystemExit, match="0"):
-        run_main(lambda: 0 if gc.isenabled() and gc.get_freeze_count() >= frozen + len(made) else 1)
 
 
 @pytest.mark.parametrize("ignored", slow_but([False], [False, True], "nohup itself"))

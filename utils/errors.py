@@ -2,7 +2,6 @@
 
 import argparse
 import faulthandler
-import gc
 import os
 import select
 import sys
@@ -119,8 +118,6 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     if sys.stderr is None:  # closed: what is said goes nowhere, and all else goes on
         sys.stderr = open(os.devnull, "w")
     faulthandler.enable(sys.__stderr__ or sys.stderr)
-    gc.freeze()  # what imports have made stays: each look through all of it would take a quarter of a second
-    gc.enable()
     try:
         with os_errors_as_usage_errors():
             status = main()

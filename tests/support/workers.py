@@ -136,10 +136,12 @@ def share_device():
     def device(interface):
         return group.create_device(interface=interface) if interface else group.create_default_device()
 
-    def init(self, store, rank, size, timeout):
+    def init(self, store, rank, size, timeout, **newer):
+        if any(newer.values()):  # arguments of newer torch, which only its own constructor knows
+            return make(self, store, rank, size, timeout, **newer)
         options = group._Options()
         options._devices, options._timeout = [device(os.environ.get("GLOO_SOCKET_IFNAME"))], timeout
-        make(self, store, rank, size, options)
+        return make(self, store, rank, size, options)
 
     group.__init__ = init
 

@@ -5,6 +5,7 @@ do. Only this file of the planner imports PyTorch's private modules, and only it
 DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed import attention
@@ -51,7 +52,8 @@ def fake_rank(
         with patch("torch.distributed.device_mesh.new_group", _own_group):
             comm.build_mesh(torch.device(held_on), layout)
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
-        stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known))
+        if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since 2.15 torch knows the fake backend
+            stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
         stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
@@ -85,6 +87,8 @@ def _as_subclass(self, cls):
 
 def _shapes_are_known(schedule, stages, has_backward, p2p_done):
     """Replaces the messages in which stages tell each other the shapes that they will send."""
+    from torch.distributed.pipelining.stage import InferenceMode  # of the versions that have _warmup_p2p
+
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
@@ -102,10 +106,12 @@ def pipeline_shapes(
         def like(shape: Sequence[int], grad: bool = False) -> tuple[Tensor]:
             return (torch.empty(shape, device="meta", requires_grad=grad),)
 
-        return {
+        shapes = {
             "input_args": like(before or image(inputs), before is not None), "output_args": like(given, not last),
             "input_grads": like(before) if before else None, "output_grads": None if last else like(given),
         }  # fmt: skip
+        known = inspect.signature(PipelineStage).parameters  # torch 2.11 takes no shapes of gradients
+        return {name: shape for name, shape in shapes.items() if name in known}
 
     def stage(module, number, count, device, group):
         last = number == count - 1
