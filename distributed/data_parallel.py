@@ -25,9 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.batch_norm import synchronize_batch_norm
 from distributed.parallel_model import ParallelModel
-from distributed.pipeline import Pipeline
 from distributed.split import Split
 from distributed.weight_shards import fill_weights, keep_ties
 from utils import comm
@@ -133,6 +131,8 @@ def data_parallel(
     split = split or Split()
     modules: Sequence[nn.Module] = split.stages or [model]
     if options.sync_batchnorm:
+        from distributed.batch_norm import synchronize_batch_norm
+
         synchronize_batch_norm(model, comm.get_group("dp_image"))
     for module in modules:
         fully_shard_model(module, options, device, split.specs)
@@ -144,6 +144,8 @@ def data_parallel(
         modules = [replicate(module, options, device, split) for module in modules]
     pipeline = None
     if split.stages:
+        from distributed.pipeline import Pipeline  # slow to import, and only rung 3 has stages
+
         pipeline = Pipeline(modules, comm.get_group("pp"), split.schedule, options.gradient_accumulation, device)
     return ParallelModel(model, modules[0], split, replicated, pipeline)
 

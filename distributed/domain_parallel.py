@@ -132,16 +132,6 @@ class OnParts:
         return local(y)
 
 
-def transform_forward(module: nn.Module, transform: Callable[[Callable], Callable]) -> None:
-    """module.forward = transform(module.forward), for a module that may be called with ShardTensors."""
-    if comm.get_size("domain") == 1:
-        module.forward = transform(module.forward)
-        return
-    if not isinstance(module.forward, OnParts):
-        module.forward = OnParts(module.forward)
-    module.forward.transforms.append(transform)
-
-
 def shard_parameters(
     model: nn.Module, mesh: DeviceMesh | Mesh, partition: Mapping[str, Sequence[Axes]]
 ) -> dict[str, Spec]:

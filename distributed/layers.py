@@ -87,12 +87,13 @@ class RankRandom(nn.Module):
     def __init__(self, inner: Callable[..., Tensor], group: Group):
         super().__init__()
         self.inner, self.group = inner, group
+        why = "dropout under tensor parallelism sets generators; sequence parallelism does not"
+        self.forked = torch.compiler.disable(self._forked, reason=why)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call `inner`; in training, with random numbers of this rank's own."""
-        return self._forked(*args, **kwargs) if self.training else self.inner(*args, **kwargs)
+        return self.forked(*args, **kwargs) if self.training else self.inner(*args, **kwargs)
 
-    @torch.compiler.disable(reason="dropout under tensor parallelism sets generators; sequence parallelism does not")
     def _forked(self, x, *args, **kwargs):
         with rank_random(x.device, self.group.rank):
             return self.inner(x, *args, **kwargs)

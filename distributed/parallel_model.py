@@ -1,8 +1,8 @@
 """The model as the training step calls it, whatever it is split over."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.collectives import as_group, gather_from_region
-from distributed.pipeline import Pipeline
 from distributed.split import Split
 from distributed.tensor_parallel import reduce_partial_gradients
 from utils import comm
+
+if TYPE_CHECKING:  # slow to import, and only rung 3 has one
+    from distributed.pipeline import Pipeline
 
 
 class ParallelModel:
@@ -27,7 +29,7 @@ class ParallelModel:
     """
 
     def __init__(
-        self, model: nn.Module, module: nn.Module, split: Split, replicated: bool, pipeline: Pipeline | None = None
+        self, model: nn.Module, module: nn.Module, split: Split, replicated: bool, pipeline: "Pipeline | None" = None
     ):
         self.model, self.module, self.split, self.pipeline = model, module, split, pipeline
         self.replicated = replicated
@@ -127,3 +129,15 @@ class ParallelModel:
         for cut in self.split.cuts:
             part = gather_from_region(part, 2 + cut.axis, cut.sizes, as_group(comm.get_group(cut.mesh_dim)))
         return part
+
+
+def transform_forward(module: nn.Module, transform: Callable[[Callable], Callable]) -> None:
+    """module.forward = transform(module.forward), for a module that may be called with ShardTensors."""
+    if comm.get_size("domain") == 1:
+        module.forward = transform(module.forward)
+        return
+    from distributed.domain_parallel import OnParts  # brings the rules of ShardTensor, which only rung 4 needs
+
+    if not isinstance(module.forward, OnParts):
+        module.forward = OnParts(module.forward)
+    module.forward.transforms.append(transform)

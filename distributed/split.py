@@ -1,10 +1,13 @@
 """The result of model parallelism: which parameters, blocks and images of a model are split, and how."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from distributed.pipeline import Stage
 from distributed.shard.spec import Spec
 from utils.tiles import Cut
+
+if TYPE_CHECKING:  # slow to import, and only rung 3 has stages
+    from distributed.pipeline import Stage
 
 
 @dataclass
@@ -17,7 +20,7 @@ class Split:
     """
 
     dims: dict[str, int] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
+    stages: list["Stage"] = field(default_factory=list)
     schedule: str = "1f1b"
     specs: dict[str, Spec] = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list)

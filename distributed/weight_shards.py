@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from distributed.collectives import shard
 from distributed.shard.spec import part_of
-from distributed.shard_tensor import wrap
+from distributed.shard.tensor import wrap
 from distributed.split import Split
 from utils import comm
 

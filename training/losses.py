@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distributed.collectives import as_group, sum_over_ranks
 from distributed.context_parallel import l2_norms
-from distributed.shard_tensor import ShardTensor
+from distributed.shard.tensor import ShardTensor
 from training.metrics import latitude_weights
 from utils.config import nearest
 from utils.errors import UsageError

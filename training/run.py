@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
-from distributed.shard import fallback
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.model import build_model
@@ -112,8 +111,8 @@ class Run:
         if self.summary and kind is None:
             log.info("%s is a finished run; its result:", self.folder.path)
         self.open.__exit__(kind, *error)
-        if fallback.calls:
-            log.info("Operations on whole tensors (--domain_fallback gather): %s", fallback.report())
+        if comm.get_size("domain") > 1:
+            _report_fallback()
         if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
             self.summary = self._summarize(self.result)
             if comm.is_main():
@@ -344,3 +343,11 @@ class Run:
             **result,
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }
+
+
+def _report_fallback() -> None:
+    """Log the operations that no rule of ShardTensor computed, and what they cost."""
+    from distributed.shard import fallback  # only rung 4 has imported it
+
+    if fallback.calls:
+        log.info("Operations on whole tensors (--domain_fallback gather): %s", fallback.report())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from distributed.domain_parallel import transform_forward
+from distributed.parallel_model import transform_forward
 from training.cuda_graphs import check_capture
 from training.float8 import use_float8
 from utils import comm

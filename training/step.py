@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from distributed.domain_parallel import transform_forward
-from distributed.parallel_model import ParallelModel
+from distributed.parallel_model import ParallelModel, transform_forward
 from training.averaged_weights import AveragedWeights
 from training.cuda_graphs import CapturedStep
 from training.optimizer import learning_rate, set_learning_rate

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from utils import comm
 from utils.errors import UsageError, first_line
 from utils.files import check_file, read_text, whole_file
@@ -88,6 +86,8 @@ class TensorBoard(Tracker):
     name = "TensorBoard's events"
 
     def __init__(self, folder: Path, purge_step: int):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0 alone writes
+
         self.writer = SummaryWriter(folder, purge_step=purge_step)
         self.usual_hook, threading.excepthook = threading.excepthook, self._of_thread
 

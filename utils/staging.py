@@ -26,7 +26,7 @@ from utils import comm
 from utils.errors import STOPPED_STATUS, UsageError, reported_as_usage_error
 from utils.signals import StopRequest
 from weather.dataset import FieldDataset
-from weather.year_reader import Hdf5Year
+from weather.hdf5_year import Hdf5Year
 
 PREFIX = "staged-"
 Copy = tuple[FieldDataset, int, Path]  # which of its files, and where the copy is

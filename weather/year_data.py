@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 
 from utils.errors import UsageError, reading
@@ -171,7 +170,7 @@ class YearFile(ABC):
 
 
 def _strings(array):
-    values = array.asstr()[:] if isinstance(array, h5py.Dataset) else array[:]
+    values = array.asstr()[:] if hasattr(array, "asstr") else array[:]
     if values.dtype.kind not in "UTO":
         raise TypeError(f"{values.dtype} is not text")
     return [str(text) for text in values]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
-from distributed.domain_parallel import transform_forward
+from distributed.parallel_model import transform_forward
 from networks.vit import Attention
 from tools.instruments.assembly import random_batch, split_as_configured
 from tools.instruments.memory import memory_of_a_step, optimizer_states
