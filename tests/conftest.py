@@ -137,6 +137,10 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # nanobind, in torch's triton, would report all that is left when Python ends
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         for mark in item.iter_markers("slow"):

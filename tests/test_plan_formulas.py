@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from tests.support.marks import TORCH
 from tools.planner.formulas import formula_traces
 from tools.planner.trace import trace_step
 from utils.config import SCRIPTS, load_config
@@ -76,7 +77,8 @@ def pairs(ranks, words):
 @pytest.mark.parametrize(("ranks", "words"), CASES)
 def test_memory_is_that_of_the_trace(ranks, words):
     for trace, formula in pairs(ranks, words):
-        assert formula.memory["peak"] == pytest.approx(trace.memory["peak"], rel=0.01)
+        late = "pipeline" in words and TORCH >= (2, 15)  # it makes receive buffers when they are used, one by one
+        assert formula.memory["peak"] == pytest.approx(trace.memory["peak"], rel=0.03 if late else 0.01)
         assert formula.held["activations"] == pytest.approx(trace.held["activations"], rel=0.002)
         assert formula.held["parameters"] == pytest.approx(trace.held["parameters"], rel=0.002)
         assert formula.held["gradients"] == pytest.approx(trace.held["gradients"], rel=0.002)

@@ -71,7 +71,9 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-_SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+# Function.apply calls that of its base class; torch 2.15 has one of C++ in its place.
+_owner = _SingleLevelFunction if isinstance(Function.__dict__["apply"], classmethod) else Function
+_owner.apply = classmethod(apply)  # type: ignore[attr-defined]
 
 
 def _seen(grads, specs):

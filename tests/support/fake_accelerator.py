@@ -38,6 +38,7 @@ class _Stream:
     """A stream, or an event, of work that is not done: everybody waits in vain, at once."""
 
     device = torch.device("cpu")
+    stream_id = device_index = device_type = 0
 
     def __init__(self, *_, **__):
         pass

@@ -1,6 +1,9 @@
 """Marks that several tests need."""
 
 import pytest
+import torch
+
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])  # the version that is installed
 
 
 def slow_but(quick, cases, reason):

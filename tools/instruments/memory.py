@@ -1,5 +1,6 @@
 """What a rank holds in one training step, in bytes of distinct storages."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -70,6 +71,8 @@ def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, tracker: Tracker 
         if not stages:
             stack.enter_context(around(step.scaler, "scale", partial(first, after_forward)))
         stack.enter_context(around(step.scaler, "step", partial(first, before_update)))
+        stack.enter_context(warnings.catch_warnings())  # torch says that selective checkpointing passes the hooks by
+        warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor))
         stack.enter_context(saved)
         step(0, x, y)

@@ -29,6 +29,9 @@ from tools.instruments.tracker import Tracker
 from utils import comm
 from utils.layout import Layout
 
+# How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
+SHAPE_MESSAGES = "_warmup_p2p", "_initialize_pipeline_distributed_state"
+
 
 @contextmanager
 def fake_rank(
@@ -52,8 +55,9 @@ def fake_rank(
         with patch("torch.distributed.device_mesh.new_group", _own_group):
             comm.build_mesh(torch.device(held_on), layout)
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
-        if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since 2.15 torch knows the fake backend
-            stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _shapes_are_known))
+        for name in SHAPE_MESSAGES:
+            if hasattr(_PipelineSchedule, name):
+                stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
         stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
@@ -85,9 +89,9 @@ def _as_subclass(self, cls):
     return alias
 
 
-def _shapes_are_known(schedule, stages, has_backward, p2p_done):
+def _shapes_are_known(schedule, stages, *_):
     """Replaces the messages in which stages tell each other the shapes that they will send."""
-    from torch.distributed.pipelining.stage import InferenceMode  # of the versions that have _warmup_p2p
+    from torch.distributed.pipelining.stage import InferenceMode  # torch 2.11 has none
 
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
