@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed import data_parallel
+from distributed import collectives, data_parallel
 from distributed.collectives import all_gather, all_to_all, as_group, reduce_from_region, reduce_scatter, start_shift
 from distributed.data_parallel import DataParallelOptions
 from distributed.parallel_model import ParallelModel
@@ -176,8 +176,10 @@ def test_a_captured_replica_trains_like_an_eager_one(tiny_config, nccl, options)
 
 
 @pytest.mark.gpu
-def test_collectives_are_captured(nccl):
-    """Those of tensor and context parallelism, forward and backward."""
+def test_collectives_are_captured(nccl, monkeypatch):
+    """Those of tensor and context parallelism, forward and backward; one rank alone would leave them out."""
+    always = lambda forward, backward, x, *args: collectives._Pair.apply(x, forward, backward, *args)  # noqa: E731
+    monkeypatch.setattr(collectives, "_apply", always)
 
     def step(x):
         x = x.detach().requires_grad_()
@@ -212,12 +214,14 @@ def test_a_captured_step_trains_like_an_eager_one(tiny_config, options):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.gpu
-def test_a_captured_step_refuses_another_batch_shape(tiny_config):
-    device = torch.device("cuda")
-    config = tiny_config(enable_cuda_graphs=True)
-    _, step = build(config, device)
-    x, y = batch(config, device)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_captured_step_refuses_another_batch_shape(tiny_config, request, device):
+    config = tiny_config(enable_cuda_graphs=device == "cuda")
+    _, step = build(config, torch.device(device))
+    if device == "cpu":
+        request.getfixturevalue("fake_cuda")
+        step.config = tiny_config(enable_cuda_graphs=True)
+    x, y = batch(config, torch.device(device))
     for i in range(5):
         step(i, x, y)
     with pytest.raises(ValueError, match="every batch must have the same shape"):

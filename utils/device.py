@@ -141,8 +141,9 @@ def on_capture_stream() -> Iterator[None]:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor without waiting for what the device still has to do."""
-    return x.pin_memory().to(device, non_blocking=True) if library(device, "Stream") else x.to(device)
+    """A small tensor on the device: copied there from the host without waiting for what the device still has to do."""
+    from_host = x.device.type == "cpu" and library(device, "Stream")
+    return x.pin_memory().to(device, non_blocking=True) if from_host else x.to(device)
 
 
 def pinned_tensor(shape: Sequence[int]) -> Tensor:
