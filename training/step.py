@@ -1,6 +1,5 @@
 """One optimizer step."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -61,10 +60,11 @@ class TrainingStep:
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        run: Callable[..., Tensor] = self.eager
         if self.config.enable_cuda_graphs:
-            run = self.captured.setdefault(y.shape[1:], CapturedStep(self.eager, self.parallel.replicated))
-        loss = run(x, y)
+            captured = self.captured.setdefault(y.shape[1:], CapturedStep(self.parallel.replicated))
+            loss = captured(self.eager, x, y)
+        else:
+            loss = self.eager(x, y)
         loss, self.square = loss.unbind() if loss.dim() else (loss, None)
         if self.average:
             self.average.update(iteration)
