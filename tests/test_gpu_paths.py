@@ -5,13 +5,16 @@ import importlib.util
 import socket
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from distributed import attention
+from distributed.shard.spec import as_mesh
 from tests.support import programs
 from training import checkpoint, profiling
 from training.profiling import build_profiler
@@ -74,15 +77,19 @@ def test_a_gpu_job_does_not_train_on_the_cpu_in_silence(monkeypatch, variables, 
     assert device.select_device("auto") == torch.device("cpu")
 
 
-def groups_timeouts(config):
-    comm.build_mesh(torch.device("cpu"), config.layout(comm.world_size()))
-    meshes = [mesh for mesh in comm._meshes.values() if mesh.ndim == 1]
-    return {mesh.get_group()._get_backend(torch.device("cpu")).options._timeout for mesh in meshes}
+def groups_timeouts(config, patience):
+    with mock.patch.object(comm, "_patience", patience):
+        comm.build_mesh(CPU, config.layout(comm.world_size()))
+        groups = [mesh.get_group() for mesh in comm._meshes.values() if mesh.ndim == 1]
+        if config.domain_parallel != 1:
+            groups.append(_resolve_process_group(as_mesh(comm.get_mesh("domain_lat", "domain_lon")).joint.name))
+    return {group._get_backend(CPU).options._timeout for group in groups}
 
 
-def test_every_group_of_a_mesh_waits_as_long_as_comm_timeout_says(ranks, tiny_config, monkeypatch):
-    config = tiny_config(tensor_parallel=2)
-    assert ranks(4, groups_timeouts, config)[0] == {comm._patience}
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"domain_parallel": 2}], ids=str)
+def test_every_group_of_a_mesh_waits_as_long_as_comm_timeout_says(ranks, tiny_config, layout):
+    patience = datetime.timedelta(seconds=77)
+    assert ranks(4, groups_timeouts, tiny_config(**layout), patience)[0] == {patience}
 
 
 def test_on_several_nodes_gloo_uses_the_interface_towards_rank_0():
