@@ -19,7 +19,7 @@ from tests.support import programs
 from training import checkpoint, profiling
 from training.profiling import build_profiler
 from training.tasks import build_task
-from utils import comm, device
+from utils import comm, device, launch
 from utils.data_loader import BatchLoader, Slot
 from utils.errors import UsageError
 from utils.launch import interface_towards
@@ -46,10 +46,22 @@ def start_ranks(names):
 
 
 def test_ranks_that_share_a_gpu_are_told_so_all_of_them():
-    line = "3 ranks have 2 GPUs, and each needs one of its own: start fewer ranks, or give --device cpu"
+    line = (
+        "3 ranks have 2 GPUs (by PCI address and UUID), and each needs one of its own: start fewer ranks, or give "
+        "--device cpu"
+    )
     assert start_ranks(["node1 a", "node1 b", "node1 a"]) == [line] * 3
     assert start_ranks(["node1 a", "node2 a", "node1 b"]) == [None] * 3
     assert start_ranks(["", ""]) == [None] * 2  # a CPU may be shared
+
+
+def test_gpus_differ_by_their_address_or_their_uuid(monkeypatch):
+    names, none = set(), "00000000-0000-0000-0000-000000000000"
+    for bus, uuid in ((1, none), (2, none), (3, "part a"), (3, "part b"), (3, "part b")):
+        properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0, uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        names.add(device.physical_name(torch.device("cuda", 0)))
+    assert len(names) == 4 and device.physical_name(CPU) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,29 @@ def test_on_several_nodes_gloo_uses_the_interface_towards_rank_0():
     assert interface_towards("no.such.host.invalid") == ""
     others = [name for _, name in socket.if_nameindex() if name != "lo"]
     assert not others or interface_towards("203.0.113.1") in [*others, ""]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "route", "found"),
+    [
+        ({"eth0": "10.0.0.3"}, "", "eth0"),
+        ({"eth0": "10.0.0.3", "ib0": "10.1.0.3"}, "ib0", "ib0"),
+        ({"eth0": "10.0.0.3", "ib0": "10.1.0.3"}, "", "one of eth0 ib0$"),
+        ({}, "", "lo"),  # nodes that are simulated on one machine
+    ],
+)
+def test_several_nodes_do_not_use_the_loopback_of_rank_0(monkeypatch, addresses, route, found):
+    """Debian's /etc/hosts says that a host's own name is 127.0.1.1."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(launch, "interface_addresses", lambda: {"lo": "127.0.0.1"} | addresses)
+    monkeypatch.setattr(launch, "interface_towards", {"node1": "lo", launch.ELSEWHERE: route}.get)
+    nodes = launch.Launch(0, 0, 4, 2, "node1", 29500)
+    if "$" in found:
+        with pytest.raises(UsageError, match=f"^node1 is a loopback address on this node.*GLOO_SOCKET_IFNAME.*{found}"):
+            launch.name_gloo_interface(nodes)
+        return
+    launch.name_gloo_interface(nodes)
+    assert launch.os.environ.pop("GLOO_SOCKET_IFNAME") == found
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl")])

@@ -131,8 +131,8 @@ def check_devices(store: dist.Store, ranks: int, name: str) -> None:
     store.wait(["devices known"])
     if shared := store.add("devices shared", 0):
         raise UsageError(
-            f"{ranks} ranks have {ranks - shared} GPUs, and each needs one of its own: start fewer ranks, or give "
-            "--device cpu"
+            f"{ranks} ranks have {ranks - shared} GPUs (by PCI address and UUID), and each needs one of its own: start "
+            "fewer ranks, or give --device cpu"
         )
 
 

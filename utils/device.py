@@ -106,10 +106,15 @@ def backend_for(device: torch.device) -> str:
 
 
 def physical_name(device: torch.device) -> str:
-    """What no two processes on one GPU can say of their devices; '' for a device that is no GPU of CUDA or ROCm."""
+    """Host name, PCI address and UUID of this process's GPU; '' for a device that is no GPU of CUDA or ROCm.
+
+    Parts of one GPU may share its address, and drivers may give all GPUs the same UUID: only both together tell.
+    """
     if device.type != "cuda":
         return ""
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    properties = torch.cuda.get_device_properties(device)
+    address = ":".join(str(getattr(properties, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
+    return f"{socket.gethostname()} {address} {properties.uuid}"
 
 
 def device_name(device: torch.device) -> str:
