@@ -8,6 +8,7 @@ On a GPU the kernels of the natten package are used if it is installed.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -85,14 +86,13 @@ def attend_windows(
     axes, batch, queries = len(starts), q.shape[:2], q.shape[2:-1]
     kernel_size, dilation = per_axis(kernel_size, axes), per_axis(dilation, axes)
     tile, mask = round(TILE_QUERIES ** (1 / axes)), torch.ones((), dtype=torch.bool, device=q.device)
+    # A CUDA graph cannot copy from the host. A compiler, or a tensor without data, makes tensors that end with it.
+    tiles_of = _kept_tiles if type(q) is Tensor and not torch.compiler.is_compiling() else _tiles
     # Equal boxes of queries, each with a box of keys around it of equal size, so that one call handles all boxes.
     for axis in range(axes):
         dim = 2 + 2 * axis
         lengths = q.shape[dim], k.shape[dim]
-        rows, columns, seen = (
-            part.to(q.device, non_blocking=True)
-            for part in _cut_axis(starts[axis], kernel_size[axis], dilation[axis], tile, *lengths)
-        )
+        rows, columns, seen = tiles_of(q.device, tuple(starts[axis]), kernel_size[axis], dilation[axis], tile, *lengths)
         q = q.index_select(dim, rows.flatten()).unflatten(dim, rows.shape)
         k, v = (x.index_select(dim, columns.flatten()).unflatten(dim, columns.shape) for x in (k, v))
         mask = mask & seen.view([n if i == axis else 1 for n in seen.shape for i in range(axes)])
@@ -105,6 +105,15 @@ def attend_windows(
     for axis, length in enumerate(queries):  # (B, heads, .., tiles, queries of a tile, .., d)
         x = x.flatten(2 + axis, 3 + axis).narrow(2 + axis, 0, length)
     return x
+
+
+def _tiles(device, *axis):
+    """What _cut_axis gives, on a device."""
+    with torch.inference_mode(False):  # whoever kept them could not train with them otherwise
+        return tuple(part.to(device, non_blocking=True) for part in _cut_axis(*axis))
+
+
+_kept_tiles = cache(_tiles)  # for the life of the process: a CUDA graph reads them
 
 
 def _cut_axis(starts, kernel_size, dilation, tile, num_queries, num_keys):

@@ -77,7 +77,7 @@ class OneGpu:
     """80 GiB that several processes share, each with a model of 2 GiB that needs 50 more while it trains."""
 
     def __init__(self, monkeypatch):
-        self.held, self.current = {}, None
+        self.held, self.peak, self.current = {}, {}, None
         monkeypatch.setattr(
             ladder, "Team", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(call=self.process()))
         )
@@ -87,12 +87,14 @@ class OneGpu:
         )
         monkeypatch.setattr(ladder, "build_step", lambda config, *_: mock.MagicMock(config=config))
         monkeypatch.setattr(ladder, "_train", lambda *_: self.hold(52) or 0.1)
+        monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: self.hold(8 + self.held[self.current]) or 1e12)
         monkeypatch.setattr(
-            ladder, "matmul_flops_per_sec", lambda *_: self.hold(max(8, self.held[self.current])) or 1e12
+            ladder,
+            "_end",
+            lambda rank: {"peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": 1e12, "losses": [1]},
         )
-        monkeypatch.setattr(
-            ladder, "_end", lambda _: {"peak_memory_bytes": 1, "matmul_flops_per_sec": 1e12, "losses": [1]}
-        )
+        monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: self.peak[self.current])
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.peak.pop(self.current))
         monkeypatch.setattr(ladder, "synchronize", lambda _: None)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: self.hold(2))
 
@@ -107,13 +109,15 @@ class OneGpu:
 
     def hold(self, gib):
         self.held[self.current] = gib
+        self.peak[self.current] = max(gib, self.peak.get(self.current, 0))
         assert sum(self.held.values()) <= 80, "out of memory"
 
 
 def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_config, monkeypatch):
     gpu = OneGpu(monkeypatch)
-    ladder.run(tiny_config(), steps=1, rounds=2)
+    steps = ladder.run(tiny_config(), steps=1, rounds=2)["steps"]
     assert len(gpu.held) > 5 and set(gpu.held.values()) == {2}
+    assert {step["peak_memory_bytes"] for step in steps} == {52}  # of the training, without the product of the probe
 
 
 def test_a_step_that_fails_is_named(tiny_config, sample_folder):

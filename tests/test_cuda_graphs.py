@@ -1,6 +1,8 @@
 """A step captured as a CUDA graph: what is refused, in which order it is made, that it trains as the eager one."""
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed import data_parallel
+from distributed import collectives, data_parallel
 from distributed.collectives import all_gather, all_to_all, as_group, reduce_from_region, reduce_scatter, start_shift
 from distributed.data_parallel import DataParallelOptions
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
 from networks.vit import ViT
 from tests.test_compute import batch, build, losses_and_weights
+from training import run as run_module
 from training.cuda_graphs import DDP_WARMUP_STEPS, WARMUP_STEPS, CapturedStep, check_capture
 from training.optimizer import build_optimizer
+from training.run import Run
 from training.speed_options import checkpoint_activations
 from training.step import TrainingStep
 from training.tasks import build_task
@@ -117,9 +121,9 @@ def test_a_step_is_warmed_up_captured_and_replayed_in_that_order(fake_cuda, repl
         fake_cuda.calls.append(f"step on {fake_cuda.current[-1]}")
         return x.sum()
 
-    captured = CapturedStep(step, replicated)
+    captured = CapturedStep(replicated)
     for value in range(warmups + 2):
-        captured(torch.full((2,), float(value)))
+        captured(step, torch.full((2,), float(value)))
     eager = ["side waits for main", "step on side", "main waits for side"]
     assert fake_cuda.calls == [*eager * warmups, "capture thread_local", "step on side", "replay", "replay"]
     assert captured.inputs[0].tolist() == [warmups + 1.0] * 2  # what the replay reads
@@ -131,10 +135,56 @@ def test_a_step_that_cannot_be_captured_ends_in_one_line(fake_cuda):
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
         return x.sum()
 
-    captured = CapturedStep(step)
+    captured = CapturedStep()
     with pytest.raises(UsageError, match="cannot be captured: CUDA error: operation not permitted.*capturing$"):
         for _ in range(WARMUP_STEPS + 1):
-            captured(torch.zeros(2))
+            captured(step, torch.zeros(2))
+
+
+def captured_step(config):
+    """A TrainingStep on the CPU that will be captured."""
+    _, step = build(config)
+    step.config = config.model_copy(update={"enable_cuda_graphs": True})
+    return step
+
+
+@contextlib.contextmanager
+def no_collection():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def graphs_of(step):
+    return [weakref.ref(captured.graph) for captured in step.captured.values()]
+
+
+def test_a_graph_ends_with_its_step(tiny_config, fake_cuda):
+    step = captured_step(tiny_config())
+    for i in range(WARMUP_STEPS + 2):
+        step(i, *batch(step.config))
+    (graph,) = graphs_of(step)
+    assert graph()
+    with no_collection():
+        del step
+        assert graph() is None
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_run_drops_its_graphs_when_it_closes(tiny_config, fake_cuda, monkeypatch, error):
+    """Also after an error, then without waiting for a device that may wait for other ranks."""
+    config = tiny_config(num_iters=WARMUP_STEPS + 3)
+    step, task, waits = captured_step(config), build_task(config), []
+    monkeypatch.setattr(run_module, "synchronize", waits.append)
+    with no_collection(), pytest.raises(error) if error else contextlib.nullcontext():
+        with Run(config, step, task, task.loaders(CPU)) as run:
+            for x, y in run.batches():
+                run.after_step(step(run.iteration, x, y))
+            (graph,) = graphs_of(step)
+            assert graph()
+            if error:
+                raise error
+    assert graph() is None and waits == ([] if error else [CPU])
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -176,8 +226,10 @@ def test_a_captured_replica_trains_like_an_eager_one(tiny_config, nccl, options)
 
 
 @pytest.mark.gpu
-def test_collectives_are_captured(nccl):
-    """Those of tensor and context parallelism, forward and backward."""
+def test_collectives_are_captured(nccl, monkeypatch):
+    """Those of tensor and context parallelism, forward and backward; one rank alone would leave them out."""
+    always = lambda forward, backward, x, *args: collectives._Pair.apply(x, forward, backward, *args)  # noqa: E731
+    monkeypatch.setattr(collectives, "_apply", always)
 
     def step(x):
         x = x.detach().requires_grad_()
@@ -187,10 +239,10 @@ def test_collectives_are_captured(nccl):
         y.square().sum().backward()
         return x.grad.sum() + y.sum()
 
-    captured = CapturedStep(step)
+    captured = CapturedStep()
     for value in range(WARMUP_STEPS + 3):
         x = torch.full((4, 3), float(value), device="cuda")
-        torch.testing.assert_close(captured(x), step(x))
+        torch.testing.assert_close(captured(step, x), step(x))
 
 
 GPU_OPTIONS = [
@@ -212,12 +264,15 @@ def test_a_captured_step_trains_like_an_eager_one(tiny_config, options):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.gpu
-def test_a_captured_step_refuses_another_batch_shape(tiny_config):
-    device = torch.device("cuda")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_captured_step_refuses_another_batch_shape(tiny_config, request, device):
     config = tiny_config(enable_cuda_graphs=True)
-    _, step = build(config, device)
-    x, y = batch(config, device)
+    if device == "cpu":
+        request.getfixturevalue("fake_cuda")
+        step = captured_step(tiny_config())
+    else:
+        _, step = build(config, CUDA)
+    x, y = batch(config, torch.device(device))
     for i in range(5):
         step(i, x, y)
     with pytest.raises(ValueError, match="every batch must have the same shape"):

@@ -8,7 +8,7 @@ from utils.config import SCRIPTS, read_mappings
 ONE = [
     "", "--amp_mode=fp16 --enable_fused --clip_grad_norm=1", "--data_parallel=fsdp --cpu_offload --dropout=0.1",
     "--activation_checkpointing=full", "--activation_checkpointing=selective --amp_mode=bf16 --gradient_accumulation=2",
-    "--model=unet", "--model=afno",
+    "--model=unet", "--model=afno", "--device=gpu",  # without its number, as a user may name it
     "--rollout_steps=3 --forcings hour latitude --ema=0.9 --loss=squared_error --activation_checkpointing=step",
 ]  # fmt: skip
 LAYOUTS = [

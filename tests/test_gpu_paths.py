@@ -5,18 +5,21 @@ import importlib.util
 import socket
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from distributed import attention
+from distributed.shard.spec import as_mesh
 from tests.support import programs
 from training import checkpoint, profiling
 from training.profiling import build_profiler
 from training.tasks import build_task
-from utils import comm, device
+from utils import comm, device, launch
 from utils.data_loader import BatchLoader, Slot
 from utils.errors import UsageError
 from utils.launch import interface_towards
@@ -43,10 +46,22 @@ def start_ranks(names):
 
 
 def test_ranks_that_share_a_gpu_are_told_so_all_of_them():
-    line = "3 ranks have 2 GPUs, and each needs one of its own: start fewer ranks, or give --device cpu"
+    line = (
+        "3 ranks have 2 GPUs (by PCI address and UUID), and each needs one of its own: start fewer ranks, or give "
+        "--device cpu"
+    )
     assert start_ranks(["node1 a", "node1 b", "node1 a"]) == [line] * 3
     assert start_ranks(["node1 a", "node2 a", "node1 b"]) == [None] * 3
     assert start_ranks(["", ""]) == [None] * 2  # a CPU may be shared
+
+
+def test_gpus_differ_by_their_address_or_their_uuid(monkeypatch):
+    names, none = set(), "00000000-0000-0000-0000-000000000000"
+    for bus, uuid in ((1, none), (2, none), (3, "part a"), (3, "part b"), (3, "part b")):
+        properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0, uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        names.add(device.physical_name(torch.device("cuda", 0)))
+    assert len(names) == 4 and device.physical_name(CPU) == ""
 
 
 @pytest.mark.parametrize(
@@ -74,15 +89,19 @@ def test_a_gpu_job_does_not_train_on_the_cpu_in_silence(monkeypatch, variables, 
     assert device.select_device("auto") == torch.device("cpu")
 
 
-def groups_timeouts(config):
-    comm.build_mesh(torch.device("cpu"), config.layout(comm.world_size()))
-    meshes = [mesh for mesh in comm._meshes.values() if mesh.ndim == 1]
-    return {mesh.get_group()._get_backend(torch.device("cpu")).options._timeout for mesh in meshes}
+def groups_timeouts(config, patience):
+    with mock.patch.object(comm, "_patience", patience):
+        comm.build_mesh(CPU, config.layout(comm.world_size()))
+        groups = [mesh.get_group() for mesh in comm._meshes.values() if mesh.ndim == 1]
+        if config.domain_parallel != 1:
+            groups.append(_resolve_process_group(as_mesh(comm.get_mesh("domain_lat", "domain_lon")).joint.name))
+    return {group._get_backend(CPU).options._timeout for group in groups}
 
 
-def test_every_group_of_a_mesh_waits_as_long_as_comm_timeout_says(ranks, tiny_config, monkeypatch):
-    config = tiny_config(tensor_parallel=2)
-    assert ranks(4, groups_timeouts, config)[0] == {comm._patience}
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"domain_parallel": 2}], ids=str)
+def test_every_group_of_a_mesh_waits_as_long_as_comm_timeout_says(ranks, tiny_config, layout):
+    patience = datetime.timedelta(seconds=77)
+    assert ranks(4, groups_timeouts, tiny_config(**layout), patience)[0] == {patience}
 
 
 def test_on_several_nodes_gloo_uses_the_interface_towards_rank_0():
@@ -90,6 +109,29 @@ def test_on_several_nodes_gloo_uses_the_interface_towards_rank_0():
     assert interface_towards("no.such.host.invalid") == ""
     others = [name for _, name in socket.if_nameindex() if name != "lo"]
     assert not others or interface_towards("203.0.113.1") in [*others, ""]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "route", "found"),
+    [
+        ({"eth0": "10.0.0.3"}, "", "eth0"),
+        ({"eth0": "10.0.0.3", "ib0": "10.1.0.3"}, "ib0", "ib0"),
+        ({"eth0": "10.0.0.3", "ib0": "10.1.0.3"}, "", "one of eth0 ib0$"),
+        ({}, "", "lo"),  # nodes that are simulated on one machine
+    ],
+)
+def test_several_nodes_do_not_use_the_loopback_of_rank_0(monkeypatch, addresses, route, found):
+    """Debian's /etc/hosts says that a host's own name is 127.0.1.1."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(launch, "interface_addresses", lambda: {"lo": "127.0.0.1"} | addresses)
+    monkeypatch.setattr(launch, "interface_towards", {"node1": "lo", launch.ELSEWHERE: route}.get)
+    nodes = launch.Launch(0, 0, 4, 2, "node1", 29500)
+    if "$" in found:
+        with pytest.raises(UsageError, match=f"^node1 is a loopback address on this node.*GLOO_SOCKET_IFNAME.*{found}"):
+            launch.name_gloo_interface(nodes)
+        return
+    launch.name_gloo_interface(nodes)
+    assert launch.os.environ.pop("GLOO_SOCKET_IFNAME") == found
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl")])
@@ -261,6 +303,33 @@ def test_a_pinned_buffer_takes_its_own_size_and_ends_with_its_slot(monkeypatch):
     assert calls == [(address, 5 * 2 * 20 * 33 * 64 * 4)] and address % 4096 == 0
     del slot
     assert calls[1:] == [address]
+
+
+def test_pinned_copies_of_a_checkpoint_are_freed_on_the_device_of_the_rank(monkeypatch, tmp_path):
+    """A call of CUDA in a thread makes a context on the thread's device, 0 unless it is set: hundreds of MB."""
+    current, dropped, pinned, freed_on = threading.local(), threading.Event(), [], []
+    index, save = lambda: getattr(current, "index", 0), checkpoint.dcp.save
+    for name, value in {
+        "is_available": lambda: True,
+        "synchronize": lambda: None,
+        "current_accelerator": lambda: torch.device("cuda"),
+        "current_device_index": index,
+        "set_device_index": lambda device: setattr(current, "index", device),
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.append(address) or 0,
+        cudaHostUnregister=lambda address: freed_on.append(index()) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **options: dropped.wait(20) and save(*args, **options))
+    torch.accelerator.set_device_index(3)
+    folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    folder.save(1, {"model": {"weight": torch.ones(64)}}, {})  # the tensor, and torch's buffer for it, end here
+    dropped.set()
+    folder.wait()
+    assert len(pinned) == 1 and freed_on == [3]
 
 
 @pytest.mark.gpu

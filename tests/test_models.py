@@ -1,12 +1,14 @@
 """Every model that ships trains on every rung that it can run on, as it does on one device."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 import train_mp
+from distributed.shard.rules import convolution
 from distributed.weight_shards import global_view
 from tests.support.compilation import TRACED
 from tests.support.layout_parity import build, check_training, train_steps
@@ -63,6 +65,26 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, case):
         for name, value in state.items():
             error = (found_state[name] - value).double().norm() / value.double().norm().clamp_min(1e-3)
             assert error < 1e-5, (name, error)
+
+
+def train_overlapped(config):
+    """As train_in_double, with exchanges beside the convolutions, as on an accelerator; and how many."""
+    with (
+        mock.patch.object(convolution, "may_overlap", return_value=True),
+        mock.patch.object(convolution, "overlapped", wraps=convolution.overlapped) as overlapped,
+    ):
+        return *train_in_double(config, 4), overlapped.call_count
+
+
+def test_ranks_of_unequal_bands_exchange_halos_and_gradients_in_the_same_order(ranks, tiny_config):
+    """20 and 16 rows, then 10 and 8: of 10 rows most are inner ones, of 8 they are not."""
+    options = MODELS["unet"] | {"img_size": [36, 16], "bucket_cap_mb": 0.001}
+    losses, state = train_in_double(tiny_config(**options), 4)
+    for found, found_state, overlaps in ranks(2, train_overlapped, tiny_config(**options, domain_parallel=2)):
+        assert overlaps > 0
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        for name, value in state.items():
+            torch.testing.assert_close(found_state[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow("neighborhood attention in compiled blocks")

@@ -1,9 +1,13 @@
 """The plain networks of the domain-parallel lesson."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from networks.classifier import Classifier
 from networks.convnet import ConvNet
@@ -195,3 +199,34 @@ def test_the_block_compiles_whole():
     block, x = Block(NeighborhoodAttention(8, 2, kernel_size=3), 8, 4, 0.0), torch.randn(2, 6, 9, 8)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), block(x))
+
+
+class CountingCopies(TorchDispatchMode):
+    """Counts copies from one device to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_neighborhood_attention_copies_from_the_host_once():
+    """A CUDA graph cannot; what an evaluation has kept is of use to training."""
+    q, k, v = torch.randn(3, 1, 2, 9, 7, 4, device="meta").unbind()
+    for copied in (True, False):
+        with CountingCopies() as copies:
+            neighborhood_attention(q, k, v, 3)
+        assert (copies.count > 0) == copied
+    x = torch.randn(1, 2, 11, 7, 4)
+    with torch.inference_mode():
+        neighborhood_attention(x, x, x, 3)
+    x.requires_grad_()
+    neighborhood_attention(x, x, x, 3).sum().backward()
+
+
+def test_neighborhood_attention_of_fake_tensors_leaves_nothing_behind():
+    for mode in (FakeTensorMode(), FakeTensorMode(), contextlib.nullcontext()):
+        with mode:
+            x = torch.randn(1, 2, 13, 7, 4)
+            assert neighborhood_attention(x, x, x, 3).shape == x.shape

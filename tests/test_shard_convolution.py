@@ -1,11 +1,14 @@
 """Convolution and transposed convolution of images that are split, against the whole."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from distributed.collectives import as_group
+from distributed.shard.rules import convolution
 from distributed.shard.rules.convolution import convolve
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from tests.support.spatial_cases import BANDS, check_all_of, images
@@ -70,25 +73,28 @@ def sizes_of_circular(sizes):
     return circular(x, torch.randn(6, 4, 3, 3), torch.randn(6), 2, 3).spec.split(2)[0]
 
 
-def check_overlap():
+def check_overlap(sizes, overlaps):
     """The inner outputs apart from the outer ones, and all at once."""
-    sizes, mesh = (20, 3, 17), domain_mesh()
-    group = as_group(mesh)
-    for options in ({"padding": 3}, {"stride": 2, "padding": 3}, {"padding": 6, "dilation": 2}, {"stride": 7}):
+    group = as_group(domain_mesh())
+    for options in ({"padding": 3}, {"stride": 2, "padding": 3}, {"padding": 6, "dilation": 2}, {}):
         results = []
-        for overlap in (True, False):
-            x = draw((2, 4, sizes[group.rank], 9), torch.float32, group.rank)
+        for allowed in (True, False):
+            x = draw((2, 4, sizes[group.rank], 15), torch.float32, group.rank)
             weight = draw((6, 4, 7, 7), torch.float32, 5)
-            if options.get("stride") == 7:
-                x = F.pad(x, (0, 7))
-            y, new = convolve(F.conv2d, x, {2: (sizes, group)}, weight, overlap=overlap, **options)
+            with (
+                mock.patch.object(convolution, "may_overlap", return_value=allowed),
+                mock.patch.object(convolution, "overlapped", wraps=convolution.overlapped) as overlapped,
+            ):
+                y, new = convolve(F.conv2d, x, {2: (sizes, group)}, weight, **options)
+            assert overlapped.called == (allowed and overlaps)
             grads = torch.autograd.grad(y, (x, weight), draw(y.shape, torch.float32, 8 + group.rank).detach())
             results.append((y, *grads, torch.tensor(new[2])))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
 
 
-def test_overlap_changes_no_number(ranks):
-    ranks(3, check_overlap)
+@pytest.mark.parametrize(("sizes", "overlaps"), [((61, 52, 65), True), ((61, 3, 65), False)])
+def test_overlap_changes_no_number_and_every_rank_overlaps_or_none(ranks, sizes, overlaps):
+    ranks(3, check_overlap, sizes, overlaps)
 
 
 def check_autocast():

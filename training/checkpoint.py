@@ -141,7 +141,8 @@ class CheckpointFolder:
         marker |= {"config": self.config, "trainer": trainer_state}
         marker = json.loads(json.dumps(marker))  # as it is now: training goes on
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
-        self._thread = threading.Thread(target=self._write, args=(copies, marker, final), daemon=True)
+        device = torch.accelerator.current_device_index() if _accelerator() else None
+        self._thread = threading.Thread(target=self._write, args=(copies, marker, final, device), daemon=True)
         self._thread.start()
         atexit.register(self._thread.join, EXIT_SECONDS)
         if wait:
@@ -170,8 +171,10 @@ class CheckpointFolder:
         if self._group is None and comm.world_size() > 1:
             self._group = comm.new_cpu_group()
 
-    def _write(self, tensors: State, marker: Marker, final: Path) -> None:
+    def _write(self, tensors: State, marker: Marker, final: Path, device: int | None) -> None:
         """In the background, on every rank."""
+        if device is not None:  # a thread begins on device 0, where freeing pinned copies would take memory
+            torch.accelerator.set_device_index(device)
         started = time.perf_counter()
         writing = self.path / f".{final.name}.writing"
         writer = ShardWriter(writing, lambda files: self._complete(writing, final, {**marker, "files": files}))

@@ -50,19 +50,20 @@ def check_capture(config: Config, device: torch.device, model: nn.Module) -> Non
 
 
 class CapturedStep:
-    """step(*inputs) -> loss, run a few times on the side, captured, and from then on replayed.
+    """captured(step, *inputs) -> loss: the step run a few times on the side, captured, and from then on replayed.
 
     The graph reads its inputs from static buffers, so every batch must have the shape of the first; the learning rate
     must be a tensor and the optimizer capturable. replicated: DistributedDataParallel reduces the gradients.
+    The step is not kept: the step's owner owns this object too, and in a cycle the graph would outlive both.
     """
 
-    def __init__(self, step: Callable[..., Tensor], replicated: bool = False):
-        self.step, self.warmup_left = step, DDP_WARMUP_STEPS if replicated else WARMUP_STEPS
+    def __init__(self, replicated: bool = False):
+        self.warmup_left = DDP_WARMUP_STEPS if replicated else WARMUP_STEPS
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: list[Tensor] | None = None
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Run the step on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
+    def __call__(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run the step, always the same, on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
         if self.inputs is None:
             self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         for static, x in zip(self.inputs, inputs, strict=True):
@@ -75,18 +76,18 @@ class CapturedStep:
         if self.warmup_left:
             self.warmup_left -= 1
             with on_capture_stream():
-                return self.step(*self.inputs)
+                return step(*self.inputs)
         if self.graph is None:
-            self.graph = self._capture(self.inputs)
+            self.graph = self._capture(step, self.inputs)
         self.graph.replay()
         return self.loss.clone()  # the next replay writes over it
 
-    def _capture(self, inputs):
+    def _capture(self, step, inputs):
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads go on: they copy batches ahead and write checkpoints.
             with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
-                self.loss = self.step(*inputs)
+                self.loss = step(*inputs)
         except RuntimeError as error:
             raise UsageError(f"--enable_cuda_graphs: this step cannot be captured: {first_line(error)}") from error
         return graph

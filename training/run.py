@@ -111,6 +111,9 @@ class Run:
         if self.summary and kind is None:
             log.info("%s is a finished run; its result:", self.folder.path)
         self.open.__exit__(kind, *error)
+        if kind is None:  # after an error other ranks may be missing, which the device would wait for
+            synchronize(self.device)
+        self.step.captured.clear()  # who leaves a process group waits until no CUDA graph holds NCCL's collectives
         if comm.get_size("domain") > 1:
             _report_fallback()
         if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
@@ -327,7 +330,6 @@ class Run:
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 
     def _summarize(self, result: dict[str, Any]) -> dict[str, Any]:
-        synchronize(self.device)
         return {
             "config": self.config.config,
             "run": str(self.folder.path),

@@ -1,6 +1,5 @@
 """One optimizer step."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -54,16 +53,17 @@ class TrainingStep:
         self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
         self.measures_norm = False  # whether the next steps say how large the gradient is
         self.square: Tensor | None = None  # this rank's share of its square, where the last step did
-        self.captured: dict[int, CapturedStep] = {}  # one for each number of steps of a rollout: targets of one size
+        self.captured: dict[torch.Size, CapturedStep] = {}  # by a sample's target: one for each length of a rollout
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        run: Callable[..., Tensor] = self.eager
         if self.config.enable_cuda_graphs:
-            run = self.captured.setdefault(y.numel(), CapturedStep(self.eager, self.parallel.replicated))
-        loss = run(x, y)
+            captured = self.captured.setdefault(y.shape[1:], CapturedStep(self.parallel.replicated))
+            loss = captured(self.eager, x, y)
+        else:
+            loss = self.eager(x, y)
         loss, self.square = loss.unbind() if loss.dim() else (loss, None)
         if self.average:
             self.average.update(iteration)
@@ -110,7 +110,7 @@ class TrainingStep:
             own = self.parallel.squared_norm()
             if clip:
                 self.parallel.clip_gradients(own, clip)
-            square = own if own.device == self.device else to_device(own, self.device)
+            square = to_device(own, self.device)
             if self.scaler.is_enabled() and not unscaled:
                 square = square / self.scaler.scale(torch.ones((), device=self.device)).square()
         self.scaler.step(self.optimizer)

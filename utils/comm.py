@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from utils.device import backend_for, physical_name, select_device
 from utils.errors import ArgumentParser, UsageError, first_line, os_errors_as_usage_errors, run_main, whole
@@ -132,8 +131,8 @@ def check_devices(store: dist.Store, ranks: int, name: str) -> None:
     store.wait(["devices known"])
     if shared := store.add("devices shared", 0):
         raise UsageError(
-            f"{ranks} ranks have {ranks - shared} GPUs, and each needs one of its own: start fewer ranks, or give "
-            "--device cpu"
+            f"{ranks} ranks have {ranks - shared} GPUs (by PCI address and UUID), and each needs one of its own: start "
+            "fewer ranks, or give --device cpu"
         )
 
 
@@ -165,8 +164,19 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
         else:
             _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
     for group in {mesh.get_group() for mesh in _meshes.values() if mesh.ndim == 1}:
-        if "fake" not in dist.get_backend(group):
-            _set_pg_timeout(_patience, group)  # torch has no public way: a mesh's groups wait for ten minutes
+        set_group_timeout(group)
+
+
+def set_group_timeout(group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group wait for one another as long as `init` was told; by itself a mesh does not."""
+    if "fake" in dist.get_backend(group):
+        return
+    if hasattr(dist, "set_timeout"):  # from torch 2.14 on
+        dist.set_timeout(_patience, group)
+        return
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(_patience, group)
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:

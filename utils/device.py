@@ -106,10 +106,15 @@ def backend_for(device: torch.device) -> str:
 
 
 def physical_name(device: torch.device) -> str:
-    """What no two processes on one GPU can say of their devices; '' for a device that is no GPU of CUDA or ROCm."""
+    """Host name, PCI address and UUID of this process's GPU; '' for a device that is no GPU of CUDA or ROCm.
+
+    Parts of one GPU may share its address, and drivers may give all GPUs the same UUID: only both together tell.
+    """
     if device.type != "cuda":
         return ""
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    properties = torch.cuda.get_device_properties(device)
+    address = ":".join(str(getattr(properties, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
+    return f"{socket.gethostname()} {address} {properties.uuid}"
 
 
 def device_name(device: torch.device) -> str:
@@ -141,8 +146,9 @@ def on_capture_stream() -> Iterator[None]:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor without waiting for what the device still has to do."""
-    return x.pin_memory().to(device, non_blocking=True) if library(device, "Stream") else x.to(device)
+    """A small tensor on the device: copied there from the host without waiting for what the device still has to do."""
+    from_host = x.device.type == "cpu" and library(device, "Stream")
+    return x.pin_memory().to(device, non_blocking=True) if from_host else x.to(device)
 
 
 def pinned_tensor(shape: Sequence[int]) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from utils.errors import UsageError
 
 SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+ELSEWHERE = "203.0.113.1"  # in a network for documentation (RFC 5737): where packets to nowhere in particular go
 BOUNDS = {"MASTER_PORT": (1, 2**16 - 1), "WORLD_SIZE": (1, 2**20), "SLURM_STEP_NUM_NODES": (1, 2**20)}
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,10 +78,23 @@ def name_gloo_interface(launch: Launch) -> None:
     """Let gloo take the interface towards rank 0, unless GLOO_SOCKET_IFNAME names one.
 
     By itself it takes what the host name resolves to: that may be nothing, or an address that no other node reaches.
+    On the node of rank 0, whose own name may mean the loopback, it is the only other one, or that of the default route.
+    Raises UsageError where only the user can tell which one that is.
     """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
     interface = "lo" if launch.nodes == 1 else interface_towards(launch.master_addr)
+    if interface == "lo" and launch.nodes > 1:
+        others = [name for name, address in interface_addresses().items() if not address.startswith("127.")]
+        if others:  # else the nodes are simulated on one machine
+            interface = others[0] if len(others) == 1 else interface_towards(ELSEWHERE)
+        if not interface:
+            raise UsageError(
+                f"{launch.master_addr} is a loopback address on this node, which no other node reaches: set "
+                f"GLOO_SOCKET_IFNAME to the interface towards the other nodes, one of {' '.join(others)}"
+            )
     if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def interface_towards(address: str) -> str:
@@ -90,14 +104,20 @@ def interface_towards(address: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # chooses a route; nothing is sent
             own = probe.getsockname()[0]
-            for _, name in socket.if_nameindex() if family == socket.AF_INET else ():
-                with contextlib.suppress(OSError):
-                    found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))[20:24]
-                    if socket.inet_ntoa(found) == own:
-                        return name
     except OSError:
-        pass
-    return ""
+        return ""
+    return next((name for name, address in interface_addresses().items() if address == own), "")
+
+
+def interface_addresses() -> dict[str, str]:
+    """{network interface of this machine: its IPv4 address}, of those that have one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                record = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                found[name] = socket.inet_ntoa(record[20:24])
+    return found
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
+from utils import comm
 
 
 class CannotSplit(ValueError):
@@ -61,7 +62,11 @@ def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     mesh = known() if known else None
     if mesh is None:
         groups = tuple(as_group(device_mesh.get_group(i)) for i in range(device_mesh.ndim))
-        joint = groups[0] if device_mesh.ndim == 1 else as_group(device_mesh._flatten().get_group())
+        joint = groups[0]
+        if device_mesh.ndim > 1:
+            flattened = device_mesh._flatten().get_group()
+            comm.set_group_timeout(flattened)
+            joint = as_group(flattened)
         mesh = Mesh(device_mesh, groups, joint)
         _meshes[id(device_mesh)] = weakref.ref(mesh)
     return mesh

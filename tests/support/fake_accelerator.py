@@ -47,6 +47,12 @@ class _Stream:
         return lambda *_, **__: self
 
 
+def _pin_memory(tensor, *_):
+    if tensor.device.type != "cpu":
+        raise RuntimeError("only dense CPU tensors can be pinned")
+    return tensor  # a fake one is nowhere
+
+
 def install():
     """Make "gpu" a device of torch, and the accelerator of this process."""
     module = types.ModuleType("torch.gpu")
@@ -62,7 +68,7 @@ def install():
     for name in ("set_rng_state", "manual_seed", "manual_seed_all", "synchronize", "set_device"):
         setattr(module, name, lambda *_: None)
     _setup_privateuseone_for_python_backend("gpu", backend_module=module)
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # a fake one is nowhere
+    torch.Tensor.pin_memory = _pin_memory
     install.library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     install.library.fallback(torch.library.fallthrough_kernel)
 
@@ -73,7 +79,8 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
     mutate: called with the TrainingStep before the first one. Raises what an operation between devices, or one that
     reads a number, raises.
     """
-    device = torch.device("gpu", 0)
+    there = torch.device("gpu", 0)
+    device = there if config.device == "auto" else torch.device(config.device)
     with ExitStack() as stack:
         fake = stack.enter_context(fake_rank(layout, rank, "cpu", "gpu"))
         model = build_model(config)
@@ -90,12 +97,12 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         stack.enter_context(times.listening())
         x, y = (part.to(device) for part in _batch(config, task))
         for iteration in range(steps):
-            assert step(iteration, x, y).device == step.square.device == device
+            assert step(iteration, x, y).device == step.square.device == there
         assert times.steps == steps
         if config.task == "forecast" and not parallel.pipeline:
             parallel.model.eval()
             with step.autocast():
-                assert parallel.predict(x[:, : config.model_in_channels], config.n_out_channels).device == device
+                assert parallel.predict(x[:, : config.model_in_channels], config.n_out_channels).device == there
 
 
 def _read_the_loss(step):

@@ -22,7 +22,7 @@ from training.float8 import has_float8
 from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
-from utils.device import empty_cache, peak_memory_bytes, select_device, synchronize
+from utils.device import empty_cache, library, peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
@@ -131,10 +131,12 @@ def _turn(rank: Rank, steps: int) -> dict[str, float]:
     started = time.perf_counter()
     wait = _train(rank, steps)
     seconds = time.perf_counter() - started
-    rank.kept["memory"] = max(rank.kept["memory"], peak_memory_bytes(rank.device))  # before the products below
+    rank.kept["memory"] = max(rank.kept["memory"], peak_memory_bytes(rank.device))  # without the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
     empty_cache(rank.device)
+    if gpu := library(rank.device, "reset_peak_memory_stats"):
+        gpu.reset_peak_memory_stats(rank.device)
     return {"seconds": seconds, "wait": wait}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.collectives import Sizes
 from distributed.halo import Fetch, Interval, bounds
 from distributed.layers import to_compute_dtype
 from distributed.shard.rules import windows
@@ -24,13 +25,13 @@ Padding = PerAxis | Literal["same", "valid"]
 @windows.spatial_rule("conv")
 def convolve(
     func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
-    stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1, groups: int = 1, overlap: bool | None = None,
+    stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1, groups: int = 1,
 ) -> Output:  # fmt: skip
     """conv1d, conv2d, conv3d: x (B, C, ...) or (C, ...), weight (D, C / groups, ...) -> (B, D, ...).
 
-    padding: numbers, 'same' or 'valid'. overlap: compute the outputs that need only this rank's rows while other rows
-    travel; by default on an accelerator if these are most of the outputs. Raises ValueError if a window is longer than
-    the padded input.
+    padding: numbers, 'same' or 'valid'. On an accelerator, the outputs that need only this rank's rows are computed
+    while other rows travel, if these are most of the outputs of every rank. Raises ValueError if a window is longer
+    than the padded input.
     """
     count = weight.ndim - 2
     x, ahead = to_compute_dtype(x), x.ndim - count
@@ -54,24 +55,39 @@ def convolve(
     shape[last] = outputs[1] - outputs[0]
     if 0 in shape:
         return windows.no_outputs(coming.rows(), shape, weight, bias), new
-    own = bounds(sizes)[group.rank]
-    inner = inside(w, own, outputs)
-    if overlap is None:
-        # On a CPU the exchange uses the same cores as the computation. A compiler orders the operations itself.
-        overlap = x.device.type != "cpu" and not torch.compiler.is_compiling()
-        overlap = overlap and 4 * (inner[1] - inner[0]) > 3 * (outputs[1] - outputs[0])
-    if not (overlap and coming.traffic and inner[0] < inner[1] and inner != outputs):
+    everywhere = all(map(all, new.values())) and mostly_inside(w, sizes, new[last])  # every rank has outputs
+    if not (everywhere and coming.traffic and may_overlap(x)):
         return compute(coming.rows()), new
-    return overlapped(compute, coming, w, last, own[0], outputs, inner), new
+    return overlapped(compute, coming, w, last, bounds(sizes)[group.rank], outputs), new
+
+
+def may_overlap(x: Tensor) -> bool:
+    """Whether an exchange can go on beside a convolution of x."""
+    # On a CPU the exchange uses the same cores as the computation. A compiler orders the operations itself.
+    return x.device.type != "cpu" and not torch.compiler.is_compiling()
+
+
+def mostly_inside(window: Window, sizes: Sizes, outputs: Sizes) -> bool:
+    """Whether on every rank most of the outputs, but not all, need only its own rows.
+
+    sizes, outputs: number of rows and of outputs on every rank. All ranks must decide alike: one that overlaps begins,
+    in its backward pass, to exchange rows before it has the gradients of the weights, and any other rank afterwards.
+    Where data parallelism reduces these gradients meanwhile, the collectives would come in different orders.
+    """
+    for rows, (first, last) in zip(bounds(sizes), bounds(outputs), strict=True):
+        inner = inside(window, rows, (first, last))
+        if not 3 * (last - first) < 4 * (inner[1] - inner[0]) < 4 * (last - first):
+            return False
+    return True
 
 
 def overlapped(
-    compute: Callable[[Tensor], Tensor], coming: Fetch, window: Window, dim: int, start: int, outputs: Interval,
-    inner: Interval,
-) -> Tensor:  # fmt: skip
-    """Compute the outputs of a rank whose shard begins at row `start`, the inner ones first."""
+    compute: Callable[[Tensor], Tensor], coming: Fetch, window: Window, dim: int, rows: Interval, outputs: Interval
+) -> Tensor:
+    """Compute the outputs of a rank that holds `rows`, those that need no others first."""
+    inner = inside(window, rows, outputs)
     first, last = window.interval(*inner)
-    middle = compute(coming.own.narrow(dim, first - start, last - first))
+    middle = compute(coming.own.narrow(dim, first - rows[0], last - first))
     parts = [middle]
     if outputs[0] < inner[0]:
         parts.insert(0, compute(coming.rows(*window.interval(outputs[0], inner[0]))))
