@@ -1,13 +1,15 @@
 """What no training shows: collectives of every kind, attention of every method, the matrix products that MFU is of.
 
-    torchrun --nproc_per_node 1 -m tools.gpu_report.on_device --json FILE
+    torchrun --nproc_per_node 1 -m tools.gpu_on_device --json FILE
 
-Each rank has a GPU. A single rank makes a group as well, of NCCL with gloo beside it. Wrong numbers are an error.
+Each rank has a GPU. A single rank makes a group as well, of NCCL with gloo beside it. Wrong numbers are an error; the
+file has what was measured before.
 """
 
 import os
 from argparse import ArgumentParser
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,23 +60,27 @@ def attend(method: str, device: torch.device) -> dict[str, float]:
 
 
 def main() -> None:
-    """Check everything on this rank; the first one writes the figures."""
+    """Check everything on this rank; the first one writes the figures, after each of them."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", required=True)
     options = parser.parse_args()
     device = select_device(options.device, int(os.environ["LOCAL_RANK"]))
+    figures: dict[str, Any] = {"matmul_flops_per_sec": matmul_flops_per_sec(device, torch.bfloat16)}
+
+    def write(name: str, found: Any) -> None:
+        figures[name] = found
+        if os.environ["RANK"] == "0":
+            write_json(options.json, figures)
+
+    write("attention", {})
     backends = {"gloo": torch.device("cpu")} | ({"nccl": device} if device.type == "cuda" else {})
     dist.init_process_group(
         ",".join(f"{device.type}:{name}" for name, device in backends.items()), timeout=timedelta(seconds=60)
     )
-    figures = {
-        "collectives": {name: check_collectives(device) for name, device in backends.items()},
-        "attention": {method: attend(method, device) for method in attention.METHODS},
-        "matmul_flops_per_sec": matmul_flops_per_sec(device, torch.bfloat16),
-    }
-    if dist.get_rank() == 0:
-        write_json(options.json, figures)
+    write("collectives", {name: check_collectives(device) for name, device in backends.items()})
+    for method in attention.METHODS:
+        write("attention", figures["attention"] | {method: attend(method, device)})
     dist.destroy_process_group()
 
 
