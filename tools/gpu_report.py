@@ -52,7 +52,6 @@ MARK = "GPU_REPORT_PART"  # in the environment of every process of a part
 KILL_SECONDS = 10  # for killed processes to be gone: one that waits in a driver may never be
 POLL_SECONDS = 0.1
 TELLING = re.compile(r"(?i)(?<!ChildFailed)Error: |^FAIL ")  # lines that say why; the last word of torchrun does not
-OPTIONAL = ("nvidia.dali", "natten", "matplotlib", "pytest")
 GOALS = (  # what is wanted at least, of a figure, in the best of some parts
     ("MFU, embed 384, batch 16", 0.35, "MFU", ("short/compiled", "ladder")),
     ("MFU, embed 1024, batch 16", 0.5, "MFU", ("short/embed_1024",)),
@@ -62,17 +61,13 @@ MEMORY_ERROR = 0.05  # of a plan: published runs are within 4 % (docs/plan.md)
 PLANNED = {"GiB": ("peak_allocated_bytes", GIB), "ms a step": ("step_time_s", 1e-3), "collectives": ("calls", 1)}
 
 
-class Failure(Exception):
-    """A part did not do what it should; the message says what."""
-
-
 @dataclass(frozen=True)
 class Part:
     """A command of Python: `-m MODULE ...`, or a script of this repository and its options.
 
     estimate: seconds, where all is well. figures: reads {name: value} from what the command has left in the folder of
-    all work. lacks: what this machine does not have, so that the part is skipped. ranks: processes, by torchrun where
-    there are several. stop_at: what the command says when it is to be stopped; then it is started again.
+    all work. lacks: what this machine does not have, so that the part is skipped. ranks: of torchrun; 0 without
+    it. stop_at: what the command says when it is to be stopped; then it is started again.
     """
 
     name: str
@@ -80,7 +75,7 @@ class Part:
     command: str
     figures: Callable[[Path], dict[str, Any]] = lambda work: {}
     lacks: str = ""
-    ranks: int = 1
+    ranks: int = 0
     stop_at: str = ""
     folder: str = "."  # of the command, in that of all work
 
@@ -93,7 +88,7 @@ class Part:
         """For Python; a training run takes its plan along, where that has been made."""
         words = [str(ROOT / word) if word.endswith(".py") else word for word in self.command.split()]
         plan = f"plans/{self.name}.json"
-        start = f"-m torch.distributed.run --standalone --nproc_per_node {self.ranks}".split() if self.ranks > 1 else []
+        start = f"-m torch.distributed.run --standalone --nproc_per_node {self.ranks}".split() if self.ranks else []
         return start + words + [f"--plan={plan}"] * (work / plan).exists()
 
 
@@ -135,7 +130,7 @@ def parts(device: str, count: int, gpu: str) -> list[Part]:
         sample("quick", 5, "32 64", "--train_years=1979-1980 --days=20"),
         run("quick/graphs", 15, f"{few} {graphs}", lacks=no_gpu),
         run(
-            "quick/resumed", 30, f"--num_iters={400 if cpu else 2000} --checkpoint_every={40 if cpu else 200} {graphs} "
+            "quick/resumed", 30, f"--num_iters={100 if cpu else 2000} --checkpoint_every={20 if cpu else 200} {graphs} "
             "--activation_checkpointing=selective", stop_at="Saved checkpoint",
         ),
         Part("forecast", 12, "forecast.py --run_folder=logs/quick/resumed --starts=2 --lead_hours=24"),
@@ -147,15 +142,14 @@ def parts(device: str, count: int, gpu: str) -> list[Part]:
         pair("mp_quick/pp", "--pipeline_parallel=2 --gradient_accumulation=2", "train_mp.py"),
         pair("shard_quick/domain", "--domain_parallel=2", "train_shard.py"),
         Part(
-            "tests", 80, f"-m pytest -m gpu -p no:cacheprovider {' '.join(checked)}", tested, no_gpu, folder=str(ROOT)
+            "tests", 80, f"-m pytest -m gpu -p no:cacheprovider {' '.join(checked)}", lacks=no_gpu, folder=str(ROOT)
         ),
         Part(
             "ladder", 200, f"benchmark.py ladder --json=ladder.json --steps={1 if cpu else 4} --workers={workers} "
             f"{bench}", ladder,
         ),
         run("quick/profiled", 15, f"{few} --profile=torch"),
-        Part("preflight", 12, "-m tools.preflight --train_data_path=data/quick/train --json=preflight.json",
-             preflight, ranks=count),
+        Part("preflight", 12, "-m tools.preflight --train_data_path=data/quick/train", ranks=count),
         Part("loaders", 30, f"benchmark.py data --json=loaders.json --workers {workers} --batches=4 {bench}", loaders),
     ]  # fmt: skip
 
@@ -167,10 +161,10 @@ def trained(work: Path, name: str) -> dict[str, Any]:
     settings = check_config(read_named_config(folder / "config.yaml", config), config, str(folder))
     resumed = re.findall(r"Resuming at iteration (\d+)", (folder / "out.log").read_text())
     if "resumed" in name and not resumed:
-        raise Failure("the second start did not resume")
+        raise RuntimeError("the second start did not resume")
     flops = summary["samples_per_sec"] * training_flops(settings) / summary["world_size"]
     device = work / "device.json"
-    peak = read_json(device)["matmul_flops_per_sec"] if settings.amp_mode == "bf16" and device.exists() else None
+    peak = read_json(device)["bf16 TFLOP/s"] * 1e12 if settings.amp_mode == "bf16" and device.exists() else None
     return ({"resumed at": int(resumed[-1])} if resumed else {}) | {
         "samples/s": summary["samples_per_sec"], "data wait": summary["data_wait_fraction"], "TFLOP/s": flops / 1e12,
         "MFU": peak and flops / peak, "peak GiB": summary["peak_memory_bytes"] / GIB, "loss": summary["train_loss"],
@@ -195,29 +189,15 @@ def loaders(work: Path) -> dict[str, Any]:
 
 
 def on_device(work: Path) -> dict[str, Any]:
-    """Speed of matrix products, collectives that were right, milliseconds of attention."""
-    found = read_json(work / "device.json")
-    right = {f"{name} collectives": len(kinds) for name, kinds in found.get("collectives", {}).items()}
-    times = {f"{method} ms": figures["ms"] for method, figures in found["attention"].items()}
-    return {"bf16 TFLOP/s": found["matmul_flops_per_sec"] / 1e12} | right | times
-
-
-def preflight(work: Path) -> dict[str, Any]:
-    """How many checks ended how."""
-    levels = [result["level"] for result in read_json(work / "preflight.json")["results"]]
-    return {level: levels.count(level) for level in ("ok", "warn", "fail")}
-
-
-def tested(work: Path) -> dict[str, Any]:
-    """How many tests ended how."""
-    said = re.findall(r"(\d+) (passed|skipped|failed|error)", (work / "tests.log").read_text())
-    return {how: int(n) for n, how in said}
+    """What tools/gpu_on_device.py has found."""
+    return read_json(work / "device.json")
 
 
 def run_parts(parts: Sequence[Part], work: Path, seconds: float) -> Iterator[dict[str, Any]]:
     """Run parts in their order, and yield what became of each, as JSON has it. Output goes to NAME.log.
 
-    status: passed, failed, out of time, skipped, or not run, where all seconds were over.
+    status: passed, failed, out of time, skipped, or not run, where all seconds were over. said: the last line of the
+    output, or why it did not pass.
     """
     end = time.monotonic() + seconds
     for part in parts:
@@ -230,11 +210,11 @@ def run_parts(parts: Sequence[Part], work: Path, seconds: float) -> Iterator[dic
             try:
                 if part.stop_at:
                     run(part, work, log, limit, STOPPED_STATUS, part.stop_at)
-                run(part, work, log, limit)
+                why = run(part, work, log, limit)
             except TimeoutError:
                 status, why = "out of time", f"not done after {time.monotonic() - began:.0f} s"
             except Exception as error:  # whatever it is, the other parts follow
-                status, why = "failed", f"{type(error).__name__}: {first_line(error)}"
+                status, why = "failed", first_line(error)
             try:
                 figures = part.figures(work)
             except Exception as error:  # of a part that did not end well they may be missing
@@ -242,15 +222,16 @@ def run_parts(parts: Sequence[Part], work: Path, seconds: float) -> Iterator[dic
                     status, why = "failed", f"{type(error).__name__}: {first_line(error)}"
         took = round(time.monotonic() - began, 1)
         yield {
-            "part": part.name, "status": status, "seconds": took, "estimate": part.estimate, "why": why,
+            "part": part.name, "status": status, "seconds": took, "estimate": part.estimate, "said": why,
             "figures": figures,
         }  # fmt: skip
 
 
-def run(part: Part, work: Path, log: Path, end: float, status: int = 0, stop_at: str = "") -> None:
-    """Run the command of a part, and end whatever it leaves. Raises Failure, or TimeoutError at the time `end`.
+def run(part: Part, work: Path, log: Path, end: float, status: int = 0, stop_at: str = "") -> str:
+    """Run the command of a part, and end whatever it leaves; returns the last line of its output.
 
-    status: its exit status if all is well. stop_at: what it says when it is to be stopped.
+    status: its exit status if all is well. stop_at: what it says when it is to be stopped. Raises RuntimeError where it
+    fails, TimeoutError at the time `end`.
     """
     mark, start, process = str(uuid.uuid4()), log.stat().st_size if log.exists() else 0, None
     env = os.environ | {MARK: mark, "PYTHONUNBUFFERED": "1"}
@@ -276,10 +257,11 @@ def run(part: Part, work: Path, log: Path, end: float, status: int = 0, stop_at:
         end_processes(mark)  # one that a signal met in Popen is not in `process`
         if process:
             process.wait()
+    lines = said().splitlines() or ["no output"]
     if process.returncode != status:
-        lines = said().splitlines() or ["no output"]
         telling = [line for line in lines if TELLING.search(line)] or lines
-        raise Failure(f"exit status {process.returncode}, not {status}: {telling[-1].strip()}")
+        raise RuntimeError(f"exit status {process.returncode}, not {status}: {telling[-1].strip()}")
+    return lines[-1].strip()
 
 
 def end_processes(mark: str) -> None:
@@ -305,14 +287,14 @@ def make_plans(names: Sequence[str], device: str, count: int, work: Path | None)
                 continue
             try:
                 request = Request(words, gpu)
-                plan = stored(request.plan(part.ranks), request)
+                plan = stored(request.plan(part.ranks or 1), request)
                 if work:
                     write_json(work / f"plans/{part.name}.json", plan)
                 rows.append(beside_plan(part.name, plan, {}))
             except Exception as error:  # of one run: the others have theirs
                 print(f"{part.name}: not planned: {type(error).__name__}: {first_line(error)}")
                 status = FAILED_STATUS
-    print(plan_table(rows))
+    print(f"{plan_table(rows)}\n\n{len(rows)} plans")
     return status
 
 
@@ -346,7 +328,7 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
             verdict = {True: " hit", False: " MISS", None: ""}[own["hit"]]
             line += [f"{own['planned']:.4g}{band}", shown(own["measured"]) + verdict]
         lines.append(line)
-    titles = [title for name in PLANNED for title in (f"{name}, planned", "measured" + " " * len(name))]
+    titles = [title for name in PLANNED for title in (f"{name}, planned", f"{name}, measured")]
     return tables.format_table(dict.fromkeys(["run", "on", *titles], ""), lines)
 
 
@@ -368,7 +350,10 @@ def write_report(path: Path, machine: dict[str, Any], results: Sequence[dict[str
     rows = []
     for result in results:
         figures = ", ".join(f"{name} {shown(value)}" for name, value in result["figures"].items())
-        what = "; ".join(filter(None, [result["why"].replace("|", "/"), figures]))
+        words = [result["said"].replace("|", "/"), figures]
+        if figures and result["status"] == "passed":
+            words = [figures]
+        what = "; ".join(filter(None, words))
         rows.append((result["part"], result["status"], result["seconds"], result["estimate"], what))
     sections = [
         f"# {machine['name']}",
@@ -395,7 +380,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return make_plans(options.plan, options.device, options.gpus, options.work)
     device = select_device(options.device)
     count = 1 if device.type == "cpu" else torch.accelerator.device_count()
-    about = description(device, count)
+    about = tables.machine(device) | {
+        "devices": count, "driver": " ".join(driver() or ["unknown"]), "built for": built_for(),
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
     work = (options.work or Path("logs/gpu_report", time.strftime("%Y%m%d-%H%M%S"))).absolute()
     path = options.out / re.sub(r"\W+", "-", f"{about['name']} x{count}".lower())
     gpu = options.gpu or max((name for name in read_gpus() if is_gpu(name, about["name"])), key=len, default="")
@@ -410,7 +398,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(result)
             text = write_report(path, about, results, work)
             took = f"{result['seconds']:6.1f} s ({result['estimate']:3.0f} estimated)"
-            print(f"{result['status']:<12} {took}  {result['part']}  {result['why']}", flush=True)
+            print(
+                f"{result['status']:<12} {took}  {result['part']}  {result['said'] * (not result['figures'])}",
+                flush=True,
+            )
             if result["part"] == "plans":  # before anything is measured
                 print(text.split("\n\n")[3], flush=True)
     finally:
@@ -433,15 +424,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in [options.gpu] * bool(options.gpu) + (options.plan or []):
         load_gpu(name)
     return options
-
-
-def description(device: torch.device, count: int) -> dict[str, Any]:
-    """What the figures are of: the machine, and what is installed."""
-    absent = [name for name in OPTIONAL if not tables.installed(name)] + ([] if shutil.which("nsys") else ["nsys"])
-    return tables.machine(device) | {
-        "devices": count, "driver": " ".join(driver() or ["unknown"]), "built for": built_for(),
-        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "not installed": " ".join(absent) or "-",
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

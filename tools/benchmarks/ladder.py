@@ -57,9 +57,7 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     ]
 
 
-def run(
-    config: Config, workers: int = 2, steps: int = 10, rounds: int = 3, json: str | None = None
-) -> dict[str, Any]:
+def run(config: Config, workers: int = 2, steps: int = 10, rounds: int = 3, json: str | None = None) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. json: a file that has the figures after every turn.
