@@ -11,7 +11,6 @@ failed (one that lacks something is skipped), 1 some did, 2 wrong options or no 
 
 import argparse
 import os
-import platform
 import re
 import shutil
 import signal
@@ -34,7 +33,7 @@ from tools.planner.submit import stored
 from training.flops import is_gpu, training_flops
 from training.planned import measured
 from utils.config import ROOT, SCRIPTS, check_config, read_named_config
-from utils.device import built_for, driver, select_device
+from utils.device import driver, select_device
 from utils.errors import (
     FAILED_STATUS,
     STOPPED_STATUS,
@@ -124,7 +123,8 @@ def parts(device: str, count: int, gpu: str) -> list[Part]:
     return [
         Part("plans", 20, plan, lacks="" if gpu else "config/hardware.yaml has no such GPU: choose one with --gpu"),
         sample("era5", 30, "360 720", years),
-        Part("device", 20, f"-m tools.gpu_on_device --device={device} --json=device.json", on_device, ranks=count),
+        Part("device", 20, f"-m tools.gpu_on_device --device={device} --json=device.json",
+             lambda work: read_json(work / "device.json"), ranks=count),
         run("short/compiled", 60, f"--num_iters=60 {short}"),
         run("short/embed_1024", 70, f"--num_iters=40 {short}" + " --embed_dim=1024" * (not cpu)),
         sample("quick", 5, "32 64", "--train_years=1979-1980 --days=20"),
@@ -150,7 +150,7 @@ def parts(device: str, count: int, gpu: str) -> list[Part]:
         ),
         run("quick/profiled", 15, f"{few} --profile=torch"),
         Part("preflight", 12, "-m tools.preflight --train_data_path=data/quick/train", ranks=count),
-        Part("loaders", 30, f"benchmark.py data --json=loaders.json --workers {workers} --batches=4 {bench}", loaders),
+        Part("loaders", 30, f"benchmark.py data --json=loaders.json --workers {workers} --batches=4 {bench}"),
     ]  # fmt: skip
 
 
@@ -180,17 +180,6 @@ def ladder(work: Path) -> dict[str, Any]:
         "fastest": best["step"], "samples/s": best["samples_per_sec"], "MFU": best["mfu"],
         "data wait": best["data_wait"], "x fp32": best["samples_per_sec"] / max(plain) if plain else None,
     } | ({"failed": ", ".join(found["failed"])} if found["failed"] else {})  # fmt: skip
-
-
-def loaders(work: Path) -> dict[str, Any]:
-    """Samples/s of the fastest loader of each kind."""
-    rows = sorted(read_json(work / "loaders.json")["loaders"], key=lambda row: row["samples_per_sec"])
-    return {row["loader"].split(",")[0]: row["samples_per_sec"] for row in rows}
-
-
-def on_device(work: Path) -> dict[str, Any]:
-    """What tools/gpu_on_device.py has found."""
-    return read_json(work / "device.json")
 
 
 def run_parts(parts: Sequence[Part], work: Path, seconds: float) -> Iterator[dict[str, Any]]:
@@ -350,10 +339,8 @@ def write_report(path: Path, machine: dict[str, Any], results: Sequence[dict[str
     rows = []
     for result in results:
         figures = ", ".join(f"{name} {shown(value)}" for name, value in result["figures"].items())
-        words = [result["said"].replace("|", "/"), figures]
-        if figures and result["status"] == "passed":
-            words = [figures]
-        what = "; ".join(filter(None, words))
+        passed = figures and result["status"] == "passed"
+        what = "; ".join(filter(None, ["" if passed else result["said"].replace("|", "/"), figures]))
         rows.append((result["part"], result["status"], result["seconds"], result["estimate"], what))
     sections = [
         f"# {machine['name']}",
@@ -381,8 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = select_device(options.device)
     count = 1 if device.type == "cpu" else torch.accelerator.device_count()
     about = tables.machine(device) | {
-        "devices": count, "driver": " ".join(driver() or ["unknown"]), "built for": built_for(),
-        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+        "devices": count, "driver": " ".join(driver() or ["unknown"]), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     work = (options.work or Path("logs/gpu_report", time.strftime("%Y%m%d-%H%M%S"))).absolute()
     path = options.out / re.sub(r"\W+", "-", f"{about['name']} x{count}".lower())

@@ -64,7 +64,8 @@ def run(config: Config, workers: int = 2, steps: int = 10, rounds: int = 3, json
     A step that fails is left out, and named under `failed`; later ones go on from the step before. Raises UsageError
     where the first one fails, unless it lacks memory: the others rest on it.
     """
-    climbed, options = ladder(config, workers), {}
+    climbed = ladder(config, workers)
+    options: dict[str, Any] = {}
     teams: dict[str, Team] = {}
     turns: dict[str, list[dict[str, float]]] = {}
     totals: dict[str, dict[str, Any]] = {}
