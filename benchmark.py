@@ -17,7 +17,7 @@ from typing import Any
 
 from tools.benchmarks import image_sizes, ladder, layouts, loaders, scaling
 from utils.config import load_config
-from utils.errors import ArgumentParser, real, run_main, whole
+from utils.errors import FAILED_STATUS, ArgumentParser, real, run_main, whole
 from utils.files import write_json
 
 MANY = whole(1, 2**20)
@@ -31,11 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if command == "scaling":
         return run(words, **given)
     files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "png")]
+    if command == "ladder":  # after each of its turns too
+        given["json"] = files[0][0]
     figures = run(words, **given)
     for path, write in files:
         if path:
             write(path, figures)
-    return None
+    return FAILED_STATUS if figures.get("failed") else None
 
 
 def build_parser() -> ArgumentParser:

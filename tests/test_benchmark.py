@@ -1,6 +1,7 @@
 """Benchmarks measure what they say, on tiny sizes."""
 
 import contextlib
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -68,6 +69,21 @@ def test_the_ladder_climbs_step_by_step_and_computes_the_same(tiny_options, tmp_
     assert "| 2 workers" in printed and "CUDA graphs: skipped, needs a GPU" in printed
 
 
+def test_a_step_of_the_ladder_that_fails_is_told_and_the_others_are_on_disk_after_each_turn(
+    tiny_options, tmp_path, monkeypatch, capsys
+):
+    steps = [("0 workers", {}, None), ("broken", {"num_heads": 3}, None), ("bf16", {"amp_mode": "bf16"}, None)]
+    written = []
+    monkeypatch.setattr(ladder, "ladder", lambda *_: steps)
+    monkeypatch.setattr(ladder, "write_json", lambda path, figures: written.append(copy.deepcopy(figures)))
+    words = ["--steps=1", "--rounds=2", f"--json={tmp_path}/l.json", *tiny_options(expdir=None, num_iters=50)]
+    assert benchmark.main(["ladder", *words]) == 1
+    assert [len(figures["steps"]) for figures in written] == [1, 1, 2, 2, 2]
+    found = json.loads((tmp_path / "l.json").read_text())
+    assert [step["step"] for step in found["steps"]] == ["0 workers", "bf16"] and list(found["failed"]) == ["broken"]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("embed_dim 32 is not a multiple of num_heads 3")
+
+
 def test_every_step_adds_to_the_one_before_but_dali(tiny_config):
     names = [name for name, _, _ in ladder.ladder(tiny_config(), 3)]
     assert names[:3] == ["0 workers", "3 workers", "DALI"] and names[-1] == "CUDA graphs"
@@ -90,7 +106,7 @@ class OneGpu:
         monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: self.hold(8 + self.held[self.current]) or 1e12)
         monkeypatch.setattr(
             ladder,
-            "_end",
+            "_totals",
             lambda rank: {"peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": 1e12, "losses": [1]},
         )
         monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: self.peak[self.current])

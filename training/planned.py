@@ -38,20 +38,17 @@ def compare(folder: Path) -> str:
     if not (folder / PLAN).exists():
         raise UsageError(f"{folder}: has no {PLAN}: its run was not started by plan.py --submit, or with --plan")
     plan, readings = read_plan(folder / PLAN), _steady(folder)
-    first, last = readings[0], readings[-1]
+    first, last, mean = readings[0], readings[-1], _means(readings)
     _check(plan, folder, last)
-
-    def mean(*names: str) -> float:
-        found = [(r["iterations"], sum(r.get(f"time/{name}") or 0 for name in names)) for r in readings]
-        return sum(n * seconds for n, seconds in found) / sum(n for n, _ in found)
+    found = measured(folder)
 
     rows = [
-        ("step, without its data, ms", plan["step_time_s"] * 1e3, (mean("step") - mean("data")) * 1e3),
+        ("step, without its data, ms", plan["step_time_s"] * 1e3, found["step_time_s"] * 1e3),
         ("forward, ms", plan["forward_s"] * 1e3, mean("forward") * 1e3),
         ("backward, ms", plan["backward_s"] * 1e3, mean("backward", "reduce") * 1e3),
         ("update, ms", plan["update_s"] * 1e3, mean("optimizer") * 1e3),
-        ("memory at most, GiB", plan["peak_allocated_bytes"] / 2**30, last["memory/most_bytes"] / 2**30),
-        ("collectives of a step", plan["calls"], next((r["messages"] for r in readings if r.get("messages")), 0)),
+        ("memory at most, GiB", plan["peak_allocated_bytes"] / 2**30, found["peak_allocated_bytes"] / 2**30),
+        ("collectives of a step", plan["calls"], found["calls"]),
     ]
     if mean("pipeline"):
         both = (plan["forward_s"] + plan["backward_s"]) * 1e3
@@ -61,14 +58,38 @@ def compare(folder: Path) -> str:
         f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}",
         f"{'':<28}{'planned':>12}{'measured':>12}{'ratio':>8}",
     ]
-    for name, planned, measured in rows:  # 0: not measured
-        cells = f"{measured:>12.4g}" + (f"{measured / planned:>8.2f}" if planned else "") if measured else f"{'-':>12}"
+    for name, planned, value in rows:  # 0: not measured
+        cells = f"{value:>12.4g}" + (f"{value / planned:>8.2f}" if planned else "") if value else f"{'-':>12}"
         lines.append(f"{name:<28}{planned:>12.4g}{cells}")
-    ratios = {name.split(",")[0]: measured / planned for name, planned, measured in rows if planned and measured}
+    ratios = {name.split(",")[0]: value / planned for name, planned, value in rows if planned and value}
     lines += [f"- {reason}" for reason in _reasons(plan, last, ratios, mean)]
     if (folder / "summary.json").exists():
         lines.append(f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(folder / 'summary.json'))}")
     return "\n".join(lines)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """{key of a plan: what the run in a folder says of it}: a step without its data, memory, collectives.
+
+    None: not measured. Raises UsageError where the run has no reading.
+    """
+    readings = _steady(folder)
+    mean, last = _means(readings), readings[-1]
+    counts = [r["messages"] for r in readings if r.get("messages")]
+    calls = next((n for n in counts if n % 1 == 0), None)  # a fraction: a CUDA graph was captured meanwhile
+    return {
+        "step_time_s": mean("step") - mean("data"),
+        "peak_allocated_bytes": last["memory/most_bytes"],
+        "calls": 0 if calls is None and last["ranks"] == 1 else calls,
+    }
+
+
+def _means(readings):
+    def mean(*names: str) -> float:
+        found = [(r["iterations"], sum(r.get(f"time/{name}") or 0 for name in names)) for r in readings]
+        return sum(n * seconds for n, seconds in found) / sum(n for n, _ in found)
+
+    return mean
 
 
 def _steady(folder):

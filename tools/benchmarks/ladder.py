@@ -2,7 +2,8 @@
 
 Each step of the ladder is a process that trains with its own options; all start from the same weights and read the same
 batches. The processes take turns: in a round each trains a few iterations while the others wait, so that a slow minute
-of the machine slows all of them alike. Who waits holds only what its model needs, so that all of them fit one GPU.
+of the machine slows all of them alike. In the first round each one starts right before its turn. Who waits holds only
+what its model needs, so that all of them fit one GPU.
 """
 
 import statistics
@@ -15,7 +16,7 @@ from pandas import Series
 from torch.utils.benchmark import Timer
 
 from tools.instruments.assembly import build_step
-from tools.instruments.team import Rank, Team
+from tools.instruments.team import OutOfMemory, Rank, Team
 from tools.pictures import bars, save
 from tools.tables import installed, machine, print_tables
 from training.float8 import has_float8
@@ -23,7 +24,8 @@ from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
 from utils.device import empty_cache, library, peak_memory_bytes, select_device, synchronize
-from utils.errors import UsageError, reported_as_usage_error
+from utils.errors import UsageError, first_line
+from utils.files import write_json
 from utils.schema import Config
 
 TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
@@ -55,45 +57,82 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     ]
 
 
-def run(config: Config, workers: int = 2, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
+def run(config: Config, workers: int = 2, steps: int = 10, rounds: int = 3, json: str | None = None) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
-    workers: of the steps after the first. steps: timed in one turn. Raises UsageError where a step fails.
+    workers: of the steps after the first. steps: timed in one turn. json: a file that has the figures after every turn.
+    A step that fails is left out, and named under `failed`; later ones go on from the step before. Raises UsageError
+    where the first one fails, unless it lacks memory: the others rest on it.
     """
     climbed = ladder(config, workers)
-    teams: dict[str, Team] = {}
     options: dict[str, Any] = {}
-    with ExitStack() as stack:
-        for name, extra, reason in climbed:
-            if not reason:
-                own = config.model_copy(update={**options, **extra})
-                teams[name] = stack.enter_context(Team(1, own, whole_machine=True))
-                with reported_as_usage_error(UsageError, name):
-                    teams[name].call(_start, own)
-                options |= extra if name not in TRIED else {}
-        turns = [[team.call(_turn, steps)[0] for team in teams.values()] for _ in range(rounds)]
-        ends = [team.call(_end)[0] for team in teams.values()]
+    teams: dict[str, Team] = {}
+    turns: dict[str, list[dict[str, float]]] = {}
+    totals: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    figures: dict[str, Any] = {}
 
-    rows: list[dict[str, Any]] = []
-    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
-    for name, end, *own_turns in zip(teams, ends, *turns, strict=True):
-        speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
-        flops = speed * flops_per_sample
-        rows.append(end | {
-            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
-            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
-            "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
-            "flops_per_sec": flops, "tera": flops / 1e12, "mfu": flops / end["matmul_flops_per_sec"],
-            "gib": end["peak_memory_bytes"] / 2**30, "loss": end["losses"][-1],
-        })  # fmt: skip
-        kept = kept if name in TRIED else speed
+    def take_turn(name: str) -> None:
+        turns.setdefault(name, []).append(teams[name].call(_turn, steps)[0])
+        totals[name] = teams[name].call(_totals)[0]
+
+    with ExitStack() as stack:
+        for number in range(rounds):
+            for name, extra, reason in climbed:
+                if reason or name in failed:
+                    continue
+                try:
+                    if number == 0:
+                        own = config.model_copy(update={**options, **extra})
+                        teams[name] = stack.enter_context(Team(1, own, whole_machine=True))
+                        teams[name].call(_start, own)
+                    take_turn(name)
+                except UsageError as error:
+                    if not turns and not isinstance(error, OutOfMemory):
+                        raise UsageError(f"{name}: {first_line(error)}") from None
+                    failed[name] = first_line(error)
+                    turns.pop(name, None)
+                if number == 0 and name not in (*TRIED, *failed):
+                    options |= extra
+                rows = _rows(config, steps, turns, totals)
+                figures = {
+                    "config": config.config, "machine": machine(select_device(config.device)), "steps": rows,
+                    "failed": failed,
+                }  # fmt: skip
+                if json:
+                    write_json(json, figures)
+        for name in turns:
+            teams[name].call(_end)
+
+    rows = figures["steps"]
     print_tables("ladder", rows)
-    batch, count = config.global_batch_size, len(rows[0]["losses"])
+    batch, count = config.global_batch_size, len(rows[0]["losses"]) if rows else 0
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
     for name, _, reason in climbed:
         if reason:
             print(f"{name}: skipped, {reason}")
-    return {"config": config.config, "machine": machine(select_device(config.device)), "steps": rows}
+    for name, reason in failed.items():
+        print(f"{name}: failed, {reason}")
+    return figures
+
+
+def _rows(config, steps, turns, totals):
+    """The figures of each step that was measured, from its turns."""
+    rows: list[dict[str, Any]] = []
+    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
+    for name, own_turns in turns.items():
+        total = totals[name]
+        speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
+        flops = speed * flops_per_sample
+        rows.append(total | {
+            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
+            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
+            "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
+            "flops_per_sec": flops, "tera": flops / 1e12, "mfu": flops / total["matmul_flops_per_sec"],
+            "gib": total["peak_memory_bytes"] / 2**30, "loss": total["losses"][-1],
+        })  # fmt: skip
+        kept = kept if name in TRIED else speed
+    return rows
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
@@ -140,14 +179,18 @@ def _turn(rank: Rank, steps: int) -> dict[str, float]:
     return {"seconds": seconds, "wait": wait}
 
 
-def _end(rank: Rank) -> dict[str, Any]:
-    """Stop reading; returns the peak memory, the measured peak of the device, all losses."""
-    rank.kept["batches"].close()
-    rank.kept["loader"].close()
+def _totals(rank: Rank) -> dict[str, Any]:
+    """Of all turns so far: the peak memory, the measured peak of the device, the losses."""
     return {
         "peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": rank.kept["peak"],
         "losses": torch.stack(rank.kept["losses"]).tolist(),
     }  # fmt: skip
+
+
+def _end(rank: Rank) -> None:
+    """Stop reading."""
+    rank.kept["batches"].close()
+    rank.kept["loader"].close()
 
 
 def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:

@@ -132,7 +132,8 @@ class Team(AbstractContextManager):
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if kind is None:
             for pipe in self.pipes:
-                pipe.send(None)
+                with suppress(OSError):  # the rank is gone
+                    pipe.send(None)
         for process in self.processes:
             if kind is None:
                 process.join(LEAVE_SECONDS)

@@ -1,12 +1,14 @@
 """What no training shows: collectives of every kind, attention of every method, the matrix products that MFU is of.
 
-    torchrun --nproc_per_node 1 -m tools.gpu_report.on_device --json FILE
+    torchrun --nproc_per_node 1 -m tools.gpu_on_device --json FILE
 
-Each rank has a GPU. A single rank makes a group as well, of NCCL with gloo beside it. Wrong numbers are an error.
+Each rank has a GPU. A single rank makes a group as well, of NCCL with gloo beside it. Wrong numbers are an error; the
+file has what was measured before.
 """
 
 import os
 from argparse import ArgumentParser
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -35,8 +37,8 @@ def check_collectives(device: torch.device) -> list[str]:
     return list(right)
 
 
-def attend(method: str, device: torch.device) -> dict[str, float]:
-    """Milliseconds of attention, forward and backward, and its relative error. Raises ValueError for a large one."""
+def attend(method: str, device: torch.device) -> float:
+    """Milliseconds of attention, forward and backward. Raises ValueError for a large error."""
     (tokens, features, dtype), group = SIZES[device.type], as_group(dist.group.WORLD)
     sizes = shard_sizes(tokens, group.size)
     own = slice(sum(sizes[: group.rank]), sum(sizes[: group.rank + 1]))
@@ -54,27 +56,34 @@ def attend(method: str, device: torch.device) -> dict[str, float]:
     error = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(step(), expected, strict=True))
     if not error < TOLERANCE:
         raise ValueError(f"{method} attention: relative error {error:.3g}")
-    return {"ms": Timer("step()", globals={"step": step}).timeit(5).mean * 1e3, "error": error}
+    return Timer("step()", globals={"step": step}).timeit(5).mean * 1e3
+
+
+def measure(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Speed of matrix products, collectives that are right, milliseconds of attention: (name, figure) of each."""
+    yield "bf16 TFLOP/s", matmul_flops_per_sec(device, torch.bfloat16) / 1e12
+    backends = {"gloo": torch.device("cpu")} | ({"nccl": device} if device.type == "cuda" else {})
+    dist.init_process_group(
+        ",".join(f"{device.type}:{name}" for name, device in backends.items()), timeout=timedelta(seconds=60)
+    )
+    for name, own in backends.items():
+        yield f"{name} collectives", len(check_collectives(own))
+    for method in attention.METHODS:
+        yield f"{method} ms", attend(method, device)
 
 
 def main() -> None:
-    """Check everything on this rank; the first one writes the figures."""
+    """Check everything on this rank; the first one writes the figures, after each of them."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", required=True)
     options = parser.parse_args()
     device = select_device(options.device, int(os.environ["LOCAL_RANK"]))
-    backends = {"gloo": torch.device("cpu")} | ({"nccl": device} if device.type == "cuda" else {})
-    dist.init_process_group(
-        ",".join(f"{device.type}:{name}" for name, device in backends.items()), timeout=timedelta(seconds=60)
-    )
-    figures = {
-        "collectives": {name: check_collectives(device) for name, device in backends.items()},
-        "attention": {method: attend(method, device) for method in attention.METHODS},
-        "matmul_flops_per_sec": matmul_flops_per_sec(device, torch.bfloat16),
-    }
-    if dist.get_rank() == 0:
-        write_json(options.json, figures)
+    figures: dict[str, float] = {}
+    for name, found in measure(device):
+        figures[name] = found
+        if os.environ["RANK"] == "0":
+            write_json(options.json, figures)
     dist.destroy_process_group()
 
 
