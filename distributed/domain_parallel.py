@@ -146,7 +146,7 @@ def shard_parameters(
         owner, _, attribute = name.rpartition(".")
         module, spec = model.get_submodule(owner), Spec(as_mesh(mesh), tuple(dims))
         part = part_of(module.get_parameter(attribute).detach(), spec).clone()
-        module._parameters[attribute] = nn.Parameter(part)
+        setattr(module, attribute, nn.Parameter(part))
         _show_as_sharded(module, attribute, spec)
         specs[name] = spec
     return specs

@@ -65,7 +65,7 @@ def keep_ties(model: nn.Module) -> Iterator[None]:
     for first, *others in names.values():
         for name in others:
             owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._parameters[attribute] = model.get_parameter(first)
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
 
 
 def global_view(tensors: Tensors, split: Split) -> Tensors:

@@ -31,6 +31,7 @@ from networks.vit import PerAxis
 from utils.config import nearest
 from utils.errors import UsageError, first_line
 from utils.schema import Config
+from utils.torch_private import storage_id
 
 log = logging.getLogger(__name__)
 IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -242,7 +243,7 @@ class _Questions(TorchFunctionMode):
 
 
 def _memory(tensor):
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor)
 
 
 def _why_whole(model, built):

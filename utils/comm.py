@@ -25,6 +25,7 @@ from utils.errors import ArgumentParser, UsageError, first_line, os_errors_as_us
 from utils.launch import Launch, name_gloo_interface, read_launch
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FailureListener, end_with_launcher
+from utils.torch_private import flattened, set_timeout
 
 RANKS = whole(1, 2**16)
 DOMAIN = {"domain_lat", "domain_lon"}
@@ -162,21 +163,15 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
         if len(several) == 1 and name != "dp_shard_image":  # which hsdp asks for by this name
             _meshes[name] = mesh[several[0]]
         else:
-            _meshes[name] = mesh[tuple(d for d in dims if d in parts)]._flatten(name)
+            _meshes[name] = flattened(mesh[tuple(d for d in dims if d in parts)], name)
     for group in {mesh.get_group() for mesh in _meshes.values() if mesh.ndim == 1}:
         set_group_timeout(group)
 
 
 def set_group_timeout(group: dist.ProcessGroup) -> None:
     """Let the ranks of a group wait for one another as long as `init` was told; by itself a mesh does not."""
-    if "fake" in dist.get_backend(group):
-        return
-    if hasattr(dist, "set_timeout"):  # from torch 2.14 on
-        dist.set_timeout(_patience, group)
-        return
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(_patience, group)
+    if "fake" not in dist.get_backend(group):
+        set_timeout(_patience, group)
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:

@@ -17,6 +17,7 @@ from distributed.shard.guards import SEES_PARTS
 from distributed.shard.operands import replicated, shared, to_spec, written
 from distributed.shard.spec import Mesh, Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, name_of, wrap
+from utils.torch_private import storage_id
 
 FALLBACKS = "error", "gather"
 # What these change or return is memory, which no copy can stand for.
@@ -76,7 +77,7 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
         if w._version != version:
             _write_back(x, w, refusal)
     owners = {id(w): x for x, w, _ in tensors}
-    storages = {w.untyped_storage()._cdata for _, w, _ in tensors}
+    storages = {storage_id(w) for _, w, _ in tensors}
 
     def part(y: Any) -> Any:
         if not isinstance(y, Tensor):
@@ -86,7 +87,7 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
                 raise refusal
             return owners[id(y)]
         own = _split(y, [x.spec for x in given], mesh)
-        if y.untyped_storage()._cdata in storages:
+        if storage_id(y) in storages:
             own.copied_from = name
         return own
 

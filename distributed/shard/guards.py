@@ -20,9 +20,8 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from distributed.shard.operands import gradient_spec
 from distributed.shard.rules.attributes import as_gradient
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import LocalTensors, ShardTensor, dispatch, flat, local, wrap
+from distributed.shard.tensor import AsShardTensors, LocalTensors, ShardTensor, dispatch, flat, local, rules_apply, wrap
 
-asks_torch_function = torch._C._is_torch_function_enabled  # not inside a rule
 SEES_PARTS: set[Callable] = set()  # for which no copy can stand either
 
 
@@ -32,7 +31,7 @@ def ask(owner: Any, name: str, shown: str = "", sees_parts: bool = True) -> None
 
     @functools.wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
-        if asks_torch_function() and any(isinstance(a, ShardTensor) for a in flat(args, kwargs)):
+        if rules_apply() and any(isinstance(a, ShardTensor) for a in flat(args, kwargs)):
             return dispatch(function if not shown else asking, *args, **kwargs)
         return function(*args, **kwargs)
 
@@ -57,7 +56,7 @@ torch.jit._builtins._register_builtin(torch.tensor, "aten::tensor")  # for funct
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """As Function.apply, with gradients of ShardTensors that are ShardTensors."""
     call = super(_SingleLevelFunction, cls).apply
-    if not (asks_torch_function() and torch.is_grad_enabled() and any(isinstance(a, ShardTensor) for a in args)):
+    if not (rules_apply() and torch.is_grad_enabled() and any(isinstance(a, ShardTensor) for a in args)):
         return call(*args, **kwargs)
     out = call(*(_enter(a) for a in args), **kwargs)
     made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, ShardTensor) and y.requires_grad]
@@ -83,7 +82,7 @@ def _seen(grads, specs):
 
 def _backward(user, seen, into, ctx, *grads):
     """The backward of a custom function; its results are brought to the specs of the inputs."""
-    with torch._C._EnableTorchFunction():
+    with AsShardTensors():
         found = user(ctx, *_seen(grads, seen))
     return tuple(map(as_gradient, found if isinstance(found, tuple) else (found,), into))
 

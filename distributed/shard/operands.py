@@ -13,6 +13,7 @@ from distributed.collectives import all_to_all, copy_to_region, divide_gradient,
 from distributed.shard.redistribute import recut, sizes_over
 from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, over, part_of, spec_of, whole
 from distributed.shard.tensor import MaybeTensor, ShardTensor, local, no_rule, wrap
+from utils.torch_private import group_named
 
 Operand = TypeVar("Operand")
 redistributed = ShardTensor.redistribute
@@ -149,7 +150,7 @@ def scatter_tensor(
     """
     mesh = as_mesh(mesh)
     group = mesh.joint
-    process_group = dist.distributed_c10d._resolve_process_group(dist.GroupName(group.name))
+    process_group = group_named(group.name)
     here = group.rank == src
     facts: list[Any] = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
     dist.broadcast_object_list(facts, src=dist.get_global_rank(process_group, src), group=process_group)

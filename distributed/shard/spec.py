@@ -20,6 +20,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
 from utils import comm
+from utils.torch_private import flattened
 
 
 class CannotSplit(ValueError):
@@ -64,9 +65,9 @@ def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
         groups = tuple(as_group(device_mesh.get_group(i)) for i in range(device_mesh.ndim))
         joint = groups[0]
         if device_mesh.ndim > 1:
-            flattened = device_mesh._flatten().get_group()
-            comm.set_group_timeout(flattened)
-            joint = as_group(flattened)
+            group = flattened(device_mesh).get_group()
+            comm.set_group_timeout(group)
+            joint = as_group(group)
         mesh = Mesh(device_mesh, groups, joint)
         _meshes[id(device_mesh)] = weakref.ref(mesh)
     return mesh

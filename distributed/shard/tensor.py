@@ -28,6 +28,8 @@ from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mes
 
 RULES: dict[Callable, Callable] = {}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
+AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
+rules_apply = torch._C._is_torch_function_enabled  # whether they do: not inside a rule
 Rule = TypeVar("Rule", bound=Callable)
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)  # None stays None
 
@@ -144,7 +146,7 @@ def composed(*functions: Callable) -> Callable[[Rule], Rule]:
 
     def register(implementation: Rule) -> Rule:
         def enabled(func: Callable, *args: Any, **kwargs: Any) -> Any:
-            with torch._C._EnableTorchFunction():
+            with AsShardTensors():
                 return implementation(func, *args, **kwargs)
 
         rule(*functions)(enabled)

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed.shard.tensor import LocalTensors
+from utils.torch_private import group_named
+
 # Of an operator's name, without underscores and without the i of isend, one of these is the beginning.
 KINDS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
@@ -36,7 +39,7 @@ class Watch(TorchDispatchMode):
         """func: a torch._ops.OpOverload, which has made `result` from the arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # down here a ShardTensor is its local part
+        with LocalTensors():  # down here a ShardTensor is its local part
             result = func(*args, **(kwargs or {}))
             self.saw(func, args, kwargs or {}, result)
         return result
@@ -101,7 +104,7 @@ def bytes_sent(kind: str, size: float, ranks: int) -> float:
 def _group(arguments):
     group = arguments["group_name"] if "group_name" in arguments else arguments["process_group"]
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)
+        return group_named(group)
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from training.profiling import span
 from training.step import TrainingStep
+from utils.torch_private import storage_id
 
 PHASES = ("forward", "backward", "update")
 
@@ -28,7 +29,7 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
 
     def sends(change, function, *args):
         made = function(*args)
-        listener.sent_forward = change(listener.sent_forward, {one.tensor.untyped_storage()._cdata for one in made})
+        listener.sent_forward = change(listener.sent_forward, {storage_id(one.tensor) for one in made})
         return made
 
     @contextmanager

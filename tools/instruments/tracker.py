@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from tools.instruments.counting import Collective, Watch, collective
 from tools.instruments.phases import PHASES, phases_of
 from training.step import TrainingStep
+from utils.torch_private import storage_id
 
 aten = torch.ops.aten
 # Uses of memory. A storage with several uses counts as the first of them.
@@ -101,7 +102,7 @@ class Tracker(Watch):
         if found.kind != "send":
             return self.phase
         (tensor,) = found.tensors[0]
-        return "forward" if tensor.untyped_storage()._cdata in self.sent_forward else "backward"
+        return "forward" if storage_id(tensor) in self.sent_forward else "backward"
 
     def _operation(self, func, args, kwargs, result, given, made):
         moved = {_place(t): t.numel() * t.element_size() for t in (*given, *made)}
@@ -203,7 +204,7 @@ def by_phase(messages: Counter[Message]) -> Messages:
 
 def _place(tensor):
     """Identifies the part of a storage that a tensor covers."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 NO_WORK = {

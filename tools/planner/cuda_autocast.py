@@ -14,6 +14,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from distributed.shard.tensor import rules_apply
+
 LOW_PRECISION = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul,
     torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
@@ -66,7 +68,7 @@ class CudaAutocast(TorchFunctionMode):
         wanted = self.dtype if func in LOW_PRECISION else torch.float32 if func in FULL_PRECISION else None
         wanted = wanted if self.dtype else None
         sharded = next((t for t in args if hasattr(t, "spec")), None)
-        if sharded is not None and torch._C._is_torch_function_enabled():  # its rule computes on local parts
+        if sharded is not None and rules_apply():  # its rule computes on local parts
             super().__enter__()
             try:
                 return type(sharded).__torch_function__(func, types, args, kwargs)

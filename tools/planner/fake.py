@@ -28,6 +28,7 @@ from distributed.split import Split
 from tools.instruments.tracker import Tracker
 from utils import comm
 from utils.layout import Layout
+from utils.torch_private import storage_id
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
 SHAPE_MESSAGES = "_warmup_p2p", "_initialize_pipeline_distributed_state"
@@ -196,7 +197,7 @@ class Replica(nn.Module):
     @torch.no_grad()
     def _collect(self, parameter):
         bucket, view = self.bucket_of[parameter]
-        if parameter.grad.untyped_storage()._cdata != view.untyped_storage()._cdata:
+        if storage_id(parameter.grad) != storage_id(view):
             parameter.grad = view.copy_(parameter.grad)
         if not self.wanted:
             return

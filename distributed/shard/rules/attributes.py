@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial
 
 from distributed.shard.operands import gradient_spec, redistributed, replicated, split_alike, to_spec
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, local, named, rule, wrap
+from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, rule, wrap
 
 
 @rule(
@@ -73,7 +73,7 @@ def register_hook(func: Callable, x: ShardTensor, hook: Callable[[Tensor], Tenso
     spec = gradient_spec(x.spec)
 
     def on_part(grad: Tensor) -> Tensor | None:
-        with torch._C._EnableTorchFunction():
+        with AsShardTensors():
             found = hook(wrap(grad, spec))
         return local(as_gradient(found, spec))
 
@@ -94,7 +94,7 @@ def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *ar
     """Run the backward pass. gradient: split as x is."""
     if gradient is None and x.spec.split_dims and x.spec.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    with torch._C._EnableTorchFunction():  # hooks and recomputation compute with ShardTensors
+    with AsShardTensors():  # hooks and recomputation compute with ShardTensors
         local(x).backward(local(gradient), *args, **kwargs)
 
 
@@ -104,7 +104,7 @@ def backward_of(func: Callable, tensors: Any, grad_tensors: Any = None, *args: A
     tensors, grads = ([x] if isinstance(x, Tensor) else x for x in (tensors, grad_tensors))
     with torch.enable_grad():  # a view without a graph has no backward pass
         tensors = [local(x) for x in tensors]
-    with torch._C._EnableTorchFunction():
+    with AsShardTensors():
         func(tensors, grads and [local(x) for x in grads], *args, **kwargs)
 
 

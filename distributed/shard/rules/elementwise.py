@@ -20,6 +20,7 @@ from distributed.layers import rank_random
 from distributed.shard.operands import common_spec, fitted, reduced, written
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap, wrap_result
+from utils.torch_private import storage_id
 
 
 def pointwise_names() -> set[str]:
@@ -122,7 +123,7 @@ def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
     Models write so: out = torch.zeros(...), then out[...] = part. Each rank keeps its part of what the tensor held.
     Refused for a tensor that has views or a graph, because these would keep the whole.
     """
-    users = torch._C._storage_Use_Count(plain.untyped_storage()._cdata) if type(plain) is Tensor else 0
+    users = torch._C._storage_Use_Count(storage_id(plain)) if type(plain) is Tensor else 0
     if users != ALONE or plain.requires_grad or plain.shape != spec.shape or torch.compiler.is_compiling():
         raise no_rule(func, (wrap(plain, spec),), {}, "a plain tensor cannot take the values of a split one")
     plain.data = part_of(plain, spec.with_dims(spec.dims, ())).clone()

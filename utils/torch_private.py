@@ -1,0 +1,33 @@
+"""What torch has under private names only, for what several modules need; a public name comes first where one exists.
+
+Checked with torch 2.11, 2.13 and 2.15. A private name that a single module needs stands in that module;
+CONTRIBUTING.md has the command that lists all of them.
+"""
+
+import datetime
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that tensors over the same memory have in common, fake ones and those on the meta device too."""
+    return tensor.untyped_storage()._cdata
+
+
+def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
+    """The mesh of one dimension with all ranks of a mesh of several."""
+    return mesh._flatten(name)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a functional collective knows by this name."""
+    return distributed_c10d._resolve_process_group(dist.GroupName(name))
+
+
+def set_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group wait so long for one another."""
+    public = getattr(dist, "set_timeout", None)  # since torch 2.14
+    (public or distributed_c10d._set_pg_timeout)(timeout, group)
