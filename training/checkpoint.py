@@ -99,6 +99,12 @@ def _from_the_start(tensor: Tensor) -> Tensor:
     return DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, **where)
 
 
+def _new_stager() -> DefaultStager:
+    """What copies tensors to host memory, on CUDA into pinned buffers, and keeps these buffers for the next time."""
+    cuda = torch.cuda.is_available()
+    return DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
+
+
 class CheckpointFolder:
     """The checkpoints of a run. Keeps the newest `keep` and the best one (lowest val_loss).
 
@@ -116,8 +122,7 @@ class CheckpointFolder:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: dist.ProcessGroup | None = None
-        cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
+        self._stager = _new_stager()
 
     def save(
         self,
@@ -140,6 +145,8 @@ class CheckpointFolder:
         marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
         marker |= {"config": self.config, "trainer": trainer_state}
         marker = json.loads(json.dumps(marker))  # as it is now: training goes on
+        if torch.__version__ < (2, 13):  # there a stager is spent after one use
+            self._stager = _new_stager()
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
         device = torch.accelerator.current_device_index() if _accelerator() else None
         self._thread = threading.Thread(target=self._write, args=(copies, marker, final, device), daemon=True)
