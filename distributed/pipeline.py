@@ -145,6 +145,7 @@ class Pipeline:
         self.loss: Callable[[Tensor, Tensor], Tensor] | None = scaled
         schedule = self._rounds(*rollout, x) if rollout else self.schedule
         self.used = self.rounds[rollout[1]][0] if rollout else self.stages
+        x = x.contiguous()  # each micro-batch has the strides of the first
         schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
         if rollout:  # the states of the rounds are needed no more
             self.rounds[rollout[1]][0][0].submod.states.clear()

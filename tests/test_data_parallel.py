@@ -166,7 +166,7 @@ def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, s
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "hsdp"])
 def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
-    options = PARITY | {"embed_dim": 34, "seed": 1}  # with 0 a gradient of one bias is rounding noise for a step
+    options = PARITY | {"embed_dim": 34, "seed": 3}  # with 0 a gradient of one bias is rounding noise for a step
     serial = train_alone(tiny_config, options)
     assert_same_training(ranks(3, train, tiny_config(**options, data_parallel=strategy)), serial)
 

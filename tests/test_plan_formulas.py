@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from tests.support.marks import TORCH
 from tools.planner.formulas import formula_traces
 from tools.planner.trace import trace_step
 from utils.config import SCRIPTS, load_config
+from utils.torch_private import VERSION
 
 SPLITS = {script.yaml_config: script.splits for script in SCRIPTS.values()}
 MP, SHARD, CLASSES = "mp.yaml --config=mp", "shard.yaml --config=shard", "shard.yaml --config=classify_1024"
@@ -77,7 +77,7 @@ def pairs(ranks, words):
 @pytest.mark.parametrize(("ranks", "words"), CASES)
 def test_memory_is_that_of_the_trace(ranks, words):
     for trace, formula in pairs(ranks, words):
-        late = "pipeline" in words and TORCH >= (2, 15)  # it makes receive buffers when they are used, one by one
+        late = "pipeline" in words and VERSION >= (2, 15)  # it makes receive buffers when they are used, one by one
         assert formula.memory["peak"] == pytest.approx(trace.memory["peak"], rel=0.03 if late else 0.01)
         assert formula.held["activations"] == pytest.approx(trace.held["activations"], rel=0.002)
         assert formula.held["parameters"] == pytest.approx(trace.held["parameters"], rel=0.002)

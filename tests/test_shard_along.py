@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from distributed.shard import redistribute
 from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter
+from utils.torch_private import VERSION
 
 
 def evaluate(*tensors, code):
@@ -111,7 +112,10 @@ def blocks(world):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_along_any_dimension_as_for_the_whole(ranks, world):
-    ranks(world, check_all, list(cases(world, FOURIER + SORTED)))
+    codes = FOURIER + SORTED
+    if VERSION < (2, 13):
+        codes.remove("x.aminmax(dim=1)")  # which has no derivative there
+    ranks(world, check_all, list(cases(world, codes)))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

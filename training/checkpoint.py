@@ -35,6 +35,7 @@ from training.checkpoint_files import MARKER, CheckpointError, Marker, ShardWrit
 from utils import comm
 from utils.errors import UsageError
 from utils.files import sync_folder, whole_file
+from utils.torch_private import VERSION
 
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process does not need it
@@ -145,7 +146,7 @@ class CheckpointFolder:
         marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
         marker |= {"config": self.config, "trainer": trainer_state}
         marker = json.loads(json.dumps(marker))  # as it is now: training goes on
-        if torch.__version__ < (2, 13):  # there a stager is spent after one use
+        if VERSION < (2, 13):  # there a stager is spent after one use
             self._stager = _new_stager()
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
         device = torch.accelerator.current_device_index() if _accelerator() else None

@@ -14,6 +14,7 @@ from training.float8 import use_float8
 from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
+from utils.torch_private import VERSION
 
 EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
     torch.ops.aten.mm.default,
@@ -48,6 +49,10 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
         selective, generators = config.activation_checkpointing == "selective", not config.enable_cuda_graphs
         checkpoint_activations(blocks, selective, generators)
     if config.enable_jit:
+        if comm.get_size("domain") > 1 and VERSION < (2, 13):
+            raise UsageError(
+                f"enable_jit with domain_parallel needs torch 2.13: torch {torch.__version__} cannot trace it"
+            )
         # A graph break is an error. Several ranks compile each block alone: between two blocks gradients are reduced
         # and parameters gathered, while the others compute.
         for module in [model] if comm.world_size() == 1 else blocks_of(model, "enable_jit on several ranks"):

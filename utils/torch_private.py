@@ -6,10 +6,13 @@ CONTRIBUTING.md has the command that lists all of them.
 
 import datetime
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])  # the version that is installed
+from utils.torch_private import VERSION
 
 
 def slow_but(quick, cases, reason):
@@ -11,3 +11,8 @@ def slow_but(quick, cases, reason):
     cases = list(cases)
     assert set(quick) < set(cases), "a quick case is none of the cases"
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow(reason)) for case in cases]
+
+
+def needs_torch(least, reason):
+    """Skips a test with a torch older than `least`, (2, 13). reason: what that torch lacks."""
+    return pytest.mark.skipif(least > VERSION, reason=f"torch {torch.__version__} {reason}")
