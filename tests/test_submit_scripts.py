@@ -134,10 +134,10 @@ def test_podman_hands_on_the_variables_of_torch(launch, name):
 @pytest.mark.parametrize(
     "signal, requeue, shown, said",
     [
-        ("USR1", 0, "", "launch: saved and requeued"),
-        ("USR1", 1, " Requeue=0 ", "launch: saved, but the job may not be requeued: submit it again"),
-        ("USR1", 1, " Requeue=1 ", "launch: saved; if squeue -j 7 lists no such job once this one has ended, submit"),
-        ("TERM", 0, "", "launch: saved and stopped; preempted or requeued, it goes on by itself"),
+        ("USR1", 0, "", "launch: stopped after saving and requeued"),
+        ("USR1", 1, " Requeue=0 ", "launch: stopped after saving, but the job may not be requeued: submit it again"),
+        ("USR1", 1, " Requeue=1 ", "launch: stopped after saving; if squeue -j 7 lists no such job once this one has ended, submit"),
+        ("TERM", 0, "", "launch: stopped after saving; preempted or requeued, it resumes by itself"),
     ],
 )
 def test_what_is_said_of_a_run_that_saved_is_true(launch, tmp_path, signal, requeue, shown, said):
