@@ -141,8 +141,8 @@ start() { # the words of Python, once in each task; sets status
     done
 }
 if [[ ${PREFLIGHT:-0} != 0 && ! ${SLURM_RESTART_COUNT:-} ]]; then
-    checked=() # of the run's own folders
-    for word in "$@"; do [[ $word == --expdir=* || $word == --train_data_path=* ]] && checked+=("$word"); done
+    checked=() # the run's own folders and device
+    for word in "$@"; do [[ $word =~ ^--(expdir|train_data_path|device)= ]] && checked+=("$word"); done
     start -m tools.preflight "${paths[@]}" "${checked[@]}"
     [[ $status == 0 ]] || { echo "launch: the preflight ended with status $status: nothing was started" >&2; exit "$status"; }
 fi

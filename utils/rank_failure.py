@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from utils.errors import (
-    FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError, leave_for_torchrun, one_line, report,
-)  # fmt: skip
+    FAILED_STATUS,
+    USAGE_STATUS,
+    NonFiniteLossError,
+    UsageError,
+    leave_for_torchrun,
+    one_line,
+    report,
+)
 from utils.files import whole_file
 
 if TYPE_CHECKING:
