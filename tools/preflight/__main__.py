@@ -28,8 +28,9 @@ except ImportError as error:
 from tools.preflight import file_system as files
 from tools.preflight import network
 from tools.preflight.rendezvous import Absent, CheckResult, Rendezvous, limited, merge
+from utils.comm import run_ranks
 from utils.device import VISIBLE, built_for, driver, library, promised_gpus, select_device
-from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real, run_main
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real
 from utils.launch import read_launch
 from utils.rank_failure import exit_at_once
 
@@ -188,4 +189,4 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_ranks(main)
