@@ -141,8 +141,8 @@ start() { # the words of Python, once in each task; sets status
     done
 }
 if [[ ${PREFLIGHT:-0} != 0 && ! ${SLURM_RESTART_COUNT:-} ]]; then
-    checked=() # of the run's own folders
-    for word in "$@"; do [[ $word == --expdir=* || $word == --train_data_path=* ]] && checked+=("$word"); done
+    checked=() # the run's own folders and device
+    for word in "$@"; do [[ $word =~ ^--(expdir|train_data_path|device)= ]] && checked+=("$word"); done
     start -m tools.preflight "${paths[@]}" "${checked[@]}"
     [[ $status == 0 ]] || { echo "launch: the preflight ended with status $status: nothing was started" >&2; exit "$status"; }
 fi
@@ -152,14 +152,14 @@ if [[ $warned && $status == 75 && ${REQUEUE:-1} != 0 ]]; then
     job=$SLURM_JOB_ID # of an array this task alone: the number of its last task is that of the array
     if [[ ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
     if scontrol requeue "$job"; then
-        echo "launch: saved and requeued; the run goes on when the job starts again"
+        echo "launch: stopped after saving and requeued; the job resumes when it starts again"
     elif [[ $(scontrol show job "$job" 2>/dev/null) == *" Requeue=0 "* ]]; then
-        echo "launch: saved, but the job may not be requeued: submit it again to continue"
+        echo "launch: stopped after saving, but the job may not be requeued: submit it again to resume"
     else # at the limit itself Slurm may do it before us
-        echo "launch: saved; if squeue -j $job lists no such job once this one has ended, submit it again to continue"
+        echo "launch: stopped after saving; if squeue -j $job lists no such job once this one has ended, submit it again to resume"
     fi
 elif [[ $status == 75 ]]; then
-    echo "launch: saved and stopped; preempted or requeued, it goes on by itself (squeue lists it), else submit it again to continue"
+    echo "launch: stopped after saving; preempted or requeued, it resumes by itself (squeue lists it), else submit it again to resume"
 elif [[ $warned && $status == 138 ]]; then
     echo "launch: the warning came before training had begun: nothing was saved, not requeued; ask for more time (-t)" >&2
 fi

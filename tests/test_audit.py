@@ -201,7 +201,7 @@ def test_rank_0_that_cannot_be_reached_is_one_line_without_the_stack_of_torch(ti
         ["train.py", *tiny_options(comm_timeout=1)], env=os.environ | {k: str(v) for k, v in env.items()}
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
-    assert "rank 1 of 2 could not connect within 1 s through 127.0.0.1:" in done.stderr
+    assert "error: rank 1: the 2 ranks could not connect within 1 s through 127.0.0.1:" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2])
@@ -212,7 +212,10 @@ def test_a_run_saves_before_it_obeys_any_signal_that_asks_it_to_end(number, tiny
         time.sleep(0.05)
     run.send_signal(number)
     assert run.wait() == 75
-    assert list(tmp_path.glob("quick/00/checkpoints/iter-*/complete.json"))
+    (saved,) = tmp_path.glob("quick/00/checkpoints/iter-*/complete.json")
+    last = f"Stopped after saving iteration {int(saved.parent.name[5:])}; repeat the command to resume"
+    for text in (run.said(), (tmp_path / "quick/00/out.log").read_text()):
+        assert text.splitlines()[-1].endswith(last), text
 
 
 def test_no_command_goes_through_a_shell():

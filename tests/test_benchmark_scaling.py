@@ -175,7 +175,7 @@ def test_the_report_needs_nothing_else_and_leaves_nothing_out(pretended, capsys)
 @pytest.mark.parametrize(
     "said, expected",
     [
-        ("starting\nerror: rank 1: no room\nerror: rank 0 ends because of rank 1", "error: rank 1: no room"),
+        ("starting\nerror: rank 1: no room\nerror: rank 0: no bread", "error: rank 1: no room"),
         ("[rank0]: torch.OutOfMemoryError: CUDA out of memory", "[rank0]: torch.OutOfMemoryError: CUDA out of memory"),
         ("launch: job 1\nerror: old\nlaunch: job 1, restart 1\nsrun: error: Killed", "srun: error: Killed"),
         ("saved\ntorch.distributed.SignalException: Process 1 got signal: 15", None),
@@ -341,7 +341,7 @@ def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repea
         time.sleep(0.05)
     study.send_signal(signal.SIGTERM)
     output, _ = study.communicate(timeout=60)
-    assert study.returncode == STOPPED_STATUS and "the same command goes on" in output
+    assert study.returncode == STOPPED_STATUS and "stopped; repeat the command to resume" in output
 
     assert benchmark.main(words) == 0
     log = (first.folder / "out.log").read_text()

@@ -22,7 +22,7 @@ from training.tasks import build_task
 from utils import comm, device, launch
 from utils.data_loader import BatchLoader, Slot
 from utils.errors import UsageError
-from utils.launch import interface_towards
+from utils.launch import Launch, interface_towards
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def start_ranks(names):
 
     def check(rank):
         try:
-            comm.check_devices(store, len(names), names[rank])
+            comm.check_devices(store, Launch(rank, rank, len(names)), names[rank])
         except UsageError as error:
             raised[rank] = str(error)
 
@@ -145,7 +145,7 @@ def test_ranks_ask_for_the_backend_of_their_devices_and_gloo_for_what_is_offload
     monkeypatch.setattr(comm, "select_device", lambda *_: torch.device(kind, 0))
     monkeypatch.setattr(comm, "physical_name", lambda _: "")
     monkeypatch.setattr(comm, "check_devices", lambda *_: None)
-    monkeypatch.setattr(comm, "listen_on_loopback", lambda launch: dist.HashStore())
+    monkeypatch.setattr(comm, "open_store", lambda *_: dist.PrefixStore("", dist.HashStore()))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **others: asked.update(others, backend=backend))
     monkeypatch.setattr(comm, "FailureListener", lambda *_: None)
     monkeypatch.setattr(comm, "_listener", None)

@@ -74,8 +74,8 @@ def explained(folder, *records):
 
 
 def test_a_late_rank_is_named_with_the_collective_and_the_ranks_that_wait(tmp_path):
-    for status, output in run_ranks(["-m", "docs.examples.late_rank", tmp_path], ranks=3):
-        assert status == 1 and "error: rank" in output
+    statuses, outputs = zip(*run_ranks(["-m", "docs.examples.late_rank", tmp_path], ranks=3), strict=True)
+    assert statuses == (1, 1, 1) and "error: rank" in "".join(outputs)
     said = hang(tmp_path)
     assert said[0] == "waiting for rank 1: ranks 0,2, in all_reduce Float(8,), number 4 of ranks 0-2"
     assert said[1] == "late: rank 1"

@@ -29,6 +29,9 @@ def _without_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+AUTO = SimpleNamespace(device="auto")
+
+
 @pytest.fixture
 def words(tmp_path, sample_folder):
     """Options of a check that finds nothing wrong."""
@@ -143,10 +146,28 @@ def test_a_gpu_that_torch_does_not_see_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(preflight.torch.accelerator, "is_available", lambda: False)
     for said in ("Slurm gave this job GPUs (1 on this node)", "this machine has a driver of AMD"):
-        (result,) = preflight.devices(None, None)
+        (result,) = preflight.devices(AUTO, None)
         assert result.level == "FAIL" and result.found.startswith(f"none, although {said}; torch is built for ")
         monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
         monkeypatch.setattr(device, "DRIVERS", {__file__: "AMD"})
+
+
+def test_a_device_that_is_asked_for_is_the_one_that_is_checked(check, words, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")  # which torch does not see
+    status, output = check([*words, "--device", "cpu"])
+    (line,) = lines_of(output, "devices")
+    assert status == 0 and line == "ok    devices        --device cpu: training runs on the CPU"
+    status, output = check([*words, "--device", "abacus"])
+    (line,) = lines_of(output, "devices")
+    assert status == 1 and line.startswith("FAIL  devices        device 'abacus': not a device torch knows")
+
+
+def test_ranks_with_a_device_connect_by_its_backend(words):
+    gpus = {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1"}  # none is needed where the CPU is asked for
+    first, second = run_ranks(["-m", "tools.preflight", *words, "--device", "cpu"], **gpus)
+    assert first[0] == 0 and "ok    process group  gloo, 2 ranks" in first[1], first
+    assert second == (0, "")
 
 
 NVIDIA = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:12:40 UTC 2025\nGCC version: 12.3.0"
@@ -172,7 +193,7 @@ def test_gpus_of_either_maker_are_shown_without_a_tool_of_theirs(monkeypatch, tm
         monkeypatch.setattr(preflight.torch.accelerator, name, lambda value=value: value)
     monkeypatch.setattr(preflight.torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(preflight.torch.cuda, "mem_get_info", lambda _: (free << 30, 64 << 30))
-    (result,) = preflight.devices(None, Rendezvous(Launch(), 1))
+    (result,) = preflight.devices(AUTO, Rendezvous(Launch(), 1))
     assert result.found == f"2 x cuda a GPU, {free} of 64 GiB free, {found}"
     assert (result.level, result.advice) == (
         ("ok", "") if free == 60 else ("warn", f"another process holds memory: {'amd' if hip else 'nvidia'}-smi")
@@ -182,7 +203,7 @@ def test_gpus_of_either_maker_are_shown_without_a_tool_of_theirs(monkeypatch, tm
 @pytest.mark.gpu
 def test_gpus_are_counted_with_their_memory(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (result,) = preflight.devices(None, Rendezvous(Launch(), 1))
+    (result,) = preflight.devices(AUTO, Rendezvous(Launch(), 1))
     assert re.match(r"\d+ x cuda .*, \d+ of \d+ GiB free, (CUDA|ROCm) .*", result.found), result.found
 
 
@@ -316,6 +337,12 @@ def test_small_helpers():
     unknown = preflight_network.unknown_interfaces
     name = preflight_network.interfaces()[0]
     assert not unknown(name) and not unknown(f"={name}") and not unknown("^anything") and unknown("=nonsense")
+
+
+def test_wrong_options_of_all_ranks_are_one_line():
+    (status, first), (other, second) = run_ranks(["-m", "tools.preflight", "--timeout", "0"])
+    assert (status, other, second) == (2, 2, "")
+    assert first == "error: rank 0: argument --timeout: 0 is not within 0.1 to 1000000.0 (see --help)\n"
 
 
 @pytest.mark.parametrize("words", [["--timeout", "0"], ["--nonsense"], ["--json", "/nowhere/at/all.json"]])

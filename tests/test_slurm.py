@@ -239,7 +239,7 @@ def test_without_requeue_the_job_ends_after_all_tasks_saved(cluster, options, va
     warn(cluster, job)
     assert cluster.end(job) == ("FAILED", 75)
     assert "saved 0" in cluster.output(job) and "saved 1" in cluster.output(job)
-    assert "submit it again to continue" in cluster.output(job)
+    assert "submit it again to resume" in cluster.output(job)
     assert cluster.field(job, "Restarts") == "0"
 
 

@@ -85,8 +85,8 @@ def test_without_a_container_a_task_is_python_and_the_words_given(launch):
 
 
 def test_a_part_of_a_package_is_started_as_a_module(launch):
-    result = launch("--timeout", "5", program="tools/preflight/__main__.py", PYTHON="python")
-    assert result.stdout.splitlines()[1:] == ["python", "-m", "tools.preflight", "--timeout", "5"]
+    result = launch("--device", "cpu", program="tools/preflight/__main__.py", PYTHON="python")
+    assert result.stdout.splitlines()[1:] == ["python", "-m", "tools.preflight", "--device", "cpu"]
 
 
 def test_folders_of_the_site_come_before_the_words_given(launch, tmp_path):
@@ -134,10 +134,10 @@ def test_podman_hands_on_the_variables_of_torch(launch, name):
 @pytest.mark.parametrize(
     "signal, requeue, shown, said",
     [
-        ("USR1", 0, "", "launch: saved and requeued"),
-        ("USR1", 1, " Requeue=0 ", "launch: saved, but the job may not be requeued: submit it again"),
-        ("USR1", 1, " Requeue=1 ", "launch: saved; if squeue -j 7 lists no such job once this one has ended, submit"),
-        ("TERM", 0, "", "launch: saved and stopped; preempted or requeued, it goes on by itself"),
+        ("USR1", 0, "", "launch: stopped after saving and requeued"),
+        ("USR1", 1, " Requeue=0 ", "launch: stopped after saving, but the job may not be requeued: submit it again"),
+        ("USR1", 1, " Requeue=1 ", "launch: stopped after saving; if squeue -j 7 lists no such job once this one has"),
+        ("TERM", 0, "", "launch: stopped after saving; preempted or requeued, it resumes by itself"),
     ],
 )
 def test_what_is_said_of_a_run_that_saved_is_true(launch, tmp_path, signal, requeue, shown, said):

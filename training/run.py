@@ -125,6 +125,8 @@ class Run:
                     log.info("%s", compare(self.folder.path))
                 except UsageError as error:  # the run is finished, whatever became of its plan
                     log.warning("%s", error)
+        if kind is None and self.stopping and not self.summary:
+            log.info("Stopped after saving iteration %d; repeat the command to resume", self.iteration)
         self.folder.close()
         if kind is None and self.summary:
             print_result(self.summary, self.validator.describe(self.summary), self.config)

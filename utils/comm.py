@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from utils.device import backend_for, physical_name, select_device
 from utils.errors import ArgumentParser, UsageError, first_line, os_errors_as_usage_errors, run_main, whole
 from utils.launch import Launch, name_gloo_interface, read_launch
 from utils.layout import ORDER, Layout, tile_counts
-from utils.rank_failure import FailureListener, end_with_launcher
+from utils.rank_failure import FAREWELL_SECONDS, FailureListener, agent_has_store, end_with_launcher
 from utils.torch_private import flattened, set_timeout
 
 RANKS = whole(1, 2**16)
@@ -41,6 +42,12 @@ COMBINED = {
 }
 DATA_PARALLEL = ("dp", "dp_shard", "dp_image", "dp_shard_image")  # all ranks, until a mesh is built
 T = TypeVar("T")
+
+
+class NotConnectedError(UsageError):
+    """Ranks that did not connect in time."""
+
+
 _listener: FailureListener | None = None
 _patience = datetime.timedelta(seconds=600)  # of every group
 _meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
@@ -65,16 +72,9 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
     name_gloo_interface(launch)
     backend, _patience = backend_for(device), datetime.timedelta(seconds=timeout)
     try:
-        store: dist.Store | None = None
-        if launch.rank == 0:
-            store = listen_on_loopback(launch)
-        else:
-            wait_for_rank_0(launch, timeout)
-        if store is None:
-            store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=_patience))
-        # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
-        store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        check_devices(store, launch.world_size, physical_name(device))
+        store = open_store(launch, timeout)
+        _listener = FailureListener(store.clone(), launch.rank, launch.world_size)  # type: ignore[attr-defined]  # not in torch's stubs
+        check_devices(store, launch, physical_name(device))
         offloaded = cpu_offload and backend != "gloo"
         dist.init_process_group(
             f"cpu:gloo,{device.type}:{backend}" if offloaded else backend, store=store, rank=launch.rank,
@@ -82,26 +82,31 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
             device_id=None if offloaded or backend == "gloo" else device,
         )  # fmt: skip
     except (dist.DistStoreError, dist.DistNetworkError, OSError, RuntimeError) as error:
-        raise UsageError(
-            f"rank {launch.rank} of {launch.world_size} could not connect within {timeout} s through "
+        raise NotConnectedError(
+            f"the {launch.world_size} ranks could not connect within {timeout} s through "
             f"{launch.master_addr}:{launch.master_port}: {first_line(error)}"
         ) from None
-    _listener = FailureListener(store.clone(), launch.rank, launch.world_size)  # type: ignore[attr-defined]  # not in torch's stubs
     return device
 
 
-def listen_on_loopback(launch: Launch) -> dist.Store | None:
-    """The store of rank 0 where all ranks are on this machine; None where torchrun has one, or ranks are elsewhere.
+def open_store(launch: Launch, timeout: float) -> dist.Store:
+    """The key-value store through which the ranks connect, of torchrun or else of rank 0, for which others wait.
 
-    torch's own listens on every interface, and whoever reaches it may write.
+    Where all ranks are on this machine it listens on its loopback alone: whoever reaches it may write.
+    Raises OSError or RuntimeError where it cannot be opened, or not be reached within `timeout` seconds.
     """
-    loopback = ("localhost", "127.0.0.1")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch.master_addr not in loopback:
-        return None
-    listener = socket.create_server(("127.0.0.1", launch.master_port))
-    return dist.TCPStore(
-        "127.0.0.1", launch.master_port, launch.world_size, True, _patience, master_listen_fd=listener.detach()
-    )
+    serves = launch.rank == 0 and not agent_has_store()
+    listener = None
+    if not serves:
+        wait_for_rank_0(launch, timeout)
+    elif launch.master_addr in ("localhost", "127.0.0.1"):
+        listener = socket.create_server(("127.0.0.1", launch.master_port)).detach()
+    store = dist.TCPStore(
+        launch.master_addr, launch.master_port, launch.world_size, serves, datetime.timedelta(seconds=timeout),
+        wait_for_workers=False, master_listen_fd=listener,
+    )  # fmt: skip
+    # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
+    return dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def wait_for_rank_0(launch: Launch, timeout: float) -> None:
@@ -120,16 +125,23 @@ def wait_for_rank_0(launch: Launch, timeout: float) -> None:
             time.sleep(0.1)
 
 
-def check_devices(store: dist.Store, ranks: int, name: str) -> None:
+def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
     """Raise UsageError, on every rank, where two ranks have the same GPU: NCCL would wait for what cannot connect.
 
-    name: of this rank's device on its machine, '' for one that ranks may share. Waits for all ranks.
+    name: of this rank's device on its machine, '' for one that ranks may share. Waits for all ranks; raises
+    TimeoutError with the ranks that do not come.
     """
+    ranks = launch.world_size
+    store.set(f"rank {launch.rank}", "")
     if name and store.add(f"device {name}", 1) > 1:
         store.add("devices shared", 1)
     if store.add("devices named", 1) == ranks:
         store.set("devices known", "")
-    store.wait(["devices known"])
+    try:
+        store.wait(["devices known"])
+    except dist.DistStoreError:
+        absent = [str(rank) for rank in range(ranks) if not store.check([f"rank {rank}"])]
+        raise TimeoutError(f"rank {', '.join(absent)} did not come") from None
     if shared := store.add("devices shared", 0):
         raise UsageError(
             f"{ranks} ranks have {ranks - shared} GPUs (by PCI address and UUID), and each needs one of its own: start "
@@ -311,10 +323,27 @@ def global_max(value: float, device: torch.device) -> float:
     return all_reduce(torch.tensor([value], dtype=dtype, device=device), dist.ReduceOp.MAX).item()
 
 
+def _end_with_the_others(error: BaseException) -> None:
+    """Tell the other ranks why this one fails, and end. Returns where there are none, or they cannot be told.
+
+    A rank that fails before it is connected connects for this; where it cannot, a UsageError names the rank.
+    """
+    if _listener:
+        _listener.end_this_rank(error)
+    if isinstance(error, KeyboardInterrupt) or (launch := read_launch()).world_size == 1:
+        return
+    if not isinstance(error, NotConnectedError):
+        with suppress(OSError, RuntimeError):
+            store = open_store(launch, FAREWELL_SECONDS)
+            FailureListener(store, launch.rank, launch.world_size).end_this_rank(error)
+    if isinstance(error, UsageError):
+        raise UsageError(f"rank {launch.rank}: {error}") from None
+
+
 def run_ranks(main: Callable[[], int | None]) -> NoReturn:
     """run_main for a program of one or more processes: whatever happens to one rank, every rank ends.
 
-    A rank that fails tells the others why and ends at once. The others notice, name its error and end too.
+    A rank that fails, before they are connected or after, tells the others why. The others notice, and all end.
     """
 
     def guarded():
@@ -322,8 +351,7 @@ def run_ranks(main: Callable[[], int | None]) -> NoReturn:
             with os_errors_as_usage_errors():
                 status = main()
         except (Exception, KeyboardInterrupt) as error:
-            if _listener:
-                _listener.end_this_rank(error, shutdown)
+            _end_with_the_others(error)
             raise
         shutdown()
         return status

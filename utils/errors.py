@@ -2,11 +2,13 @@
 
 import argparse
 import faulthandler
+import json
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from utils.signals import INTERRUPTED_STATUS
@@ -103,6 +105,20 @@ def one_line(text: str) -> str:
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 200]} ... {shown[-200:]}"
 
 
+def report(message: str) -> None:
+    """Print an error as one line, and leave it for torchrun."""
+    print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
+    leave_for_torchrun(message)
+
+
+def leave_for_torchrun(message: str) -> None:
+    """Write why this rank ends to the file that torchrun, if it started the rank, reads for its own summary."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        answer = {"message": one_line(message), "extraInfo": {"timestamp": int(time.time())}}
+        with suppress(OSError), open(file, "w") as opened:
+            json.dump({"message": answer}, opened)
+
+
 def _reader_has_left(descriptor: int) -> bool:
     """Whether a file descriptor is a pipe that nobody reads."""
     poll = select.poll()
@@ -122,7 +138,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         with os_errors_as_usage_errors():
             status = main()
     except (UsageError, NonFiniteLossError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        report(str(error))
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS

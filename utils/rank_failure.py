@@ -1,7 +1,8 @@
 """When one rank fails, every rank ends, says why, and leaves a record of its last collectives.
 
-A rank that fails writes its error into the store of the process group; a thread of every other rank looks there, so
-that a rank that waits in a collective ends too. The first error written is the one that all of them name.
+A rank that fails writes its error into the store through which the ranks connect; a thread of every other rank looks
+there, so that a rank that waits in a collective, or for the others to come, ends too. Who wrote the first error prints
+it; the others end in silence, unless they have something else to say.
 
 torch's flight recorder notes every collective of NCCL and gloo in memory, TORCH_FR_BUFFER_SIZE of them (2000). Sends
 and receives are left out: of gloo's it knows nothing. A rank that ends because something went wrong writes its
@@ -21,14 +22,24 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.errors import FAILED_STATUS, USAGE_STATUS, NonFiniteLossError, UsageError, one_line
+from utils.errors import (
+    FAILED_STATUS,
+    USAGE_STATUS,
+    NonFiniteLossError,
+    UsageError,
+    leave_for_torchrun,
+    one_line,
+    report,
+)
 from utils.files import whole_file
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-FIRST_FAILURE, LEFT = "first_failure", "left"  # keys of the store: the error, and the number of ranks that know it
-POLL_SECONDS = 0.5
+# Keys of the store: the error, whether it is printed, the number of ranks that know it, whether all shall end now.
+FIRST_FAILURE, SAID, KNOWN, END = "first_failure", "said", "known", "end"
+POLL_SECONDS, SHORT_POLL_SECONDS = 0.5, 0.05
+RANK_0_SECONDS = 1  # by which rank 0 may be later than another one: it speaks for all where they have the same error
 FAREWELL_SECONDS = 10  # at most, for ranks that are slow to notice
 FILE_NAME = "collectives-rank{}.json"
 LAST = 200  # collectives of a file
@@ -55,8 +66,8 @@ class FailureListener:
         self.leaving.set()
         self.thread.join(timeout)
 
-    def end_this_rank(self, error: BaseException, shutdown: Callable[[], None]) -> NoReturn:
-        """Say why, to people and to the other ranks, and end without waiting for them."""
+    def end_this_rank(self, error: BaseException) -> NoReturn:
+        """Say why, to people and to the other ranks, and end without waiting for their collectives."""
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
         expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
         text = one_line(f"{error if expected else f'{type(error).__name__}: {error}'}")
@@ -65,40 +76,49 @@ class FailureListener:
         if not expected:
             write_record(message)
         try:
+            if self.rank > 0:
+                wait_until(lambda: self.store.check([FIRST_FAILURE]), RANK_0_SECONDS)
             first = self.store.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
         except RuntimeError:  # the store lives in rank 0, which is gone
             first = f"{status} the loss of rank 0"
         if first == f"{status} {message}":
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            report(message)
             if not expected:
                 traceback.print_exc()
+            with contextlib.suppress(RuntimeError):
+                self.store.set(SAID, "")
             self._wait_for_others()
-            shutdown()
             exit_at_once(status)
         self._end_because_of(first, text if expected else "")
 
     def _end_because_of(self, first: str, own: str = "") -> NoReturn:
-        """End this rank after another. own: an error that this rank expected; where both have it, all is said."""
+        """End this rank after another. own: an error that this rank expected."""
         status, message = first.split(" ", 1)
         if int(status) == FAILED_STATUS:
             write_record(f"because of {message}")
-        if message.partition(": ")[2] != own:
-            print(f"error: rank {self.rank} ends because of {message}", file=sys.stderr, flush=True)
-        if self.rank == 0:
-            self._wait_for_others()
+        said = False
+        with contextlib.suppress(RuntimeError):
+            said = wait_until(lambda: self.store.check([SAID]), RANK_0_SECONDS)
+        if own and message.partition(": ")[2] != own:
+            report(f"rank {self.rank}: {own}")
+        elif said:
+            leave_for_torchrun(message)
         else:
-            with contextlib.suppress(RuntimeError):
-                self.store.add(LEFT, 1)
+            report(f"rank {self.rank} ends because of {message}")
+        self._wait_for_others()
         exit_at_once(int(status))
 
     def _wait_for_others(self) -> None:
-        """Wait until the others know the error: they read it from the store, which lives in rank 0."""
-        others = self.world_size - (1 if self.rank == 0 else 2)  # rank 0 is the last to go
-        end = time.monotonic() + FAREWELL_SECONDS
+        """Wait until all ranks know the error, so that they end together: torchrun kills those that are later."""
         with contextlib.suppress(RuntimeError):
-            while self.store.add(LEFT, 0) < others and time.monotonic() < end:
-                time.sleep(POLL_SECONDS / 10)
-            self.store.add(LEFT, 1)
+            self.store.add(KNOWN, 1)
+            if self.rank > 0:
+                wait_until(lambda: self.store.check([END]), FAREWELL_SECONDS)
+            else:
+                wait_until(lambda: self.store.add(KNOWN, 0) >= self.world_size, FAREWELL_SECONDS)
+                self.store.set(END, "")
+                if not agent_has_store():
+                    time.sleep(3 * SHORT_POLL_SECONDS)  # it lives in this rank, and the others look once more
 
     def _listen(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone: the collectives will notice
@@ -110,6 +130,21 @@ class FailureListener:
                         self.ending.acquire()
                         self._end_because_of(first)
                     return
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds; False if it does not within this time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(SHORT_POLL_SECONDS)
+    return True
+
+
+def agent_has_store() -> bool:
+    """Whether the ranks connect through a store of torchrun's agent; otherwise rank 0 has it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def end_with_launcher(rank: int) -> None:

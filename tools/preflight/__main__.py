@@ -28,8 +28,9 @@ except ImportError as error:
 from tools.preflight import file_system as files
 from tools.preflight import network
 from tools.preflight.rendezvous import Absent, CheckResult, Rendezvous, limited, merge
-from utils.device import VISIBLE, built_for, driver, library, promised_gpus
-from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real, run_main
+from utils.comm import run_ranks
+from utils.device import VISIBLE, built_for, driver, library, promised_gpus, select_device
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real
 from utils.launch import read_launch
 from utils.rank_failure import exit_at_once
 
@@ -60,9 +61,12 @@ def packages(*_: Any) -> Iterator[CheckResult]:
     yield CheckResult("ok", "packages", f"{agree} of {len(pins)} as in requirements.txt; {build}")
 
 
-def devices(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def devices(options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     """The devices that torch.accelerator finds, compared with what the driver and Slurm report."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if options.device != "auto":
+        select_device(options.device, ranks.launch.local_rank)  # raises UsageError for one that is not there
+    wanted = options.device != "cpu" and torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if wanted else None
     level, advice = "ok", ""
     if accelerator is not None:
         kind, count = accelerator.type, torch.accelerator.device_count()
@@ -76,6 +80,8 @@ def devices(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckRe
             found += f", {built_for()}" + (f", driver {installed[1]}" if installed else "")
             if free < 0.9 * total and ranks.size == 1:
                 level, advice = "warn", f"another process holds memory: {'amd' if torch.version.hip else 'nvidia'}-smi"
+    elif options.device == "cpu":
+        found = "--device cpu: training runs on the CPU"
     elif hidden := [name for name in VISIBLE if os.environ.get(name) == ""]:
         found = f"{hidden[0]} is empty: training runs on the CPU"
     elif there := promised_gpus():
@@ -159,7 +165,7 @@ def attempt(check: Check, options: argparse.Namespace, ranks: Rendezvous) -> lis
     try:
         limited(2 * options.timeout, lambda: results.extend(check(options, ranks)))
     except Exception as error:
-        kind = "" if isinstance(error, Absent | TimeoutError) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, Absent | TimeoutError | UsageError) else f"{type(error).__name__}: "
         name, advice = check.__name__.replace("_", " "), "the output of the ranks may say more"
         results = [*results, CheckResult("FAIL", name, f"{kind}{first_line(error)}", advice)]
     return results
@@ -171,6 +177,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option = parser.add_argument
     option("--expdir", default="logs", metavar="FOLDER", help="where runs are written (%(default)s)")
     option("--train_data_path", metavar="FOLDER", help="folder of the data, searched for .h5 files (data)")
+    option("--device", default="auto", metavar="NAME", help="as in training: cpu, cuda, ... (%(default)s)")
     option("--timeout", type=real(0.1, 1e6), default=30, metavar="S", help="seconds to wait for ranks (%(default)s)")
     option("--json", type=Path, metavar="FILE", help="also write the results to this file")
     for name in OTHER_PATHS:
@@ -182,4 +189,4 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_ranks(main)

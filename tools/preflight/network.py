@@ -49,11 +49,11 @@ def route(host: str, port: int) -> str:
         return f"{interface_towards(host)} {probe.getsockname()[0]}".strip()
 
 
-def process_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     """Whether all ranks can join one group: NCCL if each has a GPU of its own, otherwise gloo."""
     if ranks.size == 1:
         return
-    launch, device = ranks.launch, select_device("auto", ranks.launch.local_rank)
+    launch, device = ranks.launch, select_device(options.device, ranks.launch.local_rank)
     own = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
     cards = ranks.exchange("process group: devices", own)
     count, here = len(set(cards)), torch.accelerator.device_count()

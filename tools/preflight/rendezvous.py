@@ -2,16 +2,16 @@
 
 A collective that hangs cannot say which rank is missing. In the store each rank writes under its own key, so a rank
 that never comes, or stops half-way, is known by its number and its node, and every wait has a time limit.
+torch's monitored_barrier needs a group for it, and with a rank missing, or an interface that gloo cannot use, there is
+none; of a rank that hangs it tells rank 0 alone.
 """
 
 import contextlib
-import datetime
 import json
 import os
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from utils.comm import wait_for_rank_0
+from utils.comm import open_store
 from utils.errors import first_line
 from utils.launch import Launch
+from utils.rank_failure import agent_has_store, wait_until
 
-POLL_SECONDS = 0.05
 LEAVE_SECONDS = 5  # the time that rank 0, which holds the store, waits for the others to leave it
 T = TypeVar("T")
 
@@ -81,22 +81,17 @@ class Rendezvous:
         except OSError as error:
             message = f"MASTER_ADDR {host} is not known on {self.node}: {error.strerror}"
             raise Absent(message, "set MASTER_ADDR to a name or an address of rank 0's node") from None
-        serve = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves, seconds = self.rank == 0 and not agent_has_store(), 2 * self.patience
         try:
-            if not serve:
-                wait_for_rank_0(self.launch, 2 * self.patience)
-        except OSError:
+            self.store = limited(2 * seconds, open_store, self.launch, seconds)
+        except (OSError, RuntimeError) as error:
+            if serves or isinstance(error, RuntimeError):
+                what = "opened" if serves else "used"
+                message = f"{self.address} cannot be {what} on {self.node}: {first_line(error)}"
+                raise Absent(message, "another MASTER_PORT: another program may have this one") from None
             message = f"{self.names([0])} did not come: {self.address} cannot be reached from {self.node}"
             advice = "is it running? does a firewall close the port?"
-            raise Absent(f"{message} within {2 * self.patience:g} s", advice) from None
-        timeout = datetime.timedelta(seconds=self.patience)
-        try:
-            store = limited(2 * self.patience, dist.TCPStore, host, port, self.size, serve, timeout, False)
-        except (RuntimeError, TimeoutError) as error:
-            what = "opened" if serve else "used"
-            message = f"{self.address} cannot be {what} on {self.node}: {first_line(error)}"
-            raise Absent(message, "another MASTER_PORT: another program may have this one") from None
-        self.store = dist.PrefixStore(f"preflight{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            raise Absent(f"{message} within {seconds:g} s", advice) from None
         self.nodes = self.exchange("arrival", self.node)
 
     def exchange(self, key: str, value: Any, patience: float | None = None) -> list[Any]:
@@ -114,12 +109,12 @@ class Rendezvous:
         store, keys = self.store, [f"{key}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], json.dumps(value))
         if self.rank == 0:  # collects the values and tells all ranks the outcome
-            if _wait_until(lambda: store.check(keys), patience):
+            if wait_until(lambda: store.check(keys), patience):
                 outcome = [json.loads(v) for v in store.multi_get(keys)]
             else:
                 outcome = {"absent": [rank for rank, name in enumerate(keys) if not store.check([name])]}
             store.set(key, json.dumps(outcome))
-        elif not _wait_until(lambda: store.check([key]), 2 * patience):
+        elif not wait_until(lambda: store.check([key]), 2 * patience):
             raise TimeoutError
         outcome = json.loads(store.get(key))
         if isinstance(outcome, dict):
@@ -137,7 +132,7 @@ class Rendezvous:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 limited(LEAVE_SECONDS, left, "left", 1)
                 if self.rank == 0:
-                    _wait_until(lambda: left("left", 0) >= self.size, LEAVE_SECONDS)
+                    wait_until(lambda: left("left", 0) >= self.size, LEAVE_SECONDS)
 
     def by_node(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """{node: its ranks}, of these ranks. A rank that never came gets its planned node."""
@@ -157,16 +152,6 @@ class Rendezvous:
             return subprocess.run(names, capture_output=True, text=True, timeout=5).stdout.split()[number]
         except (OSError, TypeError, IndexError, subprocess.TimeoutExpired):
             return self.node if self.launch.nodes == 1 else f"node {number + 1} of {self.launch.nodes}"
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until the condition holds; False if it does not within this time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_SECONDS)
-    return True
 
 
 def shortened(numbers: Iterable[int]) -> str:

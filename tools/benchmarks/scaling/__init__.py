@@ -73,7 +73,7 @@ def run(
         said = "finished" if now.kind == FINISHED else f"{now.kind}: {now.why} ({output_file(each, folder)})"
         print(f"    {said} after {time.monotonic() - started:.0f} s", flush=True)
         if status == STOPPED_STATUS:
-            print("stopped; the same command goes on from here")
+            print("stopped; repeat the command to resume")
             return STOPPED_STATUS
     if action == "run" and only is not None:
         return 0 if state(runs[only], folder).kind == FINISHED else FAILED_STATUS
