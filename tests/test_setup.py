@@ -88,10 +88,17 @@ def test_the_torch_of_a_module_is_used(make, tmp_path):
 def test_each_file_of_requirements_is_what_pip_installs():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = {path.stem.partition("-")[2]: {"file": [path.name]} for path in ROOT.glob("requirements-*.txt")}
-    assert settings["project"]["dynamic"] == ["dependencies", "optional-dependencies"]
+    assert settings["project"]["dynamic"] == ["optional-dependencies"]
     dynamic = settings["tool"]["setuptools"]["dynamic"]
     assert len(extras) > 5 and dynamic["optional-dependencies"] == extras
-    assert dynamic["dependencies"] == {"file": ["requirements.txt"]}
+
+
+def test_pip_keeps_a_torch_that_the_tests_know():
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "requirements.txt").read_text(), re.M)
+    assert needed == ["torch>=2.11,<2.16", *pinned[1:]]
+    matrix = re.search(r"torch: \[(.+)\]", (ROOT / ".github/workflows/ci.yml").read_text())[1]
+    assert matrix == "2.11.0, 2.13.0, 2.15.0"
 
 
 @pytest.mark.slow("pip builds and installs the tree, and the commands that it makes run in another folder")
@@ -110,8 +117,9 @@ def test_pip_installs_commands_that_run_anywhere(tmp_path, how):
     done = run("python", "-m", "pip", "install", "--no-deps", "--no-build-isolation", *how, tree)
     assert done.returncode == 0, done.stderr
     code = "from importlib.metadata import requires; print(*requires('deep-learning-at-scale'), sep='\\n')"
-    files = [file.read_text().splitlines() for file in ROOT.glob("requirements*.txt")]
+    files = [file.read_text().splitlines() for file in ROOT.glob("requirements-*.txt")]
     lines = {line for file in files for line in file if not line.startswith("#")}
+    lines |= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     assert {line.partition(";")[0].strip() for line in run("python", "-c", code).stdout.splitlines()} == lines
 
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
