@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from pandas import Series
-from torch.utils.benchmark import Timer
 
 from tools.instruments.assembly import build_step
 from tools.instruments.team import OutOfMemory, Rank, Team
@@ -198,6 +197,8 @@ def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int 
 
     float32 products use TF32 where that is switched on.
     """
+    from torch.utils.benchmark import Timer  # its import looks for CUDA's compiler, and prints where that is
+
     n = 8192 if device.type != "cpu" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     timer = Timer("torch.mm(a, b)", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
