@@ -5,7 +5,7 @@
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 8..4096     how far it scales
     python plan.py --verify     small layouts, run on this machine as well
     python plan.py ... --submit='-t 02:00:00'     the best (or --choose 3) as a job of Slurm
-    python plan.py compare logs/mp/03     a run against its plan
+    python plan.py compare logs/mp/03     a finished run against the plan of its config
 
 Every other option is a key of the config, as in the training scripts. docs/plan.md says how each number is computed,
 and what is left out: above all reading the data.
@@ -20,11 +20,11 @@ from typing import Any
 
 from tools.planner import calibrate
 from tools.planner import plan_text as report
+from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu
 from tools.planner.search import LAYOUT_OPTIONS, Assumptions, Request, best_layouts, gpu_counts, scaling
 from tools.planner.submit import choose, submit_plan
 from tools.planner.validate import verify
-from training.planned import compare
 from utils.comm import run_ranks
 from utils.errors import ArgumentParser, UsageError, real, whole
 from utils.files import write_json
@@ -35,8 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["compare"]:
         reader = ArgumentParser(prog="plan.py compare", description="Compare a run with its plan.")
-        reader.add_argument("run", type=Path, metavar="RUN", help="folder of a run that plan.py --submit has started")
-        print(compare(reader.parse_args(words[1:]).run))
+        reader.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
+        reader.add_argument("--gpu", metavar="NAME", help="in config/hardware.yaml, or measured (that of the run)")
+        asked = reader.parse_args(words[1:])
+        print(compare(asked.run, asked.gpu))
         return 0
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     option = parser.add_argument

@@ -11,27 +11,17 @@ al. 2021 (arXiv:2104.04473).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from distributed.collectives import AnyGroup, as_group
-from distributed.pipeline_rounds import Steps, stages_of_rounds
 from distributed.protocol import SplittableTransformer
 from utils.errors import LayoutError
 
 SCHEDULES: dict[str, Callable] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-# Of several stages on each rank, as a pipeline of several rounds has them.
-OF_MANY: dict[str, Callable] = {"gpipe": ScheduleLoopedBFS, "1f1b": ScheduleInterleaved1F1B}
 
 
 class Blocks(nn.ModuleDict):
@@ -105,35 +95,21 @@ class Pipeline:
             PipelineStage(stage, self.rank + i * self.size, count, device, group=group)
             for i, stage in enumerate(stages)
         ]
-        self.micro_batches, self.schedule_name, self.modules = micro_batches, schedule, list(stages)
-        self.schedule = self._schedule(self.stages)
-        self.rounds: dict[int, Any] = {}  # number of rounds -> (stages, schedule)
-        self.used = self.stages  # in the last step
-
-    def _schedule(self, stages: Sequence[PipelineStage]) -> Any:
-        kind = SCHEDULES[self.schedule_name]
-        if len(stages) > 1:
-            kind = OF_MANY.get(self.schedule_name, kind)
-        own = stages if len(stages) > 1 else stages[0]
+        self.micro_batches = micro_batches
+        own = self.stages if len(stages) > 1 else self.stages[0]
         # The loss of a micro-batch is already its share of the loss of the batch.
-        return kind(own, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+        self.schedule = SCHEDULES[schedule](own, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, prediction, target):
         return self.loss(prediction, target) if self.loss else prediction.new_zeros(())
 
     def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        scale: Callable[[Tensor], Tensor],
-        rollout: tuple[Steps, int] | None = None,
+        self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], scale: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """Run forward and backward of all micro-batches. The first stage uses x, (B, ...); the last one uses y.
 
         loss: called as loss(prediction, target) on the last rank for every micro-batch. scale: applied to the loss
-        before it is differentiated. rollout: how often a batch passes the pipeline, and what lies between, see
-        pipeline_rounds. Returns the losses of the micro-batches, on the last rank.
+        before it is differentiated. Returns the losses of the micro-batches, on the last rank.
         """
         losses: list[Tensor] = []
 
@@ -143,23 +119,9 @@ class Pipeline:
             return scale(value)
 
         self.loss: Callable[[Tensor, Tensor], Tensor] | None = scaled
-        schedule = self._rounds(*rollout, x) if rollout else self.schedule
-        self.used = self.rounds[rollout[1]][0] if rollout else self.stages
         x = x.contiguous()  # each micro-batch has the strides of the first
-        schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
-        if rollout:  # the states of the rounds are needed no more
-            self.rounds[rollout[1]][0][0].submod.states.clear()
+        self.schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
         return losses[-self.micro_batches :]  # the schedule tries the loss out first
-
-    def _rounds(self, steps: Steps, count: int, x: Tensor) -> Any:
-        """The schedule of `count` rounds, for a batch x."""
-        if count not in self.rounds:
-            stages = stages_of_rounds(self.modules, steps, count, self.rank, self.size, self.device, self.group)
-            self.rounds[count] = stages, self._schedule(stages)
-        stages, schedule = self.rounds[count]
-        for stage in stages:
-            stage.submod.batches = x.chunk(self.micro_batches)
-        return schedule
 
     @torch.no_grad()
     def forecast(self, x: Tensor, shape: Sequence[int]) -> Tensor:

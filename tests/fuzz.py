@@ -40,13 +40,13 @@ from tools import hang
 from tools.benchmarks.scaling.study import read_study
 from tools.forecasting.dated_frames import file_times
 from tools.forecasting.output_files import prepare_folder
+from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu, of_measured
 from tools.timeline import Trace
 from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
-from training.planned import NUMBERS, PLAN, compare
 from training.run_folder import read_summary
 from training.trackers import FILE_NAME
-from utils.config import Config, load_config, read_named_config
+from utils.config import Config, load_config
 from utils.errors import UsageError
 from utils.launch import read_launch
 from weather.dataset import FieldDataset, read_statistics
@@ -110,8 +110,6 @@ def good_files(folder):
     call = {"group": "0", "number": 1, "operation": "all_reduce", "tensors": ["Float(3,)"], "done": False}
     record = {"rank": 0, "world_size": 2, "start": "1", "reason": "", "at": ["train.py:7 main"], "calls": [call]}
     record["groups"] = {"0": ["default_pg", [0, 1]]}
-    settings = read_named_config(EXAMPLE / "config.yaml", "demo") | {"config": "demo"}
-    plan = dict.fromkeys(NUMBERS, 0.1) | {"settings": settings, "layout": {"gpus": 1}, "gpu": "a100-40gb"}
     calls = {"ph": "X", "ts": 1.0, "dur": 5.0, "cat": "user_annotation", "args": {}}
     trace = {"distributedInfo": {"rank": 0, "world_size": 2}, "baseTimeNanoseconds": 7, "collectives": [
         {"operation": "all_reduce", "group": "0", "number": 1}
@@ -130,14 +128,13 @@ def good_files(folder):
         prepare_folder(path.parent)
 
     def of_run(name):
-        """Compares a run with its plan; the damaged file is one of them."""
+        """Compares a run with the plan of its config; the damaged file is one of them."""
 
         def as_file_of_run(path):
-            (folder / PLAN).write_text(json.dumps(plan))
             shutil.copyfile(path, folder / name)
-            for other in {"config.yaml", METRICS} - {name}:
+            for other in {"config.yaml", "summary.json", METRICS} - {name}:
                 shutil.copyfile(EXAMPLE / other, folder / other)
-            compare(folder)
+            compare(folder, "a100-40gb")
 
         return as_file_of_run
 
@@ -154,7 +151,6 @@ def good_files(folder):
         "summary": (json.dumps(summary).encode(), lambda path: read_summary(path, run=str, units=dict)),
         "collectives": (json.dumps(record).encode(), as_record),
         "skill": (b'{"files": ["a.nc"]}', as_skill),
-        "plan": (json.dumps(plan).encode(), of_run(PLAN)),
         "metrics": ((EXAMPLE / METRICS).read_bytes(), of_run(METRICS)),
         "measured": (json.dumps(made()).encode(), lambda path: of_measured("measured", path)),
         "trace": (json.dumps(trace).encode(), as_trace),

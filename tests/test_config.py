@@ -124,6 +124,10 @@ def test_only_settings_that_change_the_result_count_as_different():
         (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2, fsdp and hsdp, not to ddp"),
         (1, ["--noddp", "--data_parallel=fsdp"], "noddp belongs to data_parallel ddp, not to fsdp"),
         (1, ["--lr_scaling=sqrt"], "lr_scaling sqrt needs base_batch_size"),
+        *(
+            (2, ["--pipeline_parallel=2", "--gradient_accumulation=2", *steps], "2: a pipeline trains one step, of the")
+            for steps in (["--rollout_steps=2"], ["--rollout_schedule", "[3, 2]"], ["--predict=change"])
+        ),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_with_the_arithmetic(ranks, words, line):

@@ -223,12 +223,9 @@ def test_ring_exchanges_hide_behind_attention(method, exposed):
     assert step_time([trace], config, layout, A100).parts["communication cp"] == pytest.approx(exposed, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("options", "idle"),
-    [(["1f1b"], 3 / 8), (["interleaved"], 3 / 16), (["1f1b", "--rollout_steps=3", "--forcings=hour"], 3 / 24)],
-)
-def test_the_bubble_is_that_of_the_slower_stage(options, idle):
-    words = "--config=mp", "--pipeline_parallel=4", "--gradient_accumulation=8", "--pp_schedule", *options
+@pytest.mark.parametrize(("schedule", "idle"), [("1f1b", 3 / 8), ("interleaved", 3 / 16)])
+def test_the_bubble_is_that_of_the_slower_stage(schedule, idle):
+    words = "--config=mp", "--pipeline_parallel=4", "--gradient_accumulation=8", f"--pp_schedule={schedule}"
     config, layout = settings(*words, "--no-enable_jit", ranks=4, yaml="config/mp.yaml")
     update = matmul(0.25, "update")
     first, last = made([matmul(1), update]), made([matmul(2), update])

@@ -27,17 +27,12 @@ LAYOUTS = {
     "cp3": (3, {"context_parallel": 3}),
     "cp2 ring": (2, {"context_parallel": 2, "cp_method": "ring"}),
     "tp2 x cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}),
-    "pp2": (2, {"pipeline_parallel": 2, "gradient_accumulation": 2}),
-    "pp2 gpipe, one micro-batch": (2, {"pipeline_parallel": 2, "pp_schedule": "gpipe"}),
-    "pp2 x dp2": (4, {"pipeline_parallel": 2, "gradient_accumulation": 4}),
-    "pp2 x fsdp": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}),
-    "pp2 x cp2": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2, "context_parallel": 2}),
     "domain3": (3, {"domain_parallel": 3}),
     "domain 2x2": (4, {"domain_parallel": "2x2"}),
     "domain2 x fsdp": (4, {"domain_parallel": 2, "data_parallel": "fsdp"}),
     "domain2 recomputed steps": (2, {"domain_parallel": 2, "activation_checkpointing": "step"}),
 }
-QUICK = ("ddp", "pp2", "zero2", "fsdp recomputed steps", "tp2 sequence", "cp3", "domain3")
+QUICK = ("ddp", "zero2", "fsdp recomputed steps", "tp2 sequence", "cp3", "domain3")
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other combinations of the same"))

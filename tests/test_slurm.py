@@ -304,12 +304,8 @@ def test_a_plan_is_submitted_run_and_compared(cluster, tiny_options, tmp_path):
     assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
     output, run = cluster.output(job), tmp_path / "logs/quick/00"
     assert output.index("ok    collectives") < output.index("Starting training")  # the preflight came first
-    plan = json.loads((run / "plan.json").read_text())
-    assert (
-        plan["layout"]["data_parallel"] == "fsdp" and json.loads((run / "summary.json").read_text())["world_size"] == 2
-    )
-    compared = cluster.run(sys.executable, "plan.py", "compare", str(run))
-    assert compared.strip() in "\n".join(line.rstrip() for line in output.splitlines())
+    assert json.loads((run / "summary.json").read_text())["world_size"] == 2
+    compared = cluster.run(sys.executable, "plan.py", "compare", str(run), "--gpu=a100-40gb")
     row = next(line for line in compared.splitlines() if line.startswith("collectives of a step"))
     assert row.split()[-1] == "1.00" and int(row.split()[-2]) > 0
 

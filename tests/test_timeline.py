@@ -7,7 +7,6 @@ import pytest
 
 from tests.support import programs
 from tools import timeline
-from training import planned
 from utils.errors import UsageError
 
 MS = 1000
@@ -112,22 +111,6 @@ def test_no_rank_is_called_late_where_none_is(tmp_path, capsys):
     for rank in (0, 1):
         write(tmp_path, rank, [*steps([0]), nccl("0", 50 + rank, 60)])
     assert tables(tmp_path, capsys)[1] == ["no rank is late: none holds the others up for 2% of a step"]
-
-
-def test_a_plan_stands_beside_what_was_measured(tmp_path, capsys):
-    write(tmp_path, 0, [*steps([0]), event("kernel", "gemm", 0, 5)], 1)
-    numbers = dict.fromkeys(planned.NUMBERS, 0.01) | {
-        "forward_s": 0.025,
-        "settings": {},
-        "layout": {},
-    }  # as submit stores
-    (tmp_path / "plan.json").write_text(json.dumps(numbers))
-    rows, _ = tables(tmp_path, capsys)
-    assert rows["0 forward"][4:] == ["30.00", "25.00"] and rows["0 data"][5] == "-"
-    for damage in ("{}", "[]", json.dumps(numbers | {"forward_s": "x"}), "{"):
-        (tmp_path / "plan.json").write_text(damage)
-        with pytest.raises(UsageError, match="plan.json"):
-            timeline.main([str(tmp_path)])
 
 
 @pytest.mark.parametrize("damage", ["cut", "no gzip", "no JSON", "no rank", "no events", "odd events", "no step"])

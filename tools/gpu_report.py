@@ -27,11 +27,10 @@ from typing import Any
 import torch
 
 from tools import tables
+from tools.planner.compare import measured, planned_figures
 from tools.planner.hardware import load_gpu, read_gpus
 from tools.planner.search import Request
-from tools.planner.submit import stored
 from training.flops import is_gpu, training_flops
-from training.planned import measured
 from utils.config import ROOT, SCRIPTS, check_config, read_named_config
 from utils.device import driver, select_device
 from utils.errors import (
@@ -83,12 +82,11 @@ class Part:
         """Seconds after which it is ended."""
         return 2 * self.estimate + 30
 
-    def words(self, work: Path) -> list[str]:
-        """For Python; a training run takes its plan along, where that has been made."""
+    def words(self) -> list[str]:
+        """For Python."""
         words = [str(ROOT / word) if word.endswith(".py") else word for word in self.command.split()]
-        plan = f"plans/{self.name}.json"
         start = f"-m torch.distributed.run --standalone --nproc_per_node {self.ranks}".split() if self.ranks else []
-        return start + words + [f"--plan={plan}"] * (work / plan).exists()
+        return start + words
 
 
 def parts(device: str, count: int, gpu: str) -> list[Part]:
@@ -232,7 +230,7 @@ def run(part: Part, work: Path, log: Path, end: float, status: int = 0, stop_at:
     try:
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, *part.words(work)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                [sys.executable, *part.words()], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env=env, cwd=work / part.folder, start_new_session=True,
             )  # fmt: skip
         while process.poll() is None:
@@ -267,7 +265,7 @@ def end_processes(mark: str) -> None:
 
 
 def make_plans(names: Sequence[str], device: str, count: int, work: Path | None) -> int:
-    """Print what is planned of the training runs on so many of these GPUs; into a folder of work, as runs take it."""
+    """Print what is planned of the training runs on so many of these GPUs; kept in a folder of work."""
     rows, status = [], 0
     for gpu in map(load_gpu, names):
         for part in parts(device, count, gpu.name):
@@ -276,7 +274,7 @@ def make_plans(names: Sequence[str], device: str, count: int, work: Path | None)
                 continue
             try:
                 request = Request(words, gpu)
-                plan = stored(request.plan(part.ranks or 1), request)
+                plan = planned_figures(request.plan(part.ranks or 1))
                 if work:
                     write_json(work / f"plans/{part.name}.json", plan)
                 rows.append(beside_plan(part.name, plan, {}))

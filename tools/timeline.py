@@ -18,7 +18,6 @@ import numpy as np
 
 from tools.pictures import finish, panels, save
 from tools.tables import format_table
-from training.planned import PLAN, read_plan
 from training.profiling import TRACE
 from training.timing import PHASES
 from utils.errors import ArgumentParser, UsageError, reading, run_main
@@ -126,11 +125,8 @@ def states(trace: Trace, calls: Calls) -> tuple[np.ndarray, np.ndarray, dict[str
     return edges, found, phases | {OTHER: of["step"] & ~np.any(list(phases.values()), 0)}
 
 
-def summarize(traces: Sequence[Trace], calls: Calls, shifts: dict[int, float], planned: dict[str, float]) -> str:
-    """Two tables and a sentence: ms of a step by rank, phase and state; who comes last; which rank is late, and where.
-
-    planned: {phase: seconds}.
-    """
+def summarize(traces: Sequence[Trace], calls: Calls, shifts: dict[int, float]) -> str:
+    """Tables of ms of a step by rank, phase and state, and of who comes last; which rank is late, and where."""
     rows, own, steps = [], {}, 1000 * len(traces[0].steps)
     for trace in traces:
         edges, found, phases = states(trace, calls)
@@ -139,9 +135,8 @@ def summarize(traces: Sequence[Trace], calls: Calls, shifts: dict[int, float], p
             own[trace.rank, phase] = time[0] + time[3]
             if not any(time):  # no pipeline, nothing left to reduce
                 continue
-            plan = [planned[phase] * 1000 if phase in planned else None] if planned else []
-            rows.append([f"{trace.rank} {phase}", *time, sum(time), *plan])
-    titles = {"rank, phase: ms of a step": ""} | dict.fromkeys([*STATES, "all", *["planned"][: len(planned)]], ".2f")
+            rows.append([f"{trace.rank} {phase}", *time, sum(time)])
+    titles = {"rank, phase: ms of a step": ""} | dict.fromkeys([*STATES, "all"], ".2f")
     late = Counter(starts[-1][1] for starts in calls.values())
     lost = {t.rank: sum(s[-1][0] - s[-2][0] for s in calls.values() if s[-1][1] == t.rank) / steps for t in traces}
     came = [[str(t.rank), late[t.rank], lost[t.rank], shifts.get(t.rank)] for t in traces]
@@ -216,12 +211,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     traces.sort(key=lambda trace: trace.rank)
     for rank in sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
         print(f"no trace of rank {rank}: whoever waits for it seems to communicate")
-    planned = {}
-    if (folder / PLAN).exists():
-        plan = read_plan(folder / PLAN)
-        planned = {"forward": plan["forward_s"], "backward": plan["backward_s"], "optimizer": plan["update_s"]}
     shifts, calls = align(traces), arrivals(traces)
-    print(summarize(traces, calls, shifts, planned))
+    print(summarize(traces, calls, shifts))
     with whole_file(folder / "profile/timeline.json.gz") as part:
         part.write_bytes(gzip.compress(json.dumps(merge(traces, calls)).encode(), 5))
     draw(traces, calls, folder / "profile/timeline.png")

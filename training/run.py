@@ -19,7 +19,6 @@ from distributed.data_parallel import SHARDED
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.model import build_model
-from training.planned import compare
 from training.profiling import build_profiler, span
 from training.results import print_result, write_validation
 from training.run_folder import RunFolder
@@ -120,11 +119,6 @@ class Run:
             self.summary = self._summarize(self.result)
             if comm.is_main():
                 write_json(self.folder.summary_file, self.summary)
-            if self.config.plan and comm.is_main():
-                try:
-                    log.info("%s", compare(self.folder.path))
-                except UsageError as error:  # the run is finished, whatever became of its plan
-                    log.warning("%s", error)
         if kind is None and self.stopping and not self.summary:
             log.info("Stopped after saving iteration %d; repeat the command to resume", self.iteration)
         self.folder.close()

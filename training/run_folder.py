@@ -11,12 +11,11 @@ from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
 from training.checkpoint_files import config_of
-from training.planned import PLAN, read_plan
 from training.run_owner import RunOwner
 from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError
-from utils.files import read_json, whole_file, write_json
+from utils.files import read_json, whole_file
 from utils.schema import Config
 
 OWNER = "job"  # file with the job that --run_num auto gave the folder to
@@ -57,8 +56,6 @@ class RunFolder:
         self._owner = RunOwner(self.path)
         if earlier := self._earlier():
             self._compare_settings(earlier)
-        if self.config.plan and not (self.path / PLAN).exists():
-            write_json(self.path / PLAN, read_plan(Path(self.config.plan)))
         if not self.config_file.exists():
             with whole_file(self.config_file) as part:
                 write_config(self.config, part)

@@ -76,7 +76,7 @@ class TrainingStep:
         """
         if self.parallel.pipeline:
             with span("pipeline"):
-                losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale, self.task.rounds(y))
+                losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale)
         else:
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):

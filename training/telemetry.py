@@ -41,7 +41,7 @@ class Telemetry:
     def add(self, loss: Tensor) -> None:
         """Note a step. loss: a scalar on the device."""
         self.losses.append(loss)
-        if len(self.losses) == 1 and self.config.plan and self.clock.iterations <= WARMUP_ITERATIONS:
+        if len(self.losses) == 1 and self.clock.iterations <= WARMUP_ITERATIONS:
             self.called = count_calls()
 
     def read(self, iteration: int, stop: bool) -> tuple[list[float], Reading, bool]:

@@ -254,11 +254,10 @@ def _of_rollout(config: Config) -> Iterator[str]:
         yield f"rollout_steps {max(steps)}: {given}, not enough for a second step"
     if config.predict == "change" and n_in < n_out:
         yield "predict change: n_out_channels must not exceed n_in_channels, which they change"
-    parts, stages = config.gradient_accumulation, config.pipeline_parallel
-    if max(steps) > 1 and stages > 1 and config.pp_schedule != "gpipe" and parts % max(1, parts // stages):
+    if config.pipeline_parallel > 1 and (max(steps) > 1 or config.predict == "change"):
         yield (
-            f"rollout_steps {max(steps)} with pp_schedule {config.pp_schedule} over {stages} stages: "
-            f"gradient_accumulation {parts} must be a multiple of {parts // stages}; or choose pp_schedule gpipe"
+            f"pipeline_parallel {config.pipeline_parallel}: a pipeline trains one step, of the state: split with "
+            "tensor_parallel or context_parallel, or give rollout_steps 1, no rollout_schedule, and predict state"
         )
 
 

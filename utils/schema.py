@@ -162,7 +162,6 @@ class Config(BaseModel):
     resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto", "nothing")
     log_every: PositiveInt = key("iterations between two readings of the loss", 10, "nothing")
     tracker: Literal["none", "mlflow", "wandb"] = key("where the run is told beside TensorBoard", "none", "nothing")
-    plan: Text | None = key("plan of plan.py --submit, with which the run is compared at its end", None, "nothing")
     validate_every: PositiveInt = key("epochs between two validations", 1, "result")
     checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000, "nothing")
     async_save: bool = key("write checkpoints while training goes on", True, "nothing")

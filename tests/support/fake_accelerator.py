@@ -29,7 +29,6 @@ from training.tasks import task_of
 from training.timing import PhaseTimes
 from utils import comm
 from utils.config import SCRIPTS, load_config
-from weather.channels import count_forcings
 
 DEVICE_COUNT = 4
 
@@ -133,10 +132,8 @@ def _shapes(config, layout):
     rows = config.img_size[0] // config.patch_size // layout.cp * config.patch_size
     size = rows, *config.img_size[1:]
     tokens = rows // config.patch_size * (config.img_size[1] // config.patch_size)
-    steps, timed = config.longest_rollout, count_forcings(config.forcings)[1]
-    inputs = config.model_in_channels + (steps - 1) * timed
-    shape = micro, tokens, config.embed_dim
-    return pipeline_shapes(lambda channels: (micro, channels, *size), shape, inputs, config.n_out_channels)
+    images = [(micro, channels, *size) for channels in (config.model_in_channels, config.n_out_channels)]
+    return pipeline_shapes(*images, (micro, tokens, config.embed_dim))
 
 
 if __name__ == "__main__":

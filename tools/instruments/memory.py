@@ -30,11 +30,11 @@ def memory_of_a_step(step: TrainingStep, x: Tensor, y: Tensor, tracker: Tracker 
     tracker: is told of these tensors, and that gathered parameters are buffers.
     """
     label = (tracker or Tracker()).label
-    model, stages = step.parallel.model, step.parallel.pipeline.used if step.parallel.pipeline else []
+    model, stages = step.parallel.model, step.parallel.pipeline.stages if step.parallel.pipeline else []
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
     held: Counter[str] = Counter()
     saved = SavedTensors(model, lambda tensor: label("activations", [tensor]))
-    staged: list[nn.Module] = [getattr(stage, "wrapped", stage.submod) for stage in stages]
+    staged: list[nn.Module] = [stage.submod for stage in stages]
 
     def note(name: str, size: int) -> None:
         held[name] = max(held[name], size)

@@ -41,7 +41,7 @@ def phases_of(step: TrainingStep, listener: Any) -> Iterator[None]:
         stack.enter_context(patch("training.step.span", span_and_phase))
         stack.enter_context(around(step, "loss", partial(within, "forward")))  # which a pipeline calls
         stack.enter_context(around(step.scaler, "step", partial(within, "update")))
-        for stage in pipeline.used if pipeline else ():
+        for stage in pipeline.stages if pipeline else ():
             stack.enter_context(around(stage, "forward_one_chunk", partial(within, "forward")))
             stack.enter_context(around(stage, "get_fwd_send_ops", partial(sends, set.union)))
             # A gradient may reuse the storage of an activation that was sent.

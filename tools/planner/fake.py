@@ -6,7 +6,7 @@ DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed import attention
 from distributed.data_parallel import DataParallelOptions
-from distributed.pipeline_rounds import RoundStage
 from distributed.split import Split
 from tools.instruments.tracker import Tracker
 from utils import comm
@@ -99,20 +98,15 @@ def _shapes_are_known(schedule, stages, *_):
 
 
 @contextmanager
-def pipeline_shapes(
-    image: Callable[[int], Sequence[int]], tokens: Sequence[int], inputs: int, outputs: int
-) -> Iterator[None]:
-    """Inside, stages of a pipeline take and give micro-batches: images at its ends, tokens (B, N, D) between.
-
-    image: from a number of channels to (B, C, H, W). inputs: channels of a batch. outputs: those that the model gives.
-    """
+def pipeline_shapes(inputs: Sequence[int], outputs: Sequence[int], tokens: Sequence[int]) -> Iterator[None]:
+    """Inside, stages of a pipeline take and give micro-batches: images (B, C, H, W) at its ends, (B, N, D) between."""
 
     def described(before: Sequence[int] | None, given: Sequence[int], last: bool) -> dict[str, Any]:
         def like(shape: Sequence[int], grad: bool = False) -> tuple[Tensor]:
             return (torch.empty(shape, device="meta", requires_grad=grad),)
 
         shapes = {
-            "input_args": like(before or image(inputs), before is not None), "output_args": like(given, not last),
+            "input_args": like(before or inputs, before is not None), "output_args": like(given, not last),
             "input_grads": like(before) if before else None, "output_grads": None if last else like(given),
         }  # fmt: skip
         known = inspect.signature(PipelineStage).parameters  # torch 2.11 takes no shapes of gradients
@@ -120,20 +114,12 @@ def pipeline_shapes(
 
     def stage(module, number, count, device, group):
         last = number == count - 1
-        shapes = described(tokens if number else None, image(outputs) if last else tokens, last)
+        shapes = described(tokens if number else None, outputs if last else tokens, last)
         return PipelineStage(module, number, count, device, group=group, **shapes)
-
-    def round_stage(module, wrapped, number, count, device, group):
-        last = number == count - 1
-        before = (image(outputs) if module.first else tokens) if number else None
-        given = image(outputs * (module.rounds if last else 1)) if module.last else tokens
-        return RoundStage(module, wrapped, number, count, device, group=group, **described(before, given, last))
 
     with (
         patch.object(PipelineStage, "tokens", tokens, create=True),
         patch("distributed.pipeline.PipelineStage", stage),
-        patch("distributed.pipeline_rounds.RoundStage", round_stage),
-        patch("distributed.pipeline_rounds.DistributedDataParallel", Replica),
     ):
         yield
 

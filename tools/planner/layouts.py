@@ -13,7 +13,6 @@ from typing import Any
 
 from tools.instruments.assembly import split_as_configured
 from tools.planner.fake import fake_rank
-from tools.planner.trace import ROUNDS_HAVE_NO_FORMULA, in_rounds
 from training.model import build_model
 from utils.config import (
     ALIASES,
@@ -177,8 +176,6 @@ def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) 
         return "domain parallelism goes without context and pipeline parallelism: no script splits a model so"
     if shared > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
-    if pp > 1 and in_rounds(config):
-        return ROUNDS_HAVE_NO_FORMULA
     with fake_rank(Layout(tp * cp * pp * shared, tp, cp, pp, domain=tiles)):
         try:
             split_as_configured(build_model(config), config)

@@ -21,7 +21,7 @@ from tools.planner.hardware import Gpu
 from tools.planner.layouts import candidates
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.step_time import calibrate
-from tools.planner.trace import in_rounds, trace_step
+from tools.planner.trace import trace_step
 from training.run_folder import read_summary
 from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError
@@ -91,7 +91,7 @@ class Request:
         config = self.config(gpus)
         layout = config.layout(gpus, self.gpu.gpus_per_node)
         plan = plan_layout(config, layout, self.gpu, self.calibration)
-        if config.model not in MODELS or (layout.pp > 1 and in_rounds(config)):  # which have no formula
+        if config.model not in MODELS:  # which have no formula
             return plan
         by_formula = plan_layout(config, layout, self.gpu, traces=formula_traces(config, layout))
         return replace(plan, formula_peak=by_formula.peak)

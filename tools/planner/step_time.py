@@ -281,11 +281,11 @@ class _Step:
     def _bubble(self, seconds):
         """Idle time of a stage with so many seconds of work.
 
-        The rounds of a rollout follow one another without a pause, as interleaved stages do. While the pipeline fills
-        and drains only some ranks of a node compute: where they share memory, each is then faster.
+        While the pipeline fills and drains only some ranks of a node compute: where they share memory, each is then
+        faster.
         """
         config, stages, ranks = self.config, self.layout.pp, min(self.layout.world_size, self.gpu.gpus_per_node)
-        passes = config.gradient_accumulation * config.rollout_steps * (2 if config.pp_schedule == "interleaved" else 1)
+        passes = config.gradient_accumulation * (2 if config.pp_schedule == "interleaved" else 1)
         gained = 0.0
         if self.gpu.measured and stages <= ranks:
             for working in range(1, stages):

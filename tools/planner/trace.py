@@ -34,7 +34,6 @@ from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
 from utils.tiles import own_window
-from weather.channels import count_forcings
 
 SHORT = 2, 3  # blocks of a stage to extrapolate from
 MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
@@ -65,14 +64,6 @@ class Trace:
     operations: Counter[Operation]
     messages: Counter[Message]
     groups: dict[str, tuple[int, ...]]
-
-
-ROUNDS_HAVE_NO_FORMULA = "a pipeline of several rounds (rollout_steps, predict change) has no formula: plan it alone"
-
-
-def in_rounds(config: Config) -> bool:
-    """Whether a pipeline would have to know what lies between two steps: see distributed/pipeline_rounds.py."""
-    return config.predict == "change" or config.longest_rollout > 1
 
 
 def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
@@ -162,20 +153,16 @@ def _shapes(config, layout):
     tokens = math.prod(size) // config.patch_size ** len(size)
     if config.sequence_parallel:
         tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
-    steps, timed = config.longest_rollout, count_forcings(config.forcings)[1]
-    inputs = config.model_in_channels + (steps - 1) * timed
-    shape = (samples, tokens, config.embed_dim)
-    return pipeline_shapes(lambda channels: (samples, channels, *size), shape, inputs, config.n_out_channels)
+    images = [(samples, channels, *size) for channels in (config.model_in_channels, config.n_out_channels)]
+    return pipeline_shapes(*images, (samples, tokens, config.embed_dim))
 
 
 def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     """The Trace of one more step of a TrainingStep that has made one; of a real step too, but without inference."""
     parallel, states = step.parallel, optimizer_states(step.optimizer)
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
-    stages = parallel.pipeline.used if parallel.pipeline else []
-    # Each once: the rounds of a pipeline share theirs.
-    staged: list[nn.Module] = [getattr(stage, "wrapped", stage.submod) for stage in stages]
-    called = list(dict.fromkeys(staged)) or [parallel.module]
+    stages = parallel.pipeline.stages if parallel.pipeline else []
+    called: list[nn.Module] = [stage.submod for stage in stages] or [parallel.module]
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
     received = receive_buffers(stages)
     there = [*weights, *states, *buckets, *received]
@@ -215,7 +202,7 @@ def _inference(step, module, x, there):
     """Most bytes in a forward pass of a micro-batch without gradients. there: tensors that stay allocated."""
     x = x.chunk(step.config.gradient_accumulation)[0][:, : step.config.model_in_channels].clone()
     if step.parallel.pipeline and not step.parallel.pipeline.first:
-        x = torch.empty(step.parallel.pipeline.used[0].tokens)
+        x = torch.empty(step.parallel.pipeline.stages[0].tokens)
     with FakeTracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
         module(x)
     return tracker.memory()["peak"]

@@ -81,17 +81,11 @@ class Trained(Task):
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """A forecast of as many steps as y has."""
-        rounds = self.rounds(y)
-        if rounds is None:
-            return parallel.module(x)
-        rollout, steps = rounds
-        # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
-        return rollout.forecast(parallel.model, x, steps, last=parallel.module)
-
-    def rounds(self, y: Tensor) -> tuple[Rollout, int] | None:
-        """One round for each step; None where the model's output is all that there is to a forecast."""
         steps = y.shape[1] // self.config.n_out_channels
-        return None if steps == 1 and self.config.predict == "state" else (self.rollout(y.device), steps)
+        if steps == 1 and self.config.predict == "state":
+            return parallel.module(x)
+        # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
+        return self.rollout(y.device).forecast(parallel.model, x, steps, last=parallel.module)
 
     def rollout(self, device: torch.device) -> Rollout:
         """What makes forecasts of the network's outputs."""

@@ -63,10 +63,6 @@ class Task(ABC):
         """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters."""
         return parallel.module(x)
 
-    def rounds(self, y: Tensor) -> tuple[Any, int] | None:
-        """How a pipeline comes to such a prediction, where one pass does not do: see distributed/pipeline_rounds.py."""
-        return None
-
     def loaders(self, device: torch.device) -> list[BatchLoader]:
         """build_loaders on every rank; where one of them fails, or sees other files, every rank raises a UsageError."""
         loaders = comm.agree(lambda: self.build_loaders(device))

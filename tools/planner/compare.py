@@ -1,60 +1,59 @@
-"""A run compared with its plan: what was planned and measured of a step, and the likely reason for what differs."""
+"""A finished run compared with the plan of its config: figures of a step, and the likely reason for what differs."""
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.instruments.phases import PHASES
+from tools.planner.hardware import Gpu, load_gpu, read_gpus
+from tools.planner.plan import Plan, plan_layout
+from tools.planner.step_time import step_time
+from tools.planner.trace import trace_step
 from training.flops import is_gpu
+from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
-from training.trackers import FILE_NAME, LARGEST, read_metrics
-from utils.config import check_config, differing_keys, read_named_config
+from training.trackers import FILE_NAME, read_metrics
+from utils.config import check_config, read_named_config
 from utils.errors import UsageError
-from utils.files import read_json
 
-PLAN = "plan.json"  # in the folder of a run
 OFF = 0.15  # share by which a figure may differ without a reason
-NUMBERS = "step_time_s", "peak_allocated_bytes", "calls", "forward_s", "backward_s", "update_s"  # that a plan needs
-OF_SPEED = "global_batch_size", "amp_mode", "enable_jit", "enable_tf32", "enable_cuda_graphs", "enable_fused"
-Plan = dict[str, Any]
 Mean = Callable[..., float]  # seconds of phases of a step, added up
 
 
-def read_plan(path: Path) -> Plan:
-    """A plan as plan.py --submit stores it. Raises UsageError for anything else."""
-    plan = read_json(path)
-    numbers = [plan.get(name) for name in NUMBERS] if isinstance(plan, dict) else [None]
-    sizes = all(isinstance(n, int | float) and 0 <= n <= LARGEST for n in numbers) and plan["step_time_s"] > 0
-    if not sizes or not all(isinstance(plan.get(name), dict) for name in ("settings", "layout")):
-        raise UsageError(f"{path}: is not a plan as plan.py --submit stores it")
-    return plan
+def compare(folder: Path, gpu_name: str | None = None) -> str:
+    """Planned and measured figures of the finished run in a folder, and likely reasons, as text.
 
-
-def compare(folder: Path) -> str:
-    """Planned and measured figures of the run in a folder, and likely reasons, as text.
-
-    Raises UsageError where it has no plan, that of another run, or no reading.
+    gpu_name: in config/hardware.yaml, or of a measured machine; by default that of the run's device.
+    Raises UsageError where the run is not finished or has no reading, and for a device without a plan.
     """
-    if not (folder / PLAN).exists():
-        raise UsageError(f"{folder}: has no {PLAN}: its run was not started by plan.py --submit, or with --plan")
-    plan, readings = read_plan(folder / PLAN), _steady(folder)
-    first, last, mean = readings[0], readings[-1], _means(readings)
-    _check(plan, folder, last)
-    found = measured(folder)
+    file = folder / "summary.json"
+    if not file.exists():
+        raise UsageError(f"{folder}: has no {file.name}: no run has finished here")
+    summary, readings = read_summary(file, config=str), _steady(folder)
+    first, last, mean, found = readings[0], readings[-1], _means(readings), measured(folder)
+    gpu, ranks, where = gpu_of_run(gpu_name, last["device"]), last["ranks"], folder / "config.yaml"
+    name = summary["config"]
+    config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
+    plan = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu))
 
     rows = [
         ("step, without its data, ms", plan["step_time_s"] * 1e3, found["step_time_s"] * 1e3),
         ("forward, ms", plan["forward_s"] * 1e3, mean("forward") * 1e3),
         ("backward, ms", plan["backward_s"] * 1e3, mean("backward", "reduce") * 1e3),
         ("update, ms", plan["update_s"] * 1e3, mean("optimizer") * 1e3),
-        ("memory at most, GiB", plan["peak_allocated_bytes"] / 2**30, found["peak_allocated_bytes"] / 2**30),
-        ("collectives of a step", plan["calls"], found["calls"]),
     ]
     if mean("pipeline"):
         both = (plan["forward_s"] + plan["backward_s"]) * 1e3
         rows[1:3] = [("forward and backward, ms", both, mean("pipeline", "reduce") * 1e3)]
+    if last["device"] != "cpu":  # there the run knows its resident set alone, with Python and its libraries in it
+        memory = [figures["peak_allocated_bytes"] / 2**30 for figures in (plan, found)]
+        rows.append(("memory at most, GiB", *memory))
+    rows.append(("collectives of a step", plan["calls"], found["calls"]))
     lines = [
-        f"plan for {plan['layout'].get('gpus')} x {plan.get('gpu')}; run on {last['ranks']} x {last['device']}, "
+        f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
         f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}",
         f"{'':<28}{'planned':>12}{'measured':>12}{'ratio':>8}",
     ]
@@ -62,14 +61,46 @@ def compare(folder: Path) -> str:
         cells = f"{value:>12.4g}" + (f"{value / planned:>8.2f}" if planned else "") if value else f"{'-':>12}"
         lines.append(f"{name:<28}{planned:>12.4g}{cells}")
     ratios = {name.split(",")[0]: value / planned for name, planned, value in rows if planned and value}
-    lines += [f"- {reason}" for reason in _reasons(plan, last, ratios, mean)]
-    if (folder / "summary.json").exists():
-        lines.append(f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(folder / 'summary.json'))}")
+    lines += [f"- {reason}" for reason in _reasons(gpu, last, ratios, mean)]
+    lines.append(f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(file))}")
     return "\n".join(lines)
 
 
+def gpu_of_run(name: str | None, device: str) -> Gpu:
+    """The Gpu of this name, by default the one whose device reports `device`. Raises UsageError where there is none."""
+    name = name or next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)
+    if name is None:
+        raise UsageError(
+            f"{device}: config/hardware.yaml has no such device: give --gpu NAME, one of its names or that of a "
+            "measured machine (plan.py --calibrate)"
+        )
+    return load_gpu(name)
+
+
+def planned_figures(plan: Plan, calibration: float | None = None) -> dict[str, Any]:
+    """A plan as JSON, also with its config, its seconds by phase, and its number of collectives."""
+    traces = trace_step(plan.config, plan.layout, plan.gpu.device)
+
+    def seconds(phase: str) -> float:
+        own = [
+            replace(
+                trace,
+                operations=Counter({what: n for what, n in trace.operations.items() if what.phase == phase}),
+                messages=Counter({what: n for what, n in trace.messages.items() if what.phase == phase}),
+            )
+            for trace in traces
+        ]
+        return step_time(own, plan.config, plan.layout, plan.gpu, calibration).seconds
+
+    return plan.to_json() | {
+        "settings": plan.config.model_dump(),
+        "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
+        **{f"{phase}_s": seconds(phase) for phase in PHASES},
+    }
+
+
 def measured(folder: Path) -> dict[str, Any]:
-    """{key of a plan: what the run in a folder says of it}: a step without its data, memory, collectives.
+    """{key of planned_figures: what the run in a folder says of it}: a step without its data, memory, collectives.
 
     None: not measured. Raises UsageError where the run has no reading.
     """
@@ -104,27 +135,12 @@ def _steady(folder):
     return [r for r in last_start if r["since_start"] - r["iterations"] >= WARMUP_ITERATIONS] or last_start
 
 
-def _check(plan, folder, last):
-    """Raise UsageError where a plan is that of another run."""
-    where = str(folder / PLAN)
-    name = str(plan["settings"].pop("config", None))
-    own = check_config(read_named_config(folder / "config.yaml", name), name, f"{folder / 'config.yaml'}: {name}")
-    planned = check_config(plan["settings"], name, where)
-    keys = differing_keys(planned, own, "model", "layout")
-    keys += [key for key in OF_SPEED if getattr(planned, key) != getattr(own, key)]
-    found = [f"{key} ({getattr(planned, key)} there, {getattr(own, key)} in the run)" for key in keys]
-    if plan["layout"].get("gpus") != last["ranks"]:
-        found.append(f"ranks ({plan['layout'].get('gpus')} there, {last['ranks']} in the run)")
-    if found:
-        raise UsageError(f"{where}: is the plan of another run: {', '.join(found)}")
-
-
-def _reasons(plan: Plan, last: dict[str, Any], ratios: dict[str, float], mean: Mean) -> Iterator[str]:
+def _reasons(gpu: Gpu, last: dict[str, Any], ratios: dict[str, float], mean: Mean) -> Iterator[str]:
     """Why figures are off, as far as the readings tell."""
     off = {name for name, ratio in ratios.items() if not 1 - OFF <= ratio <= 1 + OFF}
-    on_cpu = last["device"] == "cpu"
-    if not (on_cpu if plan.get("device_type") == "cpu" else is_gpu(str(plan.get("gpu")), last["device"])):
-        yield f"the plan is for {plan.get('gpu')}, and {last['device']} is another device: times and memory are its own"
+    same = last["device"] == "cpu" if gpu.device == "cpu" else gpu.measured or is_gpu(gpu.name, last["device"])
+    if not same:
+        yield f"the plan is for {gpu.name}, and {last['device']} is another device: times and memory are its own"
         off -= {"step", "memory at most", "forward", "backward", "update", "forward and backward"}
     data, late = mean("data") / mean("step"), mean("slowest_over_mean")
     if data > OFF:
@@ -138,7 +154,6 @@ def _reasons(plan: Plan, last: dict[str, Any], ratios: dict[str, float], mean: M
         else:
             yield "computation: all phases are off alike: the device reaches another share of its peak than planned"
     if "memory at most" in off:
-        cpu, gpu = "the resident set has Python and its libraries in it", "fragments and compiled code are not planned"
-        yield f"memory: {cpu if on_cpu else gpu}; docs/plan.md says what is"
+        yield "memory: fragments and compiled code are not planned; docs/plan.md says what is"
     if "collectives of a step" in off:
         yield "collectives: the run sends others than planned: another version of torch, or validation in between"
