@@ -16,7 +16,7 @@ import time
 from tools.forecasting.dated_frames import DatedFrames, choose_starts, run_config
 from tools.forecasting.output_files import LAYOUTS, attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
-from tools.forecasting.skill_report import report
+from tools.forecasting.skill_report import read_skill, report
 from tools.instruments.assembly import build_parallel
 from training.trained_weights import check_origin, find, load_weights_into
 from utils import comm
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     frames = comm.agree(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
     leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
     starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
+    others = comm.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
     names = frames.dataset.description.names[: config.n_out_channels]
     channel = comm.agree(lambda: shown_channel(names, options.channel))
     checkpoint, marker = comm.on_main(lambda: find(options.run_folder, options.checkpoint))
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     if comm.is_main():
         print(f"{len(starts)} forecasts of {leads[-1]} hours in {time.perf_counter() - began:.1f} s, from {checkpoint}")
         with reported_as_usage_error(OSError, out):
-            report(result, out, about, files=not options.skill_only, zarr=options.zarr)
+            report(result, out, about, not options.skill_only, others)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -75,12 +76,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
     option("--layout", choices=LAYOUTS, default="cf", help="of the forecasts' files (%(default)s)")
-    option("--zarr", action="store_true", help="also join the forecasts in one Zarr store")
+    option("--compare", nargs="+", default=[], metavar="RUN", help="say too how long the forecasts of these are of use")
     option("--skill_only", action="store_true", help="write only scores, maps and animation, no fields")
     options, words = parser.parse_known_args(argv)
-    for name, given in (("zarr", options.zarr), ("layout", options.layout != "cf")):
-        if given and options.skill_only:
-            raise UsageError(f"--{name} goes without --skill_only")
+    if options.layout != "cf" and options.skill_only:
+        raise UsageError("--layout goes without --skill_only")
     return options, words
 
 

@@ -8,4 +8,5 @@
 # : "${CONTAINER_FLAGS:=}"        # further words for the container command
 # : "${PYTHON:=}"                 # default: .venv/bin/python where it is, else python
 # : "${DATA_DIR:=}"               # a folder with train/, valid/, test/ and stats/; default: what the config says
+# : "${STAGE_TO:=$TMPDIR}"        # a folder of each node's own disk: train/ and valid/ are copied there first
 # : "${LOG_DIR:=}"                # default: what the config says (./logs)

@@ -39,7 +39,12 @@ if [[ ${MODULES:-} ]]; then
 fi
 
 # The command of one task.
-folders=("$PWD" ${DATA_DIR:+"$DATA_DIR"} ${LOG_DIR:+"$LOG_DIR"})
+data=${DATA_DIR:-} # of training and validation
+if [[ ${STAGE_TO:-} ]]; then
+    [[ $data ]] || fail "STAGE_TO=$STAGE_TO needs DATA_DIR, the folder whose train/ and valid/ are copied"
+    data=$STAGE_TO/staged-$SLURM_JOB_ID # on the disk of each node
+fi
+folders=("$PWD" ${DATA_DIR:+"$DATA_DIR"} ${STAGE_TO:+"$STAGE_TO"} ${LOG_DIR:+"$LOG_DIR"})
 passed=(SLURM_ CUDA_ ROCR_ HIP_ NVIDIA_ NCCL_ GLOO_ FI_ TORCH PYTORCH_ OMP_ PROFILE_) # prefixes; podman starts with an empty environment
 read -ra container <<<"${CONTAINER_FLAGS:-}"
 by_srun=()
@@ -82,7 +87,7 @@ if [[ ! ${PYTHON:-} ]]; then
 fi
 paths=() # before the user's arguments, which win
 if [[ ${DATA_DIR:-} ]]; then
-    paths=("--train_data_path=$DATA_DIR/train" "--valid_data_path=$DATA_DIR/valid" "--inf_data_path=$DATA_DIR/test")
+    paths=("--train_data_path=$data/train" "--valid_data_path=$data/valid" "--inf_data_path=$DATA_DIR/test")
     for name in global_means global_stds time_means; do paths+=("--${name}_path=$DATA_DIR/stats/$name.npy"); done
 fi
 if [[ ${LOG_DIR:-} ]]; then
@@ -127,11 +132,8 @@ trap 'warned=1; on_signal "the time limit is near"' USR1
 trap 'on_signal "to be preempted, requeued or cancelled"' TERM
 
 echo "launch: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}: $script on $nodes node(s) x $per_node task(s) ($SLURM_JOB_NODELIST), site $SITE"
-start() { # the words of Python, once in each task; sets status
-    # A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
-    # shellcheck disable=SC2016 # expanded by the task
-    srun --export=ALL --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" "${by_srun[@]}" \
-        bash -c 'source ./export_DDP_vars.sh && exec "$@"' task "${container[@]}" "$PYTHON" "$@" &
+step() { # the words of srun; sets status
+    srun --export=ALL "$@" &
     srun_pid=$!
     while :; do # a trap ends `wait` early
         interrupted=''
@@ -140,13 +142,34 @@ start() { # the words of Python, once in each task; sets status
         [[ $interrupted ]] || break
     done
 }
+start() { # the words of Python, once in each task
+    # A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
+    # shellcheck disable=SC2016 # expanded by the task
+    step --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" "${by_srun[@]}" \
+        bash -c 'source ./export_DDP_vars.sh && exec "$@"' task "${container[@]}" "$PYTHON" "$@"
+}
+on_each_node() { # a command of bash, and its arguments
+    step --kill-on-bad-exit=1 --wait=0 --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 bash -c "$1" task "${@:2}"
+}
 if [[ ${PREFLIGHT:-0} != 0 && ! ${SLURM_RESTART_COUNT:-} ]]; then
     checked=() # the run's own folders and device
     for word in "$@"; do [[ $word =~ ^--(expdir|train_data_path|device)= ]] && checked+=("$word"); done
-    start -m tools.preflight "${paths[@]}" "${checked[@]}"
+    start -m tools.preflight "${paths[@]}" ${DATA_DIR:+"--train_data_path=$DATA_DIR/train"} "${checked[@]}"
     [[ $status == 0 ]] || { echo "launch: the preflight ended with status $status: nothing was started" >&2; exit "$status"; }
 fi
-start "${program[@]}" "${paths[@]}" "$@"
+status=0
+if [[ ${STAGE_TO:-} ]]; then # what a killed start of this job has left goes first
+    # shellcheck disable=SC2016
+    on_each_node 'rm -rf "$1" && mkdir "$1" && cp -rL "$2/train" "$2/valid" "$1" || exit 2' "$data" "$DATA_DIR"
+    [[ $status == 0 ]] || echo "launch: STAGE_TO=$STAGE_TO: the data were not copied: nothing was started" >&2
+fi
+[[ $status != 0 ]] || start "${program[@]}" "${paths[@]}" "$@"
+if [[ ${STAGE_TO:-} ]]; then
+    ended=$status
+    # shellcheck disable=SC2016
+    on_each_node 'rm -rf "$1"' "$data"
+    status=$ended
+fi
 
 if [[ $warned && $status == 75 && ${REQUEUE:-1} != 0 ]]; then
     job=$SLURM_JOB_ID # of an array this task alone: the number of its last task is that of the array

@@ -320,7 +320,6 @@ def strange_command(chance, folder, data):
         ["-m", "tools.hang", chance.choice(HOSTILE)],
         ["-m", "tools.timeline", chance.choice(HOSTILE)],
         ["plan.py", "compare", chance.choice(HOSTILE)],
-        ["-m", "tools.forecasting.compare", chance.choice(HOSTILE), chance.choice(HOSTILE)],
         ["-m", "weather.year_files", chance.choice(HOSTILE), f"{folder}/stats"],
         ["-m", "tools.preflight", f"--expdir={folder}/logs", *hostile(["timeout", "train_data_path"])],
         ["-m", "utils.comm", "--world_size=8", *hostile(["tensor_parallel", "domain_parallel", "dp_shard"])],

@@ -25,6 +25,7 @@ from tools.checkpoint import load_weights
 from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
 from tools.forecasting.rollout import LeadTimeSkill, own_batches
+from tools.forecasting.skill_report import useful_hours
 from training.model import build_model
 from training.pictures import animate
 from training.rollout import Rollout
@@ -268,23 +269,46 @@ def test_files_are_cf_and_open_in_xarray(serial):
         assert data.mslp.attrs["standard_name"] == "air_pressure_at_mean_sea_level"
 
 
-def test_several_files_open_as_one_and_as_a_zarr_store(run, tmp_path, capsys):
-    pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
-    _, found = forecast_of(run, tmp_path, "--lead_hours", 12, "--starts", 3, "--zarr")
-    store = xarray.open_zarr(tmp_path / "forecast.zarr", consolidated=False, chunks=None)
+def test_several_files_open_as_one(run, tmp_path):
+    _, found = forecast_of(run, tmp_path, "--lead_hours", 12, "--starts", 3)
     whole = xarray.concat(found.values(), "forecast_reference_time")
-    xarray.testing.assert_equal(store.load(), whole)
-    assert store.z500.attrs == whole.z500.attrs and store.sizes["forecast_reference_time"] == 3
-    with unittest.mock.patch("importlib.util.find_spec", return_value=None):
-        forecast_of(run, tmp_path, "--lead_hours", 12, "--starts", 1, "--zarr")
-    assert "no Zarr store: pip install -r requirements-era5.txt" in capsys.readouterr().out
-    assert not (tmp_path / "forecast.zarr").exists() and len(list(tmp_path.glob("*.nc"))) == 1  # the earlier went
+    assert whole.sizes["forecast_reference_time"] == len(found) == 3
+    _, found = forecast_of(run, tmp_path, "--lead_hours", 12, "--starts", 1)
+    assert len(found) == len(list(tmp_path.glob("*.nc"))) == 1  # the earlier went
+
+
+@pytest.mark.parametrize(
+    ("model", "hours"), [([1, 2, 3, 4], 24), ([1, 2, 8, 4], 12), ([6, 2, 3, 4], 0), ([1, 2, float("nan"), 4], 12)]
+)
+def test_a_forecast_is_of_use_until_its_error_is_that_of_a_trivial_one(model, hours):
+    trivial = {"persistence": {"z500": [5, 9, 9, 9]}, "climatology": {"z500": [7, 7, 7, 7]}}
+    assert useful_hours({"model": {"z500": model}} | trivial, "z500", [6, 12, 18, 24]) == hours
+
+
+def test_forecasts_of_other_runs_from_the_same_dates_are_compared(run, tmp_path, capsys):
+    options = ("--lead_hours", 12, "--starts", 3)
+    forecast_of(run, tmp_path / "other/forecast", *options)
+    capsys.readouterr()
+    forecast_of(run, tmp_path / "out", *options, "--compare", tmp_path / "other")
+    one, other = (line for line in capsys.readouterr().out.splitlines() if line.startswith("RMSE below"))
+    assert other == f"{one} ({tmp_path}/other)" and "z500 " in one
+    for runs, words, line in (
+        (tmp_path / "none", options, "no forecast yet: python forecast.py --run_folder"),
+        (tmp_path / "other", ("--lead_hours", 6, "--starts", 3), "its forecast has other lead_hours than this one"),
+        (tmp_path / "other", ("--lead_hours", 12, "--starts", 2), "its forecast has other starts than this one"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            forecast_of(run, tmp_path / "out", *words, "--compare", runs)
 
 
 def test_the_layout_of_weatherbench2_holds_the_same_forecasts(run, serial, tmp_path):
     pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
-    words = ["--run", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--starts", "3", "--zarr"]
+    words = ["--run", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--starts", "3"]
     forecast.main([*words, "--layout", "weatherbench2"])
+    files = [xarray.open_dataset(path, engine="h5netcdf") for path in sorted(tmp_path.glob("*.nc"))]
+    xarray.concat(files, "time").drop_encoding().to_zarr(
+        tmp_path / "forecast.zarr", zarr_format=2
+    )  # as docs/forecast.md
     store = xarray.open_zarr(tmp_path / "forecast.zarr", chunks=None)
     assert store.sizes["time"] == len(list(tmp_path.glob("*.nc"))) == 3
     for start, expected in serial[1].items():
@@ -366,7 +390,6 @@ def test_every_start_is_forecast_once_by_some_rank(monkeypatch):
         (["--embed_dim", "64"], "was trained with embed_dim 32, not 64"),
         (["--inf_data_path", "nowhere"], "nowhere: no such data folder"),
         (["--lead_hour", "6"], "unknown option '--lead_hour'"),
-        (["--zarr", "--skill_only"], "--zarr goes without --skill_only"),
         (["--layout", "weatherbench2", "--skill_only"], "--layout goes without --skill_only"),
         (["--layout", "weatherbench"], "layout.*invalid choice: 'weatherbench'"),
     ],

@@ -100,6 +100,58 @@ def test_folders_of_the_site_come_before_the_words_given(launch, tmp_path):
     assert (tmp_path / "logs").is_dir()
 
 
+@pytest.fixture
+def staged(launch, tmp_path):
+    """Run with the data copied to a disk; two nodes are one after the other here. Python lists what it is given."""
+    for name in ("train", "valid"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "1979.h5").write_text(name)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "python").write_text(PYTHON_THAT_LISTS)
+    (tmp_path / "python").chmod(0o755)
+
+    def start(**environment):
+        (tmp_path / "srun").write_text(SRUN_THAT_RUNS)
+        folders = {"DATA_DIR": str(tmp_path / "data"), "STAGE_TO": str(tmp_path / "disk")}
+        return launch("--config=x", PYTHON=str(tmp_path / "python"), **folders | environment)
+
+    return start
+
+
+# Like srun, it runs a command; "tasks" counts those of each step.
+SRUN_THAT_RUNS = """#!/bin/bash
+while [[ $1 != bash ]]; do [[ $1 == --ntasks=* ]] && echo "tasks ${1#*=}"; shift; done
+exec "$@"
+"""
+PYTHON_THAT_LISTS = """#!/bin/bash
+for word in "$@"; do
+    case $word in --train_data_path=* | --valid_data_path=*) echo "${word#*=}: $(cat "${word#*=}"/*)" ;; esac
+done
+exit "${STATUS:-0}"
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_data_are_copied_to_the_disk_of_each_node_and_removed_at_the_end(staged, tmp_path, status):
+    copies = tmp_path / "disk/staged-7"
+    copies.mkdir()
+    (copies / "part").touch()  # of a start of this job that was killed
+    result = staged(STATUS=str(status), SLURM_NTASKS="4")
+    shown = [f"{copies}/train: train", f"{copies}/valid: valid"]
+    assert result.stdout.splitlines()[1:] == ["tasks 1", "tasks 4", *shown, "tasks 1"]
+    assert (result.returncode, result.stderr) == (status, "") and not list((tmp_path / "disk").iterdir())
+    assert len(list((tmp_path / "data").rglob("*.h5"))) == 2
+
+
+def test_data_that_cannot_be_copied_start_nothing(staged, tmp_path):
+    (tmp_path / "data/valid/1979.h5").unlink()
+    (tmp_path / "data/valid").rmdir()
+    result = staged()
+    assert (result.returncode, result.stdout.splitlines()[1:]) == (2, ["tasks 1", "tasks 1"])
+    assert result.stderr.endswith(f"launch: STAGE_TO={tmp_path}/disk: the data were not copied: nothing was started\n")
+    assert "valid" in result.stderr.splitlines()[0] and not list((tmp_path / "disk").iterdir())
+
+
 @pytest.mark.parametrize(
     "container, start, contains",
     [
@@ -270,6 +322,7 @@ def test_a_site_file_may_be_anywhere(launch, tmp_path):
     [
         ({"SITE": "moon"}, f"error: SITE=moon: no file sites/moon.sh; there are {SITES}"),
         ({"CONTAINER": "box"}, "error: CONTAINER=box: use shifter, podman-hpc, apptainer, pyxis, environment or none"),
+        ({"STAGE_TO": "/tmp"}, "error: STAGE_TO=/tmp needs DATA_DIR, the folder whose train/ and valid/ are copied"),
         ({"CONTAINER": "shifter"}, "error: CONTAINER=shifter needs IMAGE, the image's name"),
         ({"MODULES": "a", "BASH_FUNC_module%%": "() { false; }"}, "error: sites/generic.sh: module load a failed"),
     ],

@@ -1,27 +1,22 @@
 """The model that a config describes, and its initial weights, which depend on its code and on a seed alone.
 
-A model is built on the meta device, where tensors have shapes but no memory. Then each module alone fills its own
-parameters and buffers on the CPU, by its `reset_parameters`, from a seed of its name: the convention of fully_shard, as
-modules of torch.nn follow it. No rank ever holds more than one module whole.
+A model is built on the meta device, where tensors have shapes but no memory. In a model of networks/ each module alone
+then fills its own parameters and buffers on the CPU, by its `reset_parameters`, from a seed of its name: the convention
+of fully_shard, as modules of torch.nn follow it. No rank ever holds more than one module whole.
 
-Not every model comes out so as its author meant. A module may have no `reset_parameters`, or its model may change what
-the module has drawn. Such a model is built whole on the CPU, from the seed, on every rank.
+Any other model may change what its modules have drawn. It is built whole on the CPU, from the seed, on every rank, so
+that it comes out as its author meant.
 """
 
 import copy
 import hashlib
 import importlib
 import inspect
-import logging
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.protocol import points_kept_together
 from distributed.split import Split
@@ -31,10 +26,7 @@ from networks.vit import PerAxis
 from utils.config import nearest
 from utils.errors import UsageError, first_line
 from utils.schema import Config
-from utils.torch_private import storage_id
 
-log = logging.getLogger(__name__)
-IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 Build = Callable[[], nn.Module]
 
 
@@ -45,7 +37,7 @@ def build_model(config: Config, device: torch.device | str = "meta") -> nn.Modul
     model, for arguments that it does not take, and for sizes that it refuses. device: "cpu" for a model in memory, with
     its initial weights.
     """
-    model, _ = build_on_meta(_builder(config))
+    model = build_on_meta(_builder(config))
     if torch.device(device).type != "meta":
         with keep_ties(model):
             model.to_empty(device=device)
@@ -56,11 +48,9 @@ def build_model(config: Config, device: torch.device | str = "meta") -> nn.Modul
 def initial_weights(config: Config) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter and buffer of the whole model, on the CPU: they depend on the seed alone."""
     build = _builder(config)
-    model, reason = build_on_meta(build)
-    if not reason:
-        yield from draw_by_module(model, config.seed)
+    if MODELS.get(config.model, config.model) in MODELS.values():
+        yield from draw_by_module(build_on_meta(build), config.seed)
         return
-    log.info("Model %s is built on the CPU for its initial weights: %s", config.model, reason)
     model = build_whole(build, config.seed)
     yield from model.named_parameters()
     yield from model.named_buffers()
@@ -150,26 +140,20 @@ def patch_size(config: Config) -> PerAxis:
     return points_kept_together(build_model(config))
 
 
-def build_on_meta(build: Build) -> tuple[nn.Module, str]:
-    """(a model on the meta device, why its weights must be drawn by building it whole; '' where its modules draw them).
-
-    Raises whatever `build` raises on the CPU.
-    """
-    writes = Writes()
+def build_on_meta(build: Build) -> nn.Module:
+    """A model on the meta device. Raises whatever `build` raises on the CPU."""
     try:
-        with torch.device("meta"), _Questions(writes), writes:
+        with torch.device("meta"):
             model = build()
-    except Exception as error:  # for example for reading a number from a tensor that has no memory
-        reason = f"it cannot be built without memory ({first_line(error)})"
+    except Exception:  # for example for reading a number from a tensor that has no memory
+        pass
     else:
         # Tensors that no state_dict names, and to(device) does not move.
-        hidden = [name for name, m in model.named_modules() if any(isinstance(v, Tensor) for v in vars(m).values())]
-        if not hidden:
-            return model, _why_whole(model, writes)
-        reason = f"{_called(hidden[0], model)} holds a tensor that is neither parameter nor buffer"
+        if not any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
+            return model
     model = build_whole(build, 0)
     with keep_ties(model):
-        return model.to("meta"), reason
+        return model.to("meta")
 
 
 def build_whole(build: Build, seed: int) -> nn.Module:
@@ -197,72 +181,3 @@ def draw_by_module(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
 def _own_tensors(module):
     tensors = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _called(name, model):
-    return f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
-
-
-class Writes(TorchDispatchMode):
-    """What is written in place into the memory of each tensor: writes.into(tensor), a list of operations.
-
-    Some functions of torch.nn.init write nothing where they find a tensor on the meta device: that they ask is a write.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, list[str]] = defaultdict(list)
-        self.seen: list[Tensor] = []  # kept, so that no memory is used twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
-            self.note(args[0], f"{func} {args[1:]} {kwargs}")
-        return func(*args, **(kwargs or {}))
-
-    def note(self, tensor: Tensor, operation: str) -> None:
-        """Note that an operation writes into a tensor."""
-        self.seen.append(tensor)
-        self.found[_memory(tensor)].append(operation)
-
-    def into(self, tensor: Tensor) -> list[str]:
-        """The operations that have written into a tensor, in their order."""
-        return self.found[_memory(tensor)]
-
-
-class _Questions(TorchFunctionMode):
-    """Who asks whether a tensor is on the meta device."""
-
-    def __init__(self, writes: Writes):
-        super().__init__()
-        self.writes = writes
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func == IS_META:
-            self.writes.note(args[0], "is_meta")
-        return func(*args, **(kwargs or {}))
-
-
-def _memory(tensor):
-    return storage_id(tensor)
-
-
-def _why_whole(model, built):
-    """Why the modules of a model on the meta device do not draw the weights that its author meant, or ''.
-
-    built: the Writes of its construction. They are compared with those of each module's reset_parameters alone.
-    """
-    for name, module in model.named_modules():
-        where, own = _called(name, model), _own_tensors(module)
-        if not own:
-            continue
-        if not hasattr(module, "reset_parameters"):
-            return f"{where} has no reset_parameters"
-        again = Writes()
-        with _Questions(again), again:
-            module.reset_parameters()
-        for key, tensor in own.items():
-            if not again.into(tensor):
-                return f"reset_parameters of {where} does not fill {key}"
-            if again.into(tensor) != built.into(tensor):
-                return f"{key} of {where} is not only filled by its reset_parameters"
-    return ""

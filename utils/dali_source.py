@@ -22,14 +22,14 @@ class SampleSource:
 
     def __init__(self, dataset: FieldDataset, order: Order, iterations: range):
         self.dataset, self.order, self.iterations = dataset, order, iterations
-        self.unopened: list[tuple[Path, Path]] = []  # in a worker, before its first sample: what open_year takes
+        self.unopened: list[Path] = []  # in a worker, before its first sample
 
     def __call__(self, info: types.SampleInfo) -> np.ndarray:
         """One sample, (k + 1, C, h, w) float32; StopIteration after the last batch."""
         if info.iteration >= len(self.iterations):
             raise StopIteration
         if self.unopened:
-            self.dataset.files, self.unopened = [open_year(*names) for names in self.unopened], []
+            self.dataset.files, self.unopened = [open_year(path) for path in self.unopened], []
         iteration = self.iterations[info.iteration]
         sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
         self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
@@ -40,7 +40,7 @@ class SampleSource:
         dataset.files = []
         return vars(self) | {
             "dataset": dataset,
-            "unopened": [(file.location, file.path) for file in self.dataset.files],
+            "unopened": [file.path for file in self.dataset.files],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

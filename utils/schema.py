@@ -86,7 +86,6 @@ class Config(BaseModel):
     global_means_path: Text = key("mean of each channel (.npy)")
     global_stds_path: Text = key("standard deviation of each channel (.npy)")
     time_means_path: Text = key("time mean of each channel at each point (.npy), the climatology")
-    stage_to: Text | None = key("copy the data first to this folder of each node's own disk: $TMPDIR", None, "speed")
     limit_nsamples: PositiveInt | None = key("train on the first samples only", None)
     limit_nsamples_val: PositiveInt | None = key("validate on the first samples only", None)
     data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch", "speed")

@@ -20,13 +20,11 @@ from weather.year_data import DATASET, YearFile
 class Hdf5Year(YearFile):
     """A year in an HDF5 file."""
 
-    def __init__(self, location: Path, path: Path):
-        self.path, self.location = path, location
-        check_file(location)
+    def __init__(self, path: Path):
+        self.path = path
+        check_file(path)
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
-            gone = not location.resolve().exists()  # its name; HDF5 would look for it
-            file = opened.enter_context(open(location, "rb")) if gone else location
-            self.file = opened.enter_context(h5py.File(file, "r", locking=False))  # not all file systems have locks
+            self.file = opened.enter_context(h5py.File(path, "r", locking=False))  # not all file systems have locks
             fields = self.file.get(DATASET)
             if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
                 found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
@@ -39,7 +37,7 @@ class Hdf5Year(YearFile):
             self.arrays = {name: array for name, array in self.file.items() if not _only_a_dimension(array)}
             linked = h5py.h5o.get_info(fields.id).fileno != h5py.h5o.get_info(self.file.id).fileno
             self.frame_offsets = None if linked else frame_offsets(fields)  # they would be offsets in another file
-            self.descriptor = os.open(location, os.O_RDONLY)
+            self.descriptor = os.open(path, os.O_RDONLY)
             opened.callback(os.close, self.descriptor)
             self.size = os.fstat(self.descriptor).st_size
             self.plain = self.frame_offsets is not None

@@ -47,13 +47,12 @@ class Description(NamedTuple):
 class YearFile(ABC):
     """One open year. `read` fills buffers from it.
 
-    path: what people call it. location: where it can be opened again. fields: an array (T, C, H, W) that slices.
+    path: where it can be opened again. fields: an array (T, C, H, W) that slices.
     arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
     plain: whether each frame is stored as one plain piece. mappable: whether `mapped` can be used.
     """
 
     path: Path
-    location: Path
     fields: Any
     arrays: Mapping[str, Any]
     shape: tuple[int, int, int, int]

@@ -26,12 +26,12 @@ def is_store(path: Path) -> bool:
     return path.suffix == ".zarr" or any((path / name).exists() for name in STORE_FILES)
 
 
-def open_year(location: Path, path: Path | None = None) -> YearFile:
-    """Open a year of data. path: what it is called in messages, where that is not its location. Raises UsageError."""
-    if is_store(location):
+def open_year(path: Path) -> YearFile:
+    """Open a year of data. Raises UsageError."""
+    if is_store(path):
         from weather.zarr_year import ZarrYear  # an optional library, and slow to import
 
-        return ZarrYear(location, path or location)
+        return ZarrYear(path)
     from weather.hdf5_year import Hdf5Year  # a program that reads no data needs no h5py
 
-    return Hdf5Year(location, path or location)
+    return Hdf5Year(path)

@@ -29,12 +29,12 @@ warnings.filterwarnings("ignore", message=".*does not have a Zarr V3 specificati
 class ZarrYear(YearFile):
     """A year in a Zarr store."""
 
-    def __init__(self, location: Path, path: Path):
-        self.path, self.location = path, location
-        if not location.is_dir():
-            raise UsageError(f"{path}: {'is not a folder' if location.exists() else 'no such store'}")
+    def __init__(self, path: Path):
+        self.path = path
+        if not path.is_dir():
+            raise UsageError(f"{path}: {'is not a folder' if path.exists() else 'no such store'}")
         with reading(f"{path}: Zarr"):
-            group = zarr.open_group(location, mode="r", use_consolidated=False)  # which may be older than the store
+            group = zarr.open_group(path, mode="r", use_consolidated=False)  # which may be older than the store
             self.arrays = dict(group.arrays())
             fields = self.arrays.get(DATASET)
             if fields is None or fields.ndim != 4 or fields.dtype.kind != "f" or fields.shards:
@@ -83,7 +83,7 @@ class ZarrYear(YearFile):
         return whole and codecs == ((), (), "C") and self.fields.dtype == np.dtype("<f4") and not big
 
     def _chunk(self, number: tuple[int, ...]) -> Path:
-        return self.location / DATASET / self.fields.metadata.encode_chunk_key(number)
+        return self.path / DATASET / self.fields.metadata.encode_chunk_key(number)
 
     def _chunk_size(self, number):
         try:

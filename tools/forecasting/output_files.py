@@ -1,4 +1,4 @@
-"""The files of a forecast: NetCDF with the CF conventions, one file for each start date, or one Zarr store for all.
+"""The files of a forecast: NetCDF with the CF conventions, one file for each start date.
 
 Each channel is a variable of the same name, with its level or height as a scalar coordinate:
 u500(forecast_reference_time, lead_time, latitude, longitude) at p500 = 500 hPa.
@@ -10,8 +10,7 @@ Rasp et al. 2024, arXiv:2308.15560; https://weatherbench2.readthedocs.io (init-t
 """
 
 import re
-import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; in other
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
-ENCODING = {"coordinates", "_FillValue", "units", "calendar", "dtype"}
-SKILL, STORE = "skill.json", "forecast.zarr"
+SKILL = "skill.json"
 LEVEL = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
 KEPT = ("units", "standard_name", "units_metadata")  # attributes that all levels of a variable share
 Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding)
@@ -52,7 +50,6 @@ def prepare_folder(path: Path | str) -> None:
         if (path / SKILL).exists():
             for name in read_json(path / SKILL)["files"]:
                 (path / Path(name).name).unlink(missing_ok=True)
-            shutil.rmtree(path / STORE, ignore_errors=True)
         with whole_file(path / SKILL) as part:
             part.write_text('{"files": []}\n')
     except OSError as error:
@@ -81,25 +78,6 @@ def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf
     """Write a Dataset of forecast_dataset to a file named by its start date. Raises OSError, naming the file."""
     with whole_file(Path(folder) / file_name(forecast["forecast_reference_time"].values[0])) as part:
         LAYOUTS[layout](forecast).to_netcdf(part, engine="h5netcdf")
-
-
-def write_zarr(folder: Path | str, starts: Iterable[np.datetime64]) -> None:
-    """Join the NetCDF files of these start dates in one Zarr store. Needs the package zarr.
-
-    A chunk is the fields of one start and lead time. Zarr format 2 and consolidated metadata: every version reads it.
-    """
-    store = Path(folder) / STORE
-    for number, start in enumerate(starts):
-        with xarray.open_dataset(Path(folder) / file_name(start), engine="h5netcdf") as forecast:
-            for variable in forecast.variables.values():  # options of NetCDF mean nothing to Zarr
-                variable.encoding = {key: value for key, value in variable.encoding.items() if key in ENCODING}
-            fields = forecast.data_vars.values()
-            first = next(iter(fields)).dims[0]  # the date of the start
-            if number == 0:
-                for field in fields:
-                    field.encoding["chunks"] = (1, 1, *field.shape[2:])
-            along: dict[str, Any] = {"append_dim": first} if number else {"mode": "w", "zarr_format": 2}
-            forecast.load().to_zarr(store, consolidated=True, **along)
 
 
 def forecast_dataset(

@@ -1,27 +1,30 @@
 """The report of a forecast: a table of its skill, curves, maps and an animation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tools.forecasting.dated_frames import show
-from tools.forecasting.output_files import SKILL, STORE, file_name, write_zarr
+from tools.forecasting.output_files import SKILL, file_name
 from tools.forecasting.rollout import Result
 from tools.forecasting.spectra import spread
 from tools.pictures import save
-from tools.tables import installed
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
-from utils.files import write_json
+from utils.errors import UsageError
+from utils.files import read_json, write_json
 from weather.grid import HOUR
 
 
-def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, zarr: bool) -> None:
+def report(
+    result: Result, out: Path | str, about: dict[str, Any], files: bool, others: Mapping[str, dict[str, Any]]
+) -> None:
     """Write skill, pictures and animation of a Result to the folder `out`, and print a summary. One rank calls this.
 
-    about: of output_files.attributes. files: the forecasts are in the folder as NetCDF. zarr: join them in one store.
+    about: of output_files.attributes. files: the forecasts are in the folder as NetCDF.
+    others: records of read_skill, of runs to compare with.
     """
     out, first, spectra = Path(out), result.starts[0], result.spectra
     units = dict(zip(result.names, result.units, strict=True))
@@ -59,19 +62,28 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool, 
 
     print(f"\n{skill_table(result, headline, units)}")
     short = f"{result.spectra.short:.0f} km"
-    hours = {name: useful_hours(result.skill["rmse"], name, result.leads) for name in headline}
-    print(f"RMSE below persistence and climatology up to: {', '.join(f'{name} {h} h' for name, h in hours.items())}")
+    for run, skill in {"": record, **others}.items():
+        rmse = skill["rmse"]
+        hours = [f"{name} {useful_hours(rmse, name, result.leads)} h" for name in headline if name in rmse["model"]]
+        print(f"RMSE below persistence and climatology up to: {', '.join(hours)}{run and f' ({run})'}")
     print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
     finite = np.isfinite(list(result.skill["rmse"]["model"].values())).all(0)  # (L,)
     if not finite.all():
         print(f"the forecast is not finite from {result.leads[finite.argmin()]} hours on: the rollout is unstable")
-    if zarr and not installed("zarr"):
-        print("no Zarr store: pip install -r requirements-era5.txt")
-    elif zarr:
-        write_zarr(out, result.starts)
-        print(f"one store:  {out / STORE}")
     print(f"everything is in {out}: {', '.join(['skill.json', *pictures[:3], *names[:1]])}{' ...' * (len(names) > 1)}")
     print(f"animation:  {out / pictures[3]}")
+
+
+def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence[int]) -> dict[str, Any]:
+    """Read the skill of the forecast in a run's folder. Raises UsageError where its dates or lead times are others."""
+    path = Path(run) / "forecast" / SKILL
+    if not path.exists():
+        raise UsageError(f"{path}: no forecast yet: python forecast.py --run_folder {run}")
+    record = read_json(path)
+    for key, own in (("lead_hours", list(leads)), ("starts", [show(start) for start in starts])):
+        if record.get(key) != own:
+            raise UsageError(f"{path}: its forecast has other {key} than this one: compare those of the same options")
+    return record
 
 
 def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:

@@ -1,6 +1,5 @@
 """Forecasting: from the state of the atmosphere to the state one step later, on year files."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config
-from utils.staging import stage
 from weather.channels import CHANNELS, count_forcings
 from weather.dataset import FieldDataset, Statistics, positive_statistics, read_statistics
 from weather.forcings import Forcings
@@ -43,14 +41,6 @@ class Trained(Task):
         self._weights: dict[bool, Tensor] = {}  # of whole images, or of this rank's part
         # Names of the channels and latitudes of the rows, until the data tell.
         self._described = [channel.name for channel in CHANNELS], latitudes(self.config.img_size[0])
-
-    def loaders(self, device: torch.device) -> list[BatchLoader]:
-        """As Task says; with stage_to they read from copies."""
-        loaders = super().loaders(device)
-        if self.config.stage_to:
-            folder = Path(os.path.expandvars(self.config.stage_to))
-            stage([loader.dataset for loader in loaders], folder, reads_samples())
-        return loaders
 
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
         """Loaders of pairs of frames. Raises UsageError where data and config disagree."""

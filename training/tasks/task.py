@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
 Shape = tuple[int, ...]
 FORECAST_KEYS = (
     "forcings", "predict", "rollout_steps", "rollout_schedule", "loss", "channel_weights", "pressure_weights",
-    "stage_to",
 )  # fmt: skip
 
 
