@@ -5,13 +5,12 @@
     python benchmark.py dp --config=quick         the strategies of rung 2: speed, memory, messages of every rank
     python benchmark.py mp --config=mp_quick      the layouts of rung 3 x model sizes: the same of a split model
     python benchmark.py domain --sizes 32 96 32   rung 4: image sizes x layouts of devices that share an image
-    python benchmark.py scaling --study quick     real training runs of all rungs: speedup, time to an error, cost
+    python benchmark.py scaling --study quick     real training runs of all rungs: speedup, cost
 
 Every other option is a key of the config, as in train.py: --local_batch_size 4, --device cpu, ...
 """
 
 import sys
-from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     options, words = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     given = vars(options)  # named as the arguments of the function that runs the command
     command, run = given.pop("command"), given.pop("run")
-    if command == "scaling":
-        return run(words, **given)
     files = [(given.pop(kind, None), given.pop(f"write_{kind}", None)) for kind in ("json", "png")]
     if command == "ladder":  # after each of its turns too
         given["json"] = files[0][0]
@@ -45,11 +42,18 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="benchmark.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, run: Callable[..., Any], text: str, write_png: Callable[..., Any] | None = None) -> Any:
+    def command(
+        name: str,
+        run: Callable[..., Any],
+        text: str,
+        write_png: Callable[..., Any] | None = None,
+        rounds: bool = True,
+    ) -> Any:
         """Add a command that measures; returns what adds its own options."""
         added = commands.add_parser(name, help=text, allow_abbrev=False)
         added.set_defaults(run=run, write_json=write_json, write_png=write_png)
-        added.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
+        if rounds:
+            added.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
         added.add_argument("--json", metavar="FILE", help="write the figures as JSON")
         if write_png:
             added.add_argument("--png", metavar="FILE", help="write a picture")
@@ -92,17 +96,12 @@ def build_parser() -> ArgumentParser:
     option("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
 
-    study = commands.add_parser("scaling", help="training runs over layouts and sizes", allow_abbrev=False)
-    study.set_defaults(run=scaling.run)
-    study.add_argument("--study", dest="name", default="quick", metavar="NAME", help="named study (%(default)s)")
-    study.add_argument("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
-    study.add_argument("--out", metavar="FOLDER", help="of the report (logs/scaling/<study>)")
-    study.add_argument("--only", type=whole(0, 100_000), metavar="N", help="make this one run, and no report")
-    study.add_argument("--target", metavar="FIELD=RMSE", help="error to reach, as z500=300 (the study's)")
-    for action, text in scaling.ACTIONS.items():
-        study.add_argument(
-            f"--{action}", dest="action", action="store_const", const=action, default=SUPPRESS, help=text
-        )
+    option = command("scaling", scaling.run, "real training runs", scaling.write_picture, rounds=False)
+    option("--study", default="quick", metavar="NAME", help="named study (%(default)s)")
+    option("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
+    option("--only", type=whole(0, 100_000), metavar="N", help="in a job: make the run of this number")
+    option("--list", dest="list_runs", action="store_true", help="print the runs, and jobs for Slurm")
+    option("--report_only", action="store_true", help="make no run")
 
     return parser
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # A scaling study on whole nodes with one task per GPU; each task of an array is one run.
-#   python benchmark.py scaling --study cluster --submit
-# submits this file once for each size of run. What follows its name goes to benchmark.py scaling. docs/scaling.md
+#   python benchmark.py scaling --study cluster --list
+# prints the sbatch lines, one for each number of ranks. What follows this file's name goes to benchmark.py scaling.
 #SBATCH --job-name=vit-era5
 #SBATCH --output=%x-%j.out
 #SBATCH --time=01:00:00

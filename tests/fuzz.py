@@ -37,7 +37,7 @@ from tests.support import forked, programs
 from tests.support.era5_examples import build, save_netcdf, save_zarr
 from tests.test_plan_measured import made
 from tools import hang
-from tools.benchmarks.scaling.study import read_study
+from tools.benchmarks.scaling import read_study
 from tools.forecasting.dated_frames import file_times
 from tools.forecasting.output_files import prepare_folder
 from tools.planner.compare import compare

@@ -142,17 +142,15 @@ def test_a_step_that_fails_is_named(tiny_config, sample_folder):
         ladder.run(config, steps=1, rounds=1)
 
 
-@pytest.mark.slow("every layout of files, converted and read by processes")
-def test_loaders_are_compared_with_plain_reading(tiny_options, tmp_path, capsys):
+@pytest.mark.slow("every loader, read by processes")
+def test_loaders_are_compared_with_the_plain_design(tiny_options, tmp_path, capsys):
     words = tiny_options(expdir=None, global_batch_size=2)
     benchmark.main(["data", "--workers", "1", "--batches=2", "--rounds=1", f"--json={tmp_path}/d.json", *words])
     loaders = {row["loader"]: row for row in json.loads((tmp_path / "d.json").read_text())["loaders"]}
-    assert loaders["plain design, 0 workers"]["ratio_to_plain"] == 1
-    assert loaders["cat file > /dev/null"]["ratio_to_cat"] == 1
-    for layout in ("HDF5", "HDF5, chunk a channel", "NetCDF", "Zarr 2, plain", "Zarr 3, compressed"):
-        assert loaders[f"native, {layout}, 1 workers"]["samples_per_sec"] > 0
-    assert "native, 1/4 of the rows, 1 workers" in loaders
-    assert "| cat file > /dev/null" in capsys.readouterr().out
+    assert loaders["plain, 0 workers"]["ratio_to_plain"] == 1
+    assert {"plain, 1 workers", "ours, 0 workers", "ours, 1 workers"} <= set(loaders)
+    assert all(row["samples_per_sec"] > 0 for row in loaders.values())
+    assert "| ours, 1 workers" in capsys.readouterr().out
 
 
 def test_the_yardstick_gives_the_same_samples(tiny_config):

@@ -1,13 +1,11 @@
-"""Data loaders alone: every loader x workers x format on disk, compared with the plain design and plain reading.
+"""Data loaders alone, on numbers of workers: the plain design, ours, DALI.
 
 All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
 
-import importlib
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain, repeat
@@ -17,13 +15,11 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-import xarray
 from pandas import DataFrame
 from torch import Tensor
 
 from tools.tables import installed, machine, print_tables
 from training.tasks import build_task
-from utils.data_loader import DataLoader
 from utils.device import select_device, synchronize
 from utils.schema import Config
 from weather.dataset import FieldDataset, Statistics
@@ -38,90 +34,53 @@ def run(
     """Measure and print a table; returns the figures, as JSON has them.
 
     workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data,
-    copied into each format. batches: timed in a turn, fewer where they take longer than TURN_SECONDS.
+    copied into one file. batches: timed in a turn, fewer where they take longer than TURN_SECONDS.
     """
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
-        layouts = _write_layouts(config, Path(folder), frames)
-        cases = _cases(config, layouts, sorted({0, *workers}), device)
+        _write_frames(config, Path(folder), frames)
+        own = {"train_data_path": folder, "valid_data_path": folder, "data_loader_config": "pytorch"}
+        cases = _cases(config.model_copy(update=own), sorted({0, *workers}), device)
         turns = [{name: measure(batches) for name, measure in cases.items()} for _ in range(rounds)]
     speeds, sample_bytes = DataFrame(turns), _sample_bytes(config)
     medians = speeds.median()
     results: list[dict[str, Any]] = DataFrame({
         "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * sample_bytes,
         "ratio_to_plain": speeds.div(speeds[PLAIN], axis=0).median(),
-        "ratio_to_cat": speeds.div(speeds[CAT], axis=0).median(),
     }).to_dict("records")  # fmt: skip
     print_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results])
     print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
-    for name, needs, file in (("DALI", "nvidia.dali", "dali"), ("Zarr", "zarr", "era5")):
-        if not installed(needs):
-            print(f"{name}: not installed (requirements-{file}.txt)")
+    if not installed("nvidia.dali"):
+        print("DALI: not installed (requirements-dali.txt)")
     return {"config": config.config, "machine": machine(device), "loaders": results}
 
 
-CAT, PLAIN = "cat file > /dev/null", "plain design, 0 workers"
+PLAIN = "plain, 0 workers"
 
 
-def _write_layouts(config: Config, folder: Path, frames: int) -> dict[str, Path]:
-    """The first frames of the training data, in each format: {name: folder}. They stay in the page cache."""
+def _write_frames(config: Config, folder: Path, frames: int) -> None:
+    """Copy the first frames of the training data into a year file of HDF5, which stays in the page cache."""
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
     fields = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields[:frames, :channels]
-    fields, frame = fields[..., :height, :width], (1, channels, height, width)
-    for name, chunks in {"HDF5": None, "HDF5, chunk a channel": (1, 1, height, width)}.items():
-        (folder / name).mkdir()
-        with h5py.File(folder / name / "1979.h5", "w") as file:
-            file.create_dataset("fields", data=fields, chunks=chunks)
-    (folder / "NetCDF").mkdir()
-    array = xarray.DataArray(fields, dims=("time", "channel", "latitude", "longitude"), name="fields")
-    array.to_netcdf(folder / "NetCDF" / "1979.nc", engine="h5netcdf")
-    for version, codec in ((2, None), (3, None), (3, "auto")) if installed("zarr") else ():
-        name = f"Zarr {version}, {'compressed' if codec else 'plain'}"
-        group = importlib.import_module("zarr").open_group(folder / name / "1979.zarr", mode="w", zarr_format=version)
-        group.create_array("fields", data=fields, chunks=frame, compressors=codec)
-    return {path.name: path for path in sorted(folder.iterdir())}
+    with h5py.File(folder / "1979.h5", "w") as file:
+        file.create_dataset("fields", data=fields[..., :height, :width])
 
 
-def _cases(
-    config: Config, layouts: Mapping[str, Path], workers: Sequence[int], device: torch.device
-) -> dict[str, Callable[[int], float]]:
+def _cases(config: Config, workers: Sequence[int], device: torch.device) -> dict[str, Callable[[int], float]]:
     """{name: function(batches) -> samples per second}."""
-    contiguous, most = layouts["HDF5"], max(workers)
-
-    def options(folder: Path, kind: str, n: int) -> Config:
-        own = {"train_data_path": str(folder), "valid_data_path": str(folder)}  # the same points
-        return config.model_copy(update=own | {"data_loader_config": kind, "num_data_workers": n})
-
-    cases: dict[str, Callable[[int], float]] = {CAT: lambda _: _cat(config, contiguous)}
-    for n in workers:
-        cases[f"plain design, {n} workers"] = partial(_plain, options(contiguous, "pytorch", n))
-    dali = {"dali": "DALI"} if installed("nvidia.dali") else {}
-    for kind, title in ({"pytorch": "native"} | dali).items():
-        for layout, folder in layouts.items():
-            for n in workers:
-                cases[f"{title}, {layout}, {n} workers"] = partial(_ours, options(folder, kind, n), device)
-    best = options(contiguous, "pytorch", most)
-    cases[f"native, as for a GPU, {most} workers"] = partial(_ours, best, device, raw=True)
-    cases[f"native, 1/4 of the rows, {most} workers"] = partial(_ours, best, device, rows=config.img_size[0] // 4)
-    return cases
+    dali = {"DALI": partial(_ours, "dali", device)} if installed("nvidia.dali") else {}
+    loaders: dict[str, Callable[[Config, int], float]] = {"plain": _plain, "ours": partial(_ours, "pytorch", device)}
+    return {
+        f"{name}, {n} workers": partial(measure, config.model_copy(update={"num_data_workers": n}))
+        for name, measure in (loaders | dali).items()
+        for n in workers
+    }
 
 
-def _ours(config: Config, device: torch.device, count: int, raw: bool = False, rows: int | None = None) -> float:
-    """Samples per second of our loader. raw: leave the values as they are on disk, as the host does for a GPU.
-
-    rows: read so many rows of each image.
-    """
-    loader, valid = build_task(config).build_loaders(device)
+def _ours(kind: str, device: torch.device, config: Config, count: int) -> float:
+    """Samples per second of our loader. kind: a value of data_loader_config."""
+    loader, valid = build_task(config.model_copy(update={"data_loader_config": kind})).build_loaders(device)
     valid.close()
-    if rows:
-        channels = max(config.n_in_channels, config.n_out_channels)
-        dataset = FieldDataset(config.train_data_path, channels, config.img_size, config.dt, rows=slice(0, rows))
-        whole, sizes = loader, (loader.n_in, loader.n_out, loader.batch_size)
-        loader = DataLoader(dataset, whole.statistics, *sizes, device, config.num_data_workers)
-        whole.close()
-    if raw:
-        assert isinstance(loader, DataLoader)
-        loader.normalise_on_read = False
     with closing(loader), closing(loader.train(config.seed, 0, LEAD_IN + count)) as batches:
         return _timed(batches, count, loader.batch_size, device)
 
@@ -187,14 +146,6 @@ def _take(batches: Iterator[Any], count: int) -> int:
         next(batches)
         done += 1
     return done
-
-
-def _cat(config: Config, folder: Path) -> float:
-    """Samples per second if reading were all: the bytes of a sample are those of two frames."""
-    file = folder / "1979.h5"
-    started = time.perf_counter()
-    subprocess.run(["cat", file], stdout=subprocess.DEVNULL, check=True)
-    return file.stat().st_size / _sample_bytes(config) / (time.perf_counter() - started)
 
 
 def _sample_bytes(config: Config) -> int:
