@@ -125,7 +125,7 @@ def run(
             started, status = time.monotonic(), start(run)
             print(f"{run.name}: status {status} after {time.monotonic() - started:.0f} s", flush=True)
             if status == STOPPED_STATUS:
-                print("stopped; the same command goes on from here")
+                print("stopped; repeat the command to resume")
                 sys.exit(status)
     rows = collect(runs)
     print_tables("scaling", rows)
