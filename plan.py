@@ -18,13 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.planner import calibrate
 from tools.planner import plan_text as report
 from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu
 from tools.planner.search import LAYOUT_OPTIONS, Assumptions, Request, best_layouts, gpu_counts, scaling
 from tools.planner.submit import choose, submit_plan
-from tools.planner.validate import verify
 from utils.comm import run_ranks
 from utils.errors import ArgumentParser, UsageError, real, whole
 from utils.files import write_json
@@ -59,24 +57,27 @@ def main(argv: list[str] | None = None) -> int:
     option("--total_read", type=real(1e-3, 1e9), default=1000.0, metavar="GB/S", help="by all (%(default)s)")
     options, words = parser.parse_known_args(words)
     if options.verify:
+        from tools.planner.validate import verify
+
         return 1 if verify() else 0
     if options.calibrate == "":
+        from tools.planner import calibrate
+
         return calibrate.main(words)
     gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
     request = Request(words, gpu, options.calibrate)
     plans: Any  # Plans, or the Points of a curve
     text: Callable[..., str]
-    picture: Callable[..., None]
     if len(counts) > 1:
         assumed = Assumptions(options.jitter, options.node_read * 1e9, options.total_read * 1e9)
         plans = scaling(request, counts, assumed)
-        text, picture = partial(report.scaling_text, assumed=assumed), report.scaling_picture
+        text = partial(report.scaling_text, assumed=assumed)
     elif (options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)) or counts == [1]:
         plans = [request.plan(counts[0])]
-        text, picture = report.plan_text, report.layouts_picture
+        text = report.plan_text
     else:
         plans = best_layouts(request, counts[0], options.top or 10)
-        text, picture = report.search_text, report.layouts_picture
+        text = report.search_text
     if options.choose or options.submit is not None:
         if len(counts) > 1:
             raise UsageError("--choose and --submit take a layout of one number of --gpus")
@@ -89,7 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.json and options.json != "-":
         write_json(options.json, as_json)
     if options.png:
-        picture(plans, options.png)
+        from tools.planner.plan_pictures import layouts_picture, scaling_picture
+
+        (scaling_picture if len(counts) > 1 else layouts_picture)(plans, options.png)
     if options.submit is not None:
         print(submit_plan(plans[0], request, options.submit))
     return 0

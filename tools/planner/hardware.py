@@ -20,7 +20,6 @@ from pydantic import (
     ValidationError,
     field_validator,
 )  # fmt: skip
-from scipy.interpolate import RBFInterpolator
 
 from tools.instruments.operation_speed import OF_HEADS
 from tools.instruments.phases import PHASES
@@ -59,7 +58,7 @@ class Speeds(_Strict):
     operations: Tables = key("by operator and type")
     host: dict[Literal[*PHASES], NonNegativeFloat] = key("seconds of an operation beside its own time, by phase")  # type: ignore[valid-type]
     _known: dict[tuple[str, str, float, float, int], float] = PrivateAttr(default_factory=dict)
-    _tables: dict[tuple[str, str], RBFInterpolator] = PrivateAttr(default_factory=dict)
+    _tables: dict[tuple[str, str], Any] = PrivateAttr(default_factory=dict)
 
     @field_validator("operations")
     @classmethod
@@ -106,6 +105,8 @@ class Speeds(_Strict):
             found = {_place(name, *size): seconds for *size, seconds in self.operations[name][dtype]}
             works, places = zip(*found, strict=True)
             values = np.log(np.array(works) / np.array(list(found.values())))
+            from scipy.interpolate import RBFInterpolator  # slow to import
+
             self._tables[name, dtype] = RBFInterpolator(np.array(places), values, kernel="linear", degree=0)
         return self._tables[name, dtype]
 

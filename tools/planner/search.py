@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
-
-from scipy.stats import norm
 
 from tools.planner.formulas import MODELS, formula_traces
 from tools.planner.hardware import Gpu
@@ -135,7 +134,7 @@ def _order(plan: Plan) -> tuple[int, float]:
 
 def expected_slowest(ranks: int) -> float:
     """Mean of the largest of so many standard normal numbers, within 2 %; 0 of one."""
-    return float(norm.ppf((ranks - 0.375) / (ranks + 0.25))) if ranks > 1 else 0.0
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
 def sample_bytes(config: Config) -> int:

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from scipy.optimize import brentq
 
 from distributed.data_parallel import SHARDED
 from tools.instruments.tracker import ATTENTION
@@ -125,6 +124,8 @@ def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu,
                 f"computation {factor:g} times as long it takes {measured + off:.3g} s; is it of this configuration "
                 "and GPU?"
             )
+    from scipy.optimize import brentq  # slow to import
+
     return brentq(too_long, LEAST_FACTOR, MOST_FACTOR, xtol=1e-9)
 
 
