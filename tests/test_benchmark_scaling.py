@@ -189,7 +189,7 @@ def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repea
         time.sleep(0.05)
     study.send_signal(signal.SIGTERM)
     output, _ = study.communicate(timeout=60)
-    assert study.returncode == STOPPED_STATUS and "the same command goes on" in output
+    assert study.returncode == STOPPED_STATUS and "repeat the command to resume" in output
 
     assert benchmark.main(words) is None
     log = (first.folder / "out.log").read_text()

@@ -83,7 +83,9 @@ def test_workflows_run_what_the_tree_has():
     flows = {path.name: yaml().load(path) for path in (ROOT / ".github/workflows").iterdir()}
     runs = {name: [step["run"] for job in flow["jobs"].values() for step in job["steps"] if "run" in step]
             for name, flow in flows.items()}  # fmt: skip
-    assert runs["ci.yml"] == [".ci/run"] and os.access(ROOT / ".ci/run", os.X_OK)
+    assert runs["ci.yml"] == [".ci/run", 'make test TORCH="torch==${{ matrix.torch }}"'] and os.access(
+        ROOT / ".ci/run", os.X_OK
+    )
     assert all(flow["permissions"] == {"contents": "read"} for flow in flows.values())
     assert runs["nightly.yml"] == ["make ${{ matrix.command }}"]
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()

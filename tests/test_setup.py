@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ["Makefile", "requirements.txt", "tools/torch_version.py"]
@@ -119,7 +120,8 @@ def test_pip_installs_commands_that_run_anywhere(tmp_path, how):
     code = "from importlib.metadata import requires; print(*requires('deep-learning-at-scale'), sep='\\n')"
     files = [file.read_text().splitlines() for file in ROOT.glob("requirements-*.txt")]
     lines = {line for file in files for line in file if not line.startswith("#")}
-    lines |= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lines |= {str(Requirement(line)) for line in needed}
     assert {line.partition(";")[0].strip() for line in run("python", "-c", code).stdout.splitlines()} == lines
 
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

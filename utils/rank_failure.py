@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # Keys of the store: the error, whether it is printed, the number of ranks that know it, whether all shall end now.
 FIRST_FAILURE, SAID, KNOWN, END = "first_failure", "said", "known", "end"
 POLL_SECONDS, SHORT_POLL_SECONDS = 0.5, 0.05
-RANK_0_SECONDS = 1  # by which rank 0 may be later than another one: it speaks for all where they have the same error
+RANK_0_SECONDS = 3  # by which rank 0 may be later than another one: it speaks for all where they have the same error
 FAREWELL_SECONDS = 10  # at most, for ranks that are slow to notice
 FILE_NAME = "collectives-rank{}.json"
 LAST = 200  # collectives of a file
