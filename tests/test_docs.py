@@ -93,9 +93,12 @@ def test_a_command_is_one_that_the_programs_take(line):
     elif program == "benchmark.py":
         check_benchmark(words)
     elif program == "plan.py":
-        parsed = {name: mock.Mock(side_effect=Parsed) for name in ("load_gpu", "verify", "compare")}
-        measures = mock.patch("tools.planner.calibrate.read_launch", parsed["verify"])
-        with mock.patch.multiple(plan, **parsed), measures, pytest.raises(Parsed):
+        planner = ["calibrate.read_launch", "validate.verify"]
+        parts = ["plan.load_gpu", "plan.compare", *(f"tools.planner.{name}" for name in planner)]
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(mock.patch(part, side_effect=Parsed))
+            stack.enter_context(pytest.raises(Parsed))
             plan.main(words)
     else:
         assert program == "forecast.py", program
