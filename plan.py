@@ -1,4 +1,4 @@
-"""What a layout needs, computed on one CPU before a job is queued: memory, communication, time of a step.
+"""Plan a layout on one CPU before a job is queued: memory, communication and time of a step.
 
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --gpu a100-40gb     the best layouts of 16 GPUs
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --tensor_parallel 4     one layout, in detail

@@ -194,7 +194,7 @@ def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> Ke
 
 
 def has_flash(device: torch.device) -> bool:
-    """Whether a GPU has the flash kernel: NVIDIA's from the A100 on. ROCm's builds say so themselves."""
+    """Tell whether a GPU has the flash kernel: NVIDIA's from the A100 on. ROCm's builds say so themselves."""
     if device.type != "cuda" or torch.version.hip:  # an imagined GPU of the planner is a new one
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -38,7 +38,7 @@ DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class DataParallelOptions:
-    """What the data-parallel ranks share, and how; the fields are keys of the config (utils/schema.py)."""
+    """Settings of data parallelism: what ranks share, and how. Its fields are keys of the config (utils/schema.py)."""
 
     data_parallel: str = "ddp"
     noddp: bool = False

@@ -34,7 +34,7 @@ from utils.tiles import image_cuts, per_axis
 
 @dataclass(frozen=True)
 class DomainOptions:
-    """What rung 4 needs to know; the fields are keys of the config (utils/schema.py)."""
+    """Settings of domain parallelism, rung 4. The fields are keys of the config (utils/schema.py)."""
 
     img_size: Sequence[int]
     config: str = "model"  # how messages call it

@@ -1,4 +1,4 @@
-"""What a model offers where its heads (tp), tokens (cp) or blocks (pp) are to be split. networks/vit.py offers all.
+"""The methods by which a model's heads (tp), tokens (cp) or blocks (pp) are split. networks/vit.py has them all.
 
 A class need not derive from anything: the names are enough. Rungs 1, 2 and 4 ask for none of them.
 """

@@ -116,7 +116,7 @@ def _code(name):
 
 
 def _chosen(command, fast):
-    """Whether to make this one; else what the page has is shown again."""
+    """Tell whether to make this one; if not, the page keeps what it shows."""
     chosen = fast if ONLY == "fast" else ONLY in command
     if not chosen and (block := (cog.inFile, cog.firstLineNum)) not in _kept:
         _kept.add(block)

@@ -1,4 +1,4 @@
-"""What mkdocs (mkdocs.yml) is told beside its settings: pages from outside docs/, code as pages, tabs and folds.
+"""Hooks of mkdocs (mkdocs.yml): pages from outside docs/, code as pages, tabs and folds.
 
 README and a few other pages of the repository lie outside docs/, and chapters link to files of code. Each of them is
 a page of the site, so that every link works there as it does in the repository.

@@ -120,7 +120,7 @@ def _load(file):
 
 
 def _in_one_line(error, file):
-    """What failed, and in which line of the learner's file; not where in the depths of a library."""
+    """Describe an error by its line in the learner's file, not by its place deep in a library."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)

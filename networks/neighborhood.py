@@ -108,7 +108,7 @@ def attend_windows(
 
 
 def _tiles(device, *axis):
-    """What _cut_axis gives, on a device."""
+    """The result of _cut_axis, on a device."""
     with torch.inference_mode(False):  # whoever kept them could not train with them otherwise
         return tuple(part.to(device, non_blocking=True) for part in _cut_axis(*axis))
 

@@ -1,4 +1,4 @@
-"""What no training shows: collectives of every kind, attention of every method, the matrix products that MFU is of.
+"""Measurements beside a training: every kind of collective, every method of attention, the products that MFU counts.
 
     torchrun --nproc_per_node 1 -m tools.gpu_on_device --json FILE
 

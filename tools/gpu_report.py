@@ -286,7 +286,7 @@ def make_plans(names: Sequence[str], device: str, count: int, work: Path | None)
 
 
 def beside_plan(name: str, plan: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """What is planned of a run, from least to most, and what was found of it; hit: whether it lies between.
+    """A planned range, the measured value, and `hit`: whether the value lies within the range.
 
     With --enable_jit the memory is planned as that of eager mode, an upper bound (docs/plan.md).
     """

@@ -31,12 +31,12 @@ class Call(BaseModel):
         return " ".join([self.operation, *self.tensors])
 
     def fits(self, other: "Call") -> bool:
-        """Whether two ranks may call these two as the same collective."""
+        """Tell whether two ranks may call these two as the same collective."""
         return str(self) == str(other) or self.operation == other.operation not in SAME_SHAPE
 
 
 class Record(BaseModel):
-    """What a rank leaves (utils.rank_failure). groups: {name: (purpose, ranks)}. at: where it was."""
+    """State that a rank leaves behind (utils.rank_failure). groups: {name: (purpose, ranks)}. at: where it was."""
 
     rank: NonNegativeInt
     world_size: Ranks
@@ -64,7 +64,7 @@ class Record(BaseModel):
         return [rank for rank in self.groups[own.group][1] if rank not in here]
 
     def has_called(self, call: Call) -> bool:
-        """Whether the rank has come as far as this call of its group."""
+        """Tell whether the rank has come as far as this call of its group."""
         return any(own.group == call.group and own.number >= call.number for own in self.calls)
 
 

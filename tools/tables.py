@@ -16,14 +16,14 @@ TABLES = "config/benchmarks.yaml"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Description of the machine that the figures were measured on."""
     gpu = library(device, "get_device_name")
     name = gpu.get_device_name(device) if gpu else platform.processor() or platform.machine()
     return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def installed(module: str) -> bool:
-    """Whether this Python has a module, which is not imported."""
+    """Tell whether this Python has a module, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # nor the package around it

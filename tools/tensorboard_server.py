@@ -96,7 +96,7 @@ def tunnel_command(port: int) -> str:
 
 
 def jupyter_has_proxy() -> bool:
-    """Whether this kernel's environment has jupyter-server-proxy; the server's own environment cannot be inspected."""
+    """Tell whether this kernel's environment has jupyter-server-proxy. The server's own environment is hidden."""
     return importlib.util.find_spec("jupyter_server_proxy") is not None
 
 

@@ -1,4 +1,4 @@
-"""Whether the torch that is there is one that the tests know; `make setup` runs it before other packages are there."""
+"""Check that the installed torch is one that the tests know; `make setup` runs it before it installs other packages."""
 
 import sys
 

@@ -101,7 +101,7 @@ def _from_the_start(tensor: Tensor) -> Tensor:
 
 
 def _new_stager() -> DefaultStager:
-    """What copies tensors to host memory, on CUDA into pinned buffers, and keeps these buffers for the next time."""
+    """The stager: it copies tensors to host memory, on CUDA into pinned buffers that it keeps for the next save."""
     cuda = torch.cuda.is_available()
     return DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
 

@@ -125,7 +125,7 @@ class CheckpointError(Exception):
 
 
 class MarkerSchema(BaseModel):
-    """What a marker holds, as others may have written it."""
+    """Read a marker, which another program may have written."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     sha256: str

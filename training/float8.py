@@ -46,7 +46,7 @@ def use_float8(blocks: list[nn.Module], device: torch.device) -> None:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether a GPU multiplies 8-bit numbers; torch has no question for it but the capability."""
+    """Tell whether a GPU multiplies 8-bit numbers; in torch only its capability shows this."""
     if device.type != "cuda":
         return False
     capability = torch.cuda.get_device_capability(device)

@@ -33,7 +33,7 @@ def precision(config: Config) -> str:
 
 
 def is_gpu(name: str, device_name: str) -> bool:
-    """Whether a device that reports this name is the GPU called `name` in config/hardware.yaml."""
+    """Tell whether a device that reports this name is the GPU called `name` in config/hardware.yaml."""
     words = set(re.split(r"\W+", device_name.lower()))
     return words >= set(name.split("-")) and not words & OTHER_PEAKS
 

@@ -128,7 +128,7 @@ def output_shape(config: Config, x_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _in_one_line(error):
-    """What went wrong in somebody's model, and where, unless it is a refusal in words (ValueError, TypeError)."""
+    """Describe an error in a user's model and its place; a ValueError or TypeError only by its words."""
     if isinstance(error, ValueError | TypeError | ImportError | AttributeError):
         return first_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]

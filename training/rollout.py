@@ -29,7 +29,7 @@ class Rollout:
         self.change_scale = change_scale
 
     def inputs(self, state: Tensor, x: Tensor, step: int) -> Tensor:
-        """What the network takes for a step, counted from 0: (B, n_in + fixed + timed, h, w). x: a batch of inputs."""
+        """The network's input for a step, counted from 0: (B, n_in + fixed + timed, h, w). x: a batch of inputs."""
         if not self.fixed and not self.timed:
             return state
         first = self.n_in + self.fixed

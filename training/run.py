@@ -160,7 +160,7 @@ class Run:
         self.watchdog.beat()
 
     def _is_read(self, done: int) -> bool:
-        """Whether the losses are read after so many iterations, unless a signal asks for it."""
+        """Tell whether the losses are read after so many iterations. A signal can ask for it at any other one."""
         config = self.config
         whole = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.num_iters
         return whole or self._epochs(done) > self._epochs(done - 1)

@@ -1,4 +1,4 @@
-"""What a run tells of itself at every reading: loss, gradient, speed, memory, time by phase, the slowest rank."""
+"""Figures that a run logs at every reading: loss, gradient, speed, memory, time by phase, the slowest rank."""
 
 import logging
 import math

@@ -1,1 +1,1 @@
-"""What everything else stands on: processes, mesh layout, launch, device, settings, errors, data loaders."""
+"""Foundations of all other packages: processes, mesh layout, launch, device, settings, errors, data loaders."""

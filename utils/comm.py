@@ -246,7 +246,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which writes logs, summaries and markers."""
+    """Tell whether this is rank 0, which writes logs, summaries and markers."""
     return rank() == 0
 
 
@@ -267,7 +267,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def gather(own: T) -> list[T]:
-    """What every rank gives, on all ranks."""
+    """Gather the value of every rank, on all ranks."""
     seen = [own] * world_size()
     if len(seen) > 1:
         dist.all_gather_object(seen, own)

@@ -148,7 +148,7 @@ def _or_ours(path: Path | str) -> Path | str:
 
 
 def parse_yaml(text: str) -> Any:
-    """What YAML text holds. Raises ValueError, with the line, for text that is no YAML, or that holds too much."""
+    """Parse YAML text. Raises ValueError, with the line, for text that is no YAML, or that holds too much."""
     try:
         value = yaml().load(text)
     except MarkedYAMLError as error:

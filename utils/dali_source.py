@@ -1,4 +1,4 @@
-"""What DALI's worker processes run: they read samples. Nothing here imports torch, which would take them seconds."""
+"""The program of DALI's worker processes, which read samples. Nothing here imports torch, which takes seconds."""
 
 import multiprocessing
 import os

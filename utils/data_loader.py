@@ -98,7 +98,7 @@ class BatchLoader:
         self.dataset.close()
 
     def order(self, seed: int | None = None) -> Order:
-        """What this rank reads in each iteration of training, or of validation where there is no seed."""
+        """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
         stages = self.stages if seed is not None else ((0, max(steps for _, steps in self.stages)),)
         return Order(self.num_samples, self.batch_size, comm.get_rank("dp"), comm.get_size("dp"), seed, tuple(stages))
 
@@ -150,7 +150,7 @@ class BatchLoader:
 
 
 def reads_samples() -> bool:
-    """Whether this rank reads. Of the ranks that train on the same samples only the first one does."""
+    """Tell whether this rank reads. Of the ranks that train on the same samples only the first one does."""
     return comm.get_rank("tp_pp") == 0
 
 

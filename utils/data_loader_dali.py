@@ -125,7 +125,7 @@ class BatchStream:
                 signal.signal(signal.SIGCHLD, before)
 
     def _lost(self, within: float = 0.0) -> bool:
-        """Whether a process has ended, or ends in so many seconds."""
+        """Tell whether a process has ended, or ends in so many seconds."""
         until = time.monotonic() + within
         while all(worker.is_alive() for worker in self.workers):
             if time.monotonic() >= until:

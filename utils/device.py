@@ -60,7 +60,7 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def promised_gpus() -> str:
-    """What says that this process should have GPUs; '' where nothing does, and where they are hidden on purpose."""
+    """Name the sign that this process should have GPUs; '' if there is none or they are hidden on purpose."""
     if any(os.environ.get(name) == "" for name in VISIBLE):
         return ""
     if count := os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK"):
@@ -79,7 +79,7 @@ def driver() -> tuple[str, str] | None:
 
 
 def built_for() -> str:
-    """What this build of torch is for: 'CUDA 13.0', 'ROCm 7.1', 'XPU 2025' or 'no GPU'."""
+    """Describe the target of this build of torch: 'CUDA 13.0', 'ROCm 7.1', 'XPU 2025' or 'no GPU'."""
     version = torch.version
     kinds = {"ROCm": version.hip, "CUDA": version.cuda, "XPU": getattr(version, "xpu", None)}
     return next((f"{name} {number}" for name, number in kinds.items() if number), "no GPU")
@@ -118,7 +118,7 @@ def physical_name(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself; for other devices their type."""
+    """The name that a GPU reports; for other devices their type."""
     gpu = library(device, "get_device_name")
     return gpu.get_device_name(device) if gpu else device.type
 

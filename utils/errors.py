@@ -120,7 +120,7 @@ def leave_for_torchrun(message: str) -> None:
 
 
 def _reader_has_left(descriptor: int) -> bool:
-    """Whether a file descriptor is a pipe that nobody reads."""
+    """Tell whether a file descriptor is a pipe that nobody reads."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -39,7 +39,7 @@ def read_text(path: Path | str) -> str:
 
 
 def read_json(path: Path | str) -> Any:
-    """What a small JSON file holds. Raises UsageError, naming it, where it cannot be read."""
+    """Read a small JSON file. Raises UsageError, naming the file, if it cannot be read."""
     text = read_text(path)
     try:
         return json.loads(text)

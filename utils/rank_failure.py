@@ -143,7 +143,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def agent_has_store() -> bool:
-    """Whether the ranks connect through a store of torchrun's agent; otherwise rank 0 has it."""
+    """Tell whether the ranks connect through a store of torchrun's agent; otherwise rank 0 has it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

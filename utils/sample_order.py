@@ -24,7 +24,7 @@ def training_indices(num_samples: int, batch_size: int, seed: int, iteration: in
 
 
 class Order(NamedTuple):
-    """What a rank reads in each iteration: its equal part of the samples of all ranks.
+    """Samples of a rank in each iteration: its equal part of the samples of all ranks.
 
     batch_size: of this rank. seed: of training; None for validation, which takes the samples in their order, and fills
     up the last batch from the start. stages: the steps of a forecast, as (first iteration, steps), from 0 on.

@@ -175,7 +175,7 @@ class Config(BaseModel):
 
     @property
     def notes(self) -> list[str]:
-        """What was changed on the way from the file and the command line to this config, as lines for the log."""
+        """Changes made on the way from the file and the command line to this config, as lines for the log."""
         return self._notes
 
     @property

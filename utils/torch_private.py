@@ -1,4 +1,4 @@
-"""What torch has under private names only, for what several modules need; a public name comes first where one exists.
+"""Private names of torch that several modules need; where a public name exists, it is tried first.
 
 Checked with torch 2.11, 2.13 and 2.15. A private name that a single module needs stands in that module;
 CONTRIBUTING.md has the command that lists all of them.

@@ -69,12 +69,12 @@ class FieldDataset:
 
     @property
     def mappable(self) -> bool:
-        """Whether all files can be mapped, so that `mapped` can be used."""
+        """Tell whether all files can be mapped into memory, so that `mapped` can be used."""
         return all(file.mappable for file in self.files)
 
     @property
     def warning(self) -> str:
-        """What is costly about how the first of such files is stored; '' where nothing is."""
+        """Describe why reading the first of such files is costly; '' if it is not."""
         return next((file.warning for file in self.files if file.warning), "")
 
     def read(self, index: int, out: np.ndarray) -> None:

@@ -91,7 +91,7 @@ class Store:
         return None
 
     def holds(self, quantity: str, level: float | None = None) -> bool:
-        """Whether it holds a quantity (at a level in hPa). Raises UsageError for other units or dimensions."""
+        """Tell whether it holds a quantity (at a level in hPa). Raises UsageError for other units or dimensions."""
         variable = self.variable(quantity, level)
         if variable is None:
             return False

@@ -95,6 +95,6 @@ def _never_written(fields):
 
 
 def _only_a_dimension(array):
-    """Whether this is what NetCDF writes for a dimension that has no values."""
+    """Tell whether this is the placeholder that NetCDF writes for a dimension without values."""
     name = array.attrs.get("NAME", b"") if isinstance(array, h5py.Dataset) else b""
     return isinstance(name, bytes) and name.startswith(b"This is a netCDF dimension")

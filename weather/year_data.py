@@ -1,4 +1,4 @@
-"""What every year of data can do, however it is stored: describe itself, and fill buffers with frames.
+"""A year of data, however it is stored: it describes itself and fills buffers with frames.
 
 A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`, `channel` and
 `channel_units`. Where each frame is stored as one plain piece, plain reads fill the caller's buffer; they release
@@ -25,7 +25,7 @@ DATASET = "fields"
 
 
 class Description(NamedTuple):
-    """What the numbers of a year file are."""
+    """Description of the numbers in a year file."""
 
     names: list[str]  # of the channels
     units: list[str]
@@ -74,7 +74,7 @@ class YearFile(ABC):
         """Read as `read` does, however frames are stored."""
 
     def _adjacent(self, frame: int, count: int) -> bool:
-        """Whether so many frames, from this one on, are one plain piece."""
+        """Tell whether so many frames, from this one on, are one contiguous piece."""
         return count == 1
 
     @contextmanager
@@ -130,7 +130,7 @@ class YearFile(ABC):
         return values
 
     def _stored(self, name, length, read, otherwise):
-        """What `read` makes of an array of so many values; `otherwise` where there is none of that name."""
+        """The result of `read` for the array of this name and length; `otherwise` if it does not exist."""
         with reading(f"{self.path}: '{name}'"):
             if (array := self.arrays.get(name)) is None:
                 return otherwise

@@ -22,7 +22,7 @@ def year_paths(folder: Path) -> list[Path]:
 
 
 def is_store(path: Path) -> bool:
-    """Whether a path is a Zarr store."""
+    """Tell whether a path is a Zarr store."""
     return path.suffix == ".zarr" or any((path / name).exists() for name in STORE_FILES)
 
 

@@ -48,7 +48,7 @@ def set_fallback(fallback: str) -> None:
 
 
 def report() -> str:
-    """What was computed on whole tensors, for example 'sort: 24 calls, 3.1 MB gathered'; empty if nothing was."""
+    """Report operations on whole tensors, for example 'sort: 24 calls, 3.1 MB gathered'; '' if there were none."""
     return "; ".join(f"{name}: {n} calls, {gathered[name] / 1e6:.1f} MB gathered" for name, n in calls.most_common())
 
 

@@ -1,4 +1,4 @@
-"""What rules do with their operands: sum up partial ones, prepare weights, bring tensors to one split, scatter them."""
+"""Preparation of a rule's operands: sum up partial ones, prepare weights, bring tensors to one split, scatter them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -95,7 +95,7 @@ def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int],
 
 
 def split_alike(spec: Spec, other: Spec) -> bool:
-    """Whether two tensors of one shape have the same elements on every rank; axes of whole dimensions may differ."""
+    """Tell whether tensors of one shape have the same elements on every rank; axes of unsplit dimensions may differ."""
     return spec.partial == other.partial and all(
         a == b or not (spec.is_split(d) or other.is_split(d))
         for d, (a, b) in enumerate(zip(spec.dims, other.dims, strict=True))

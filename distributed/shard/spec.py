@@ -108,11 +108,11 @@ class Spec:
         return tuple(found)
 
     def is_split(self, dim: int) -> bool:
-        """Whether ranks hold different parts of a dimension, by any of its axes."""
+        """Tell whether ranks hold different parts of a dimension, by any of its axes."""
         return dim % len(self.dims) in self.split_dims
 
     def is_first(self, axes: Axes, rank: int | None = None) -> bool:
-        """Whether a rank (by default this one) is the first of those among which axes are split."""
+        """Tell whether a rank (by default this one) is the first of those among which axes are split."""
         return all(axis.sizes is None or self.coordinate(axis.mesh_dim, rank) == 0 for axis in axes)
 
     def local_axes(self, axes: Iterable[Axis], rank: int | None = None) -> list[int]:
@@ -151,7 +151,7 @@ class Spec:
         return self.with_dims((*self.dims[:dim], axes, *self.dims[dim + 1 :]))
 
     def derived(self, key: tuple, make: Callable[[], Derived]) -> Derived:
-        """What make() returns, cached under a key because every training step repeats the same operations."""
+        """The result of make(), cached under a key because every training step repeats the same operations."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._derived:

@@ -1,4 +1,4 @@
-"""What all drawings share: boxes, arrows, words and one palette, written as an SVG that follows the reader's theme."""
+"""Common parts of all drawings: boxes, arrows, words and a palette, as an SVG that follows the reader's theme."""
 
 from collections.abc import Sequence
 from html import escape

@@ -23,7 +23,7 @@ def ddp_buckets() -> Drawing:
 
 
 def zero_stages() -> Drawing:
-    """What a rank of four keeps under each strategy, to scale."""
+    """Memory of one of four ranks under each strategy, to scale."""
     d = Drawing(800, 260, "Parameters, gradients and optimizer state on one of four ranks, by strategy, to scale")
     strategies = [
         ("ddp", (1, 1, 2), ""),

@@ -4,7 +4,7 @@ from docs.drawings.canvas import RANKS, Drawing
 
 
 def ladder() -> Drawing:
-    """What each rung splits."""
+    """The dimension that each rung splits."""
     d = Drawing(
         800, 250, "What each rung of the ladder splits over two devices: nothing, the batch, the model, the image"
     )

@@ -1,4 +1,4 @@
-"""What one training step of the forecasting model sends, by method of attention; options as of train_shard.py.
+"""Messages of one training step of the forecasting model, by method of attention; options as of train_shard.py.
 
 torchrun --nproc_per_node 4 -m docs.examples.domain_messages --config=shard_quick --domain_parallel 2x2
 """

@@ -1,4 +1,4 @@
-"""What a rank holds and sends for one sample, by formula: tensor beside context parallelism, few tokens and many.
+"""Memory and messages of a rank for one sample, by formula: tensor beside context parallelism, few tokens and many.
 
 python -m docs.examples.layout_costs
 """

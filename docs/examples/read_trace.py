@@ -1,4 +1,4 @@
-"""What a trace of `--profile torch` says: time by range and kind of operation, and what messages cost.
+"""Read a trace of `--profile torch`: time by range and kind of operation, and what messages cost.
 
 python -m docs.examples.read_trace logs/quick/trace/profile/trace.json.gz --png step.png
 """

@@ -1,4 +1,4 @@
-"""What telling of itself costs a run: CPU time of intervals of ten steps, with and without it, in turns.
+"""Cost of a run's telemetry: CPU time of intervals of ten steps, with and without it, in turns.
 
     python -m docs.examples.telemetry_cost 20     pairs of intervals of the config quick
 

@@ -1,4 +1,4 @@
-"""What the checks share: random values, comparisons that say what is wrong, collectives on record."""
+"""Common parts of the checks: random values, comparisons that say what is wrong, recorded collectives."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence

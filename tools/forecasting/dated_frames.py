@@ -1,4 +1,4 @@
-"""What forecasts start from: the config of a trained run, and frames by their date.
+"""The start of forecasts: the config of a trained run, and frames by their date.
 
 Frames are the initial states, and the truth that forecasts are compared with.
 """
@@ -81,7 +81,7 @@ class DatedFrames:
         return (torch.from_numpy(frames).to(self.device) - self.means) / self.stds
 
     def with_forcings(self, state: Tensor, times: np.ndarray) -> Tensor:
-        """What the model takes: the channels of a state, (B, C, h, w), and the forcings of its dates, (B,)."""
+        """The input of the model: the channels of a state, (B, C, h, w), and the forcings of its dates, (B,)."""
         if not self.forcings:
             return state
         return torch.cat([state, self.forcings(to_device(torch.from_numpy(turns(times[:, None])), self.device))], 1)

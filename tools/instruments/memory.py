@@ -1,4 +1,4 @@
-"""What a rank holds in one training step, in bytes of distinct storages."""
+"""Memory of a rank in one training step, in bytes of distinct storages."""
 
 import warnings
 from collections import Counter

@@ -27,7 +27,7 @@ OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What ranks measure: a config in a layout, and its name in a table. Compared by identity, since it is a key.
+    """A case to measure: a config in a layout, and its name in a table. Compared by identity, since it is a key.
 
     training: False for forward passes alone.
     """
@@ -48,7 +48,7 @@ class OutOfMemory(UsageError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory has run out, on any device."""
+    """Tell whether an exception says that memory has run out, on any device."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
     )

@@ -1,4 +1,4 @@
-"""What a training step does, operation by operation: memory, arithmetic, messages."""
+"""A tracker of every operation in a training step: memory, arithmetic, messages."""
 
 import weakref
 from collections import Counter

@@ -1,1 +1,1 @@
-"""What a layout needs, before it is run: memory, messages and time of a training step, on one CPU."""
+"""The planner: memory, messages and time of a layout's training step, computed on one CPU before it runs."""

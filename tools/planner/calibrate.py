@@ -50,7 +50,7 @@ Figures = dict[Any, Any]  # nested dicts with seconds at their ends
 
 
 def usual(rounds: Sequence[Figures]) -> Figures:
-    """What several measurements of the same give: the median of their seconds."""
+    """Element-wise median of repeated measurements, in seconds."""
     found = {}
     for name, value in rounds[0].items():
         values = [one[name] for one in rounds if name in one]
@@ -105,7 +105,7 @@ def _seconds_of_phases(tiny: RankCase) -> Figures:
 
 
 def _side_by_side(device):
-    """What ranks do to one another: {what: seconds} of an all-reduce, of matrix products, and of both at once.
+    """Measure how ranks slow one another down: {what: seconds} of an all-reduce, of products, and of both at once.
 
     slowest: how many times as long as the mean rank the slowest one takes for the products.
     """
@@ -137,7 +137,7 @@ def _side_by_side(device):
 
 
 def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
-    """What is written: the machine as tools.planner.hardware.Measured has it. ranks: of a node."""
+    """The entry that is written: the machine as tools.planner.hardware.Measured has it. ranks: of a node."""
     compute, collectives = {}, {}
     wrappers: dict[str, float] = {}
     for busy, tables in figures["operations"].items():

@@ -1,4 +1,4 @@
-"""What a rank holds, computes and sends in a training step, by formula.
+"""Memory, operations and messages of a rank in a training step, by formula.
 
 The result is the trace of tools.planner.trace, in about a millisecond and without running the step. The tables, the
 meaning of the short names, and what is less exact than a trace, are in docs/reference/formulas.md.

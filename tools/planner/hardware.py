@@ -1,4 +1,4 @@
-"""What a device and its node can do: from data sheets (config/hardware.yaml), or as `plan.py --calibrate` measured."""
+"""Speeds of a device and its node: from data sheets (config/hardware.yaml), or as `plan.py --calibrate` measured."""
 
 import math
 import os
@@ -162,7 +162,7 @@ class Measured(_Strict):
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """What identifies a kind of machine: type and name of its device, cores."""
+    """Identity of a kind of machine: type and name of its device, cores."""
     gpu, cpus = library(device, "get_device_name"), Path("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", cpus.read_text(), re.M) if cpus.exists() else None
     name = gpu.get_device_name(device) if gpu else model[1] if model else platform.machine()
@@ -207,7 +207,7 @@ class Gpu(_Strict, strict=True):
 
     @property
     def synchronous(self) -> bool:
-        """Whether the host computes by itself, so that its own work comes on top."""
+        """Tell whether the host computes by itself, so that its own work is added."""
         return self.device == "cpu"
 
     @property

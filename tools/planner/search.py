@@ -1,4 +1,4 @@
-"""What to plan, and many layouts: the best ones for a number of GPUs, and how far the best one scales.
+"""Search of many layouts: the best ones for a number of GPUs, and how far the best one scales.
 
 What grows with the number of ranks and is no message are two assumptions: the slowest of many ranks, and reading. Every
 step waits for its slowest rank. The step times of ranks are taken to be independent and normal, with a relative

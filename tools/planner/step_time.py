@@ -203,12 +203,12 @@ class _Step:
         return found
 
     def _is_ring(self, kind, group):
-        """Whether a collective is an exchange of ring attention: an all-to-all that sends to the next rank alone."""
+        """Tell whether a collective is an exchange of ring attention: an all-to-all to the next rank alone."""
         method = {"cp": self.config.cp_method, "domain": self.config.domain_method}.get(_kind_of(group))
         return kind == "all_to_all" and method == "ring"
 
     def _overlaps(self, collective):
-        """What hides a collective: "compute" of its phase, "attention" of its phase, or None."""
+        """The work that hides a collective: "compute" of its phase, "attention" of its phase, or None."""
         phase, kind, group = collective["phase"], collective["kind"], collective["group"]
         if self._is_ring(kind, group):
             return ATTENTION
@@ -296,7 +296,7 @@ class _Step:
 
 
 def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
-    """What the code around a model does in a step, by name: the messages of fsdp, tp, cp and pp.
+    """Work of the code around a model in a step, by name: the messages of fsdp, tp, cp and pp.
 
     ddp: once, since its work is for each weight, however many buckets there are. domain: ShardTensor has a rule for
     each operation of the forward pass. full, selective: blocks that are computed again. collectives: of StepTime.

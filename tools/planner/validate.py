@@ -78,7 +78,7 @@ def summary(trace: Trace) -> Summary:
 
 
 def differ(figures: Sequence[Summary], traces: Sequence[Trace]) -> str:
-    """What differs between the ranks of a run and its plan, in words; 'equal' for nothing. figures: of each rank."""
+    """Name the differences between the ranks of a run and its plan, or 'equal'. figures: of each rank."""
     problems = []
     for real, trace in zip(figures, traces, strict=False):
         plan = summary(trace)

@@ -40,7 +40,7 @@ Check = Callable[[argparse.Namespace, Rendezvous], Iterator[CheckResult]]
 
 
 def packages(*_: Any) -> Iterator[CheckResult]:
-    """Whether Python and the packages have the versions that requirements.txt pins."""
+    """Check that Python and the packages have the versions that requirements.txt pins."""
     level = "ok" if sys.version_info >= (3, 11) else "FAIL"
     yield CheckResult(level, "python", platform.python_version(), "3.11 or newer is needed")
     agree = 0
@@ -93,7 +93,7 @@ def devices(options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckRes
 
 
 def environment(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether variables of the environment slow a run down or name something that does not exist."""
+    """Find variables of the environment that slow a run down or name something that does not exist."""
     launch, env = ranks.launch, os.environ
     found = "one process" if ranks.size == 1 else f"{ranks.size} ranks on {launch.nodes} node(s)"
     yield CheckResult("ok", "launch", found)

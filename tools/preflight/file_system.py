@@ -18,7 +18,7 @@ DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks 
 
 
 def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether this rank can write, sync and rename files in the log folder."""
+    """Check that this rank can write, sync and rename files in the log folder."""
     folder, advice = Path(options.expdir), "another folder: --expdir, or LOG_DIR for sites/launch.sh"
     mark = folder / f".preflight-{uuid.uuid4().hex}"
     try:
@@ -40,7 +40,7 @@ def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
 
 
 def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether the other ranks soon see a file of rank 0: all of them write a checkpoint into one folder."""
+    """Check that the other ranks soon see a file of rank 0: all of them write a checkpoint into one folder."""
     if ranks.size == 1:
         return
     mark, began = Path(options.expdir) / ".preflight-shared", time.monotonic()
@@ -70,7 +70,7 @@ def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
 
 
 def data_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether there are files to train with, and how fast all ranks together read them."""
+    """Check that there are files to train with, and measure how fast all ranks together read them."""
     folder, speed = Path(options.train_data_path or "data"), None
     files = sorted(path for pattern in DATA_FILES for path in folder.rglob(pattern) if path.is_file())
     if files:

@@ -34,7 +34,7 @@ def interfaces() -> list[str]:
 
 
 def unknown_interfaces(value: str) -> bool:
-    """Whether no interface of this node matches 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them)."""
+    """Tell whether no interface of this node matches 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them)."""
     if value.startswith("^"):
         return False
     exact, names = value.startswith("="), value.lstrip("=").split(",")
@@ -50,7 +50,7 @@ def route(host: str, port: int) -> str:
 
 
 def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether all ranks can join one group: NCCL if each has a GPU of its own, otherwise gloo."""
+    """Check that all ranks can join one group: NCCL if each has a GPU of its own, otherwise gloo."""
     if ranks.size == 1:
         return
     launch, device = ranks.launch, select_device(options.device, ranks.launch.local_rank)
@@ -92,7 +92,7 @@ def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
 
 
 def collectives(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether collectives of every kind give the right numbers."""
+    """Check that collectives of every kind give the right numbers."""
     device = group_device(ranks, "collectives")
     if device is None:
         return
@@ -128,7 +128,7 @@ def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
 
 
 def checkpoint_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Whether all ranks can join a gloo group beside their own: a checkpoint's, whatever the devices are."""
+    """Check that all ranks can join a gloo group beside their own: a checkpoint's, whatever the devices are."""
     if group_device(ranks, "checkpoint group") is None:
         return
     interface, began = os.environ.get("GLOO_SOCKET_IFNAME", "what the host name resolves to"), time.monotonic()

@@ -1,4 +1,4 @@
-"""What a model can be trained for. Each other module here is a task: its file name is what --task calls it."""
+"""Tasks that a model can be trained for. Each other module here is a task: its file name is what --task calls it."""
 
 import importlib
 import pkgutil

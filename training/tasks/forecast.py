@@ -78,7 +78,7 @@ class Trained(Task):
         return self.rollout(y.device).forecast(parallel.model, x, steps, last=parallel.module)
 
     def rollout(self, device: torch.device) -> Rollout:
-        """What makes forecasts of the network's outputs."""
+        """The object that turns the network's outputs into forecasts."""
         if self._rollout is None:
             scale = torch.ones(self.config.n_out_channels, 1, 1, device=device)  # of random numbers
             self._rollout = Rollout(self.config, None if self.config.predict == "state" else scale)

@@ -1,4 +1,4 @@
-"""What a task is: its data, its loss, its validation, and the shape of what a model must give."""
+"""The interface of a task: its data, its loss, its validation, and the shape of a model's output."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,7 +26,7 @@ FORECAST_KEYS = (
 
 
 class Task(ABC):
-    """What a model is trained for. A module of training/tasks holds one class of this kind, of the name `Trained`.
+    """The purpose that a model is trained for. Each module of training/tasks has one such class, named `Trained`.
 
     Raises UsageError where the config lacks what the task needs.
     """
@@ -78,7 +78,7 @@ class Task(ABC):
 
     @abstractmethod
     def build_validator(self, loader: BatchLoader) -> "Validator":
-        """What scores a model on every sample of a loader."""
+        """The object that scores a model on every sample of a loader."""
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a whole global batch, random numbers on the CPU."""

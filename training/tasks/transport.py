@@ -23,7 +23,7 @@ class Trained(WaveTask):
     shown = "relative error {val_loss:.3f}, of no motion {persistence_loss:.3f}"
 
     def check(self) -> None:
-        """What goes in comes out."""
+        """The identity: the output is the input."""
         config = self.config
         if config.n_in_channels != config.n_out_channels:
             raise UsageError(

@@ -62,13 +62,13 @@ def convolve(
 
 
 def may_overlap(x: Tensor) -> bool:
-    """Whether an exchange can go on beside a convolution of x."""
+    """Tell whether an exchange can go on beside a convolution of x."""
     # On a CPU the exchange uses the same cores as the computation. A compiler orders the operations itself.
     return x.device.type != "cpu" and not torch.compiler.is_compiling()
 
 
 def mostly_inside(window: Window, sizes: Sizes, outputs: Sizes) -> bool:
-    """Whether on every rank most of the outputs, but not all, need only its own rows.
+    """Tell whether on every rank most of the outputs, but not all, need only its own rows.
 
     sizes, outputs: number of rows and of outputs on every rank. All ranks must decide alike: one that overlaps begins,
     in its backward pass, to exchange rows before it has the gradients of the weights, and any other rank afterwards.

@@ -84,7 +84,7 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
 
 
 def scales(func: Callable, args: Sequence[Any]) -> bool:
-    """Whether func multiplies the one tensor by a number."""
+    """Tell whether func multiplies one tensor by a number."""
     return func in SCALING and isinstance(args[0], ShardTensor) and not isinstance(args[1], Tensor)
 
 
@@ -113,7 +113,7 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
 
 
 def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:
-    """Whether every rank holds the whole of a tensor without a gradient, which a plain tensor may then take."""
+    """Tell whether every rank holds the whole of a tensor without a gradient, so that a plain tensor may take it."""
     return not spec.split_dims and not any(isinstance(x, Tensor) and x.requires_grad for x in operands)
 
 
