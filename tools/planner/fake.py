@@ -120,6 +120,8 @@ def pipeline_shapes(inputs: Sequence[int], outputs: Sequence[int], tokens: Seque
     with (
         patch.object(PipelineStage, "tokens", tokens, create=True),
         patch("distributed.pipeline.PipelineStage", stage),
+        # Torch 2.11 compares the outputs with the shapes above, and their types too, which autocast decides.
+        patch.object(PipelineStage, "_validate_fwd_outputs", lambda *_: None, create=True),
     ):
         yield
 

@@ -71,14 +71,20 @@ def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if not rows.is_split(2):
-        return wrap(F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal), out)
+        return wrap(_fused(q, k, v, attn_mask, dropout_p, is_causal), out)
     mask = _mask(attn_mask, is_causal, rows, columns, q.device)
     sizes, group = rows.shares(2)
     if columns.is_split(2):
         mask = mask if _chosen == "all_to_all" else _own_rows(mask, rows)
         return wrap(METHODS[_chosen](q, k, v, dropout_p, sizes=sizes, group=group, mask=mask), out)
     k, v = copy_to_region(k, group), copy_to_region(v, group)  # every rank has different queries
-    return wrap(F.scaled_dot_product_attention(q, k, v, _own_rows(mask, rows), dropout_p), out)
+    return wrap(_fused(q, k, v, _own_rows(mask, rows), dropout_p), out)
+
+
+def _fused(q, k, v, mask, dropout_p, is_causal=False):
+    if not q.numel():  # this rank has no samples, heads or queries, and torch 2.11 divides by their number
+        return q @ k.mT @ v
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
 
 
 def _as_four(x, shape):
