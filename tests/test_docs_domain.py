@@ -11,7 +11,7 @@ from tests.support import programs
 from tests.support.shard_parity import Case, X, check_all
 from utils import comm
 
-CHAPTER = "".join(Path(f"docs/{page}").read_text() for page in ("domain_parallel.md", "reference/domain_parallel.md"))
+CHAPTER = "".join(path.read_text() for path in sorted(Path("docs").rglob("domain_*.md")))
 
 
 CASES = {
