@@ -17,7 +17,7 @@ from tools.forecasting.dated_frames import DatedFrames, choose_starts, run_confi
 from tools.forecasting.output_files import LAYOUTS, attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import read_skill, report
-from tools.instruments.assembly import build_parallel
+from training.assembly import build_parallel
 from training.trained_weights import check_origin, find, load_weights_into
 from utils import comm
 from utils.config import SCRIPTS

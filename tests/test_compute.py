@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from networks.vit import ViT
-from tools.instruments.assembly import build_step
+from training.assembly import build_step
 from training.speed_options import checkpoint_activations
 
 CPU = torch.device("cpu")

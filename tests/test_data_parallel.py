@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from distributed.data_parallel import sharded_units
 from tests.support.compilation import GENERATED, TRACED, compile_by
 from tests.support.marks import slow_but
-from tools.instruments.assembly import build_step
 from tools.instruments.counting import CollectiveCounter
+from training.assembly import build_step
 from training.checkpoint import collect_state, restore_state
 from training.model import build_model, initial_weights
 from training.tasks import build_task

@@ -11,9 +11,9 @@ from tests.support import programs
 from tests.support.launch import summary, torchrun
 from tests.support.layout_parity import own_part, train_steps
 from tests.support.programs import finish
-from tools.instruments.assembly import build_step, random_batch
 from tools.instruments.counting import CollectiveCounter
 from tools.planner.trace import trace_step
+from training.assembly import build_step, random_batch
 from utils import comm
 
 RENORMED = {"model": "tests.support.without_a_rule:Renormed", "global_batch_size": 2}

@@ -12,11 +12,11 @@ from networks.vit import ViT
 from tests.support.compilation import TRACED, compile_by
 from tests.test_data_parallel import CPU, assert_nearly_same_training, build, train
 from tools.benchmarks.ladder import ladder
-from tools.instruments.assembly import build_step
 from tools.planner.formulas import formula_traces
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
 from tools.planner.trace import trace_step
+from training.assembly import build_step
 from training.float8 import has_float8, use_float8
 from utils.errors import UsageError
 

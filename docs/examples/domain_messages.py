@@ -8,9 +8,9 @@ import sys
 import torch
 
 from distributed.attention import METHODS
-from tools.instruments.assembly import build_step, random_batch
 from tools.instruments.tracker import Messages, messages_of_a_step
 from tools.tables import format_table
+from training.assembly import build_step, random_batch
 from utils import comm
 from utils.config import SCRIPTS, load_config
 from utils.schema import Config

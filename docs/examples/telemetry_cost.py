@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tools.instruments.assembly import build_step, random_batch
+from training.assembly import build_step, random_batch
 from training.telemetry import Telemetry
 from training.timing import PHASES, PhaseTimes
 from training.trackers import MetricsFile, TensorBoard, Trackers

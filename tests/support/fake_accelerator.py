@@ -19,8 +19,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401  its i
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
-from tools.instruments.assembly import split_as_configured
 from tools.planner.fake import fake_rank, pipeline_shapes
+from training.assembly import split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options

@@ -9,7 +9,7 @@ from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
 from tests.test_data_parallel import train as train_data_parallel
-from tools.instruments.assembly import build_step
+from training.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.model import patch_size
 from training.tasks import build_task

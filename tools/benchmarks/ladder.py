@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from pandas import Series
 
-from tools.instruments.assembly import build_step
 from tools.instruments.team import OutOfMemory, Rank, Team
 from tools.pictures import bars, save
 from tools.tables import installed, machine, print_tables
+from training.assembly import build_step
 from training.float8 import has_float8
 from training.flops import training_flops
 from training.step import AMP_DTYPES

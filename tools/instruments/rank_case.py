@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
-from tools.instruments.assembly import build_step, random_batch
 from tools.instruments.memory import memory_of_a_step
 from tools.instruments.team import Case, Rank
 from tools.instruments.tracker import messages_of_a_step
+from training.assembly import build_step, random_batch
 from utils import comm
 from utils.config import SCRIPTS, load_config
 from utils.device import library, synchronize

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.instruments.assembly import split_as_configured
 from tools.planner.fake import fake_rank
+from training.assembly import split_as_configured
 from training.model import build_model
 from utils.config import (
     ALIASES,

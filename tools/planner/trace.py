@@ -19,12 +19,12 @@ from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks.vit import Attention
-from tools.instruments.assembly import random_batch, split_as_configured
 from tools.instruments.memory import memory_of_a_step, optimizer_states
 from tools.instruments.phases import phases_of
 from tools.instruments.tracker import Message, Operation
 from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import FakeTensor, FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
+from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
