@@ -171,13 +171,13 @@ def trained(work: Path, name: str) -> dict[str, Any]:
 
 def ladder(work: Path) -> dict[str, Any]:
     """The fastest step beside float32, with or without reading ahead, and the steps that failed."""
-    found = read_json(work / "ladder.json")
-    best = max(found["steps"], key=lambda step: step["samples_per_sec"])
-    plain = [step["samples_per_sec"] for step in found["steps"] if step["step"].endswith(" workers")]
+    report = read_json(work / "ladder.json")
+    best = max(report["steps"], key=lambda step: step["samples_per_sec"])
+    plain = [step["samples_per_sec"] for step in report["steps"] if step["step"].endswith(" workers")]
     return {
         "fastest": best["step"], "samples/s": best["samples_per_sec"], "MFU": best["mfu"],
         "data wait": best["data_wait"], "x fp32": best["samples_per_sec"] / max(plain) if plain else None,
-    } | ({"failed": ", ".join(found["failed"])} if found["failed"] else {})  # fmt: skip
+    } | ({"failed": ", ".join(report["failed"])} if report["failed"] else {})  # fmt: skip
 
 
 def run_parts(parts: Sequence[Part], work: Path, seconds: float) -> Iterator[dict[str, Any]]:
@@ -253,15 +253,15 @@ def run(part: Part, work: Path, log: Path, end: float, status: int = 0, stop_at:
 
 def end_processes(mark: str) -> None:
     """Kill all processes with this mark in their environment, whoever is their parent by now (on Linux)."""
-    given_up, found = time.monotonic() + KILL_SECONDS, True
-    while found and time.monotonic() < given_up:
-        found = False
+    given_up, running = time.monotonic() + KILL_SECONDS, True
+    while running and time.monotonic() < given_up:
+        running = False
         for file in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # it has ended meanwhile, or is another user's
                 if f"{MARK}={mark}".encode() in file.read_bytes().split(b"\0"):
                     os.kill(int(file.parent.name), signal.SIGKILL)
-                    found = True
-        time.sleep(POLL_SECONDS * found)
+                    running = True
+        time.sleep(POLL_SECONDS * running)
 
 
 def make_plans(names: Sequence[str], device: str, count: int, work: Path | None) -> int:
@@ -285,7 +285,7 @@ def make_plans(names: Sequence[str], device: str, count: int, work: Path | None)
     return status
 
 
-def beside_plan(name: str, plan: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def beside_plan(name: str, plan: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
     """A planned range, the measured value, and `hit`: whether the value lies within the range.
 
     With --enable_jit the memory is planned as that of eager mode, an upper bound (docs/plan.md).
@@ -293,14 +293,14 @@ def beside_plan(name: str, plan: dict[str, Any], found: dict[str, Any]) -> dict[
     errors = {"GiB": MEMORY_ERROR, "ms a step": plan["step_time_error"], "collectives": 0}
     row: dict[str, Any] = {"run": name, "on": f"{plan['layout']['gpus']} x {plan['gpu']}"}
     for title, (key, unit) in PLANNED.items():
-        planned, value = plan[key] / unit, found.get(key)
+        planned, value = plan[key] / unit, figures.get(key)
         least, most = planned * (1 - errors[title]), planned * (1 + errors[title])
         if title == "GiB" and plan["settings"]["enable_jit"]:
             least = 0.0
-        own = {"planned": planned, "least": least, "most": most, "measured": None, "hit": None}
+        comparison = {"planned": planned, "least": least, "most": most, "measured": None, "hit": None}
         if value is not None:
-            own |= {"measured": value / unit, "hit": least <= value / unit <= most}
-        row[title] = own
+            comparison |= {"measured": value / unit, "hit": least <= value / unit <= most}
+        row[title] = comparison
     return row
 
 
@@ -310,10 +310,10 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         line = [row["run"], row["on"]]
         for title in PLANNED:
-            own = row[title]
-            band = f" ({own['least']:.3g} to {own['most']:.3g})" if own["least"] < own["most"] else ""
-            verdict = {True: " hit", False: " MISS", None: ""}[own["hit"]]
-            line += [f"{own['planned']:.4g}{band}", shown(own["measured"]) + verdict]
+            cell = row[title]
+            band = f" ({cell['least']:.3g} to {cell['most']:.3g})" if cell["least"] < cell["most"] else ""
+            verdict = {True: " hit", False: " MISS", None: ""}[cell["hit"]]
+            line += [f"{cell['planned']:.4g}{band}", shown(cell["measured"]) + verdict]
         lines.append(line)
     titles = [title for name in PLANNED for title in (f"{name}, planned", f"{name}, measured")]
     return tables.format_table(dict.fromkeys(["run", "on", *titles], ""), lines)
@@ -321,9 +321,9 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def write_report(path: Path, machine: dict[str, Any], results: Sequence[dict[str, Any]], work: Path) -> str:
     """Write PATH.json and PATH.md, each whole or not at all; returns the text. results: of run_parts."""
-    found, goals, plans = {result["part"]: result["figures"] for result in results}, [], []
+    figures_of_part, goals, plans = {result["part"]: result["figures"] for result in results}, [], []
     for goal, wanted, figure, names in GOALS:
-        values = [value for name in names if (value := found.get(name, {}).get(figure)) is not None]
+        values = [value for name in names if (value := figures_of_part.get(name, {}).get(figure)) is not None]
         met = "not measured" if not values else "yes" if max(values) >= wanted else "no"
         goals.append({"goal": goal, "wanted": wanted, "measured": max(values, default=None), "met": met})
     for part in parts("cuda", 2, ""):

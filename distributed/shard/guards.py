@@ -83,8 +83,8 @@ def _seen(grads, specs):
 def _backward(user, seen, into, ctx, *grads):
     """The backward of a custom function; its results are brought to the specs of the inputs."""
     with AsShardTensors():
-        found = user(ctx, *_seen(grads, seen))
-    return tuple(map(as_gradient, found if isinstance(found, tuple) else (found,), into))
+        gradients = user(ctx, *_seen(grads, seen))
+    return tuple(map(as_gradient, gradients if isinstance(gradients, tuple) else (gradients,), into))
 
 
 def _enter(x):

@@ -209,9 +209,9 @@ class NoRule(NotImplementedError):
 
 def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> NoRule:
     """The error for an operation that no rule computes."""
-    found = [a.spec for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
+    specs = [a.spec for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
     return NoRule(
-        f"ShardTensor: no rule for {name_of(func)} of {', '.join(map(str, found))}{why and ': ' + why}. Either bring "
+        f"ShardTensor: no rule for {name_of(func)} of {', '.join(map(str, specs))}{why and ': ' + why}. Either bring "
         "the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), register a rule with "
         "@distributed.shard_tensor.rule (docs/reference/domain_parallel.md shows how), or compute what has none on "
         "whole tensors: --domain_fallback gather, set_fallback('gather')"

@@ -31,17 +31,17 @@ def places(nodes: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
 
     nodes: the ranks of each node. Groups of one rank are left out.
     """
-    found = {"inside": list(map(list, nodes)), "across": [list(peers) for peers in zip(*nodes, strict=False)]}
-    return {place: kept for place, groups in found.items() if (kept := [g for g in groups if len(g) > 1])}
+    groups_of = {"inside": list(map(list, nodes)), "across": [list(peers) for peers in zip(*nodes, strict=False)]}
+    return {place: kept for place, groups in groups_of.items() if (kept := [g for g in groups if len(g) > 1])}
 
 
 def join(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """The group of this rank; None if it is in none. Every rank takes part in making every group."""
-    own = None
+    joined = None
     for members in groups:
         made = dist.new_group(list(members))
-        own = made if dist.get_rank() in members else own
-    return own
+        joined = made if dist.get_rank() in members else joined
+    return joined
 
 
 def calls_of(
@@ -138,13 +138,13 @@ def all_points(
     sizes: bytes of a tensor.
     """
     group = join(groups)
-    found: dict[str, list[Point]] = {}
+    points: dict[str, list[Point]] = {}
     for kind in kinds:
-        own = [measure(kind, group, size, device) if group else (0.0, 0.0) for size in sizes]
-        table = torch.tensor(own, dtype=torch.float64).to(device, torch.float32)
+        measured = [measure(kind, group, size, device) if group else (0.0, 0.0) for size in sizes]
+        table = torch.tensor(measured, dtype=torch.float64).to(device, torch.float32)
         dist.all_reduce(table, dist.ReduceOp.MAX)
-        found[kind] = [(float(sent), float(seconds)) for sent, seconds in table.tolist()]
-    return found
+        points[kind] = [(float(sent), float(seconds)) for sent, seconds in table.tolist()]
+    return points
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:

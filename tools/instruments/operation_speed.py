@@ -87,7 +87,7 @@ def _sets(device, dtype, shapes):
 def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torch.device, seconds: float) -> float:
     """Seconds of a call, the median of some batches. Results are kept for a while, as in a step."""
     results: deque[object] = deque(maxlen=len(sets))
-    turns, found, end, number = cycle(sets), [], 0.0, 1
+    turns, measured, end, number = cycle(sets), [], 0.0, 1
     for i in count():
         synchronize(device)
         began = time.perf_counter()
@@ -96,12 +96,12 @@ def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torc
         synchronize(device)
         now = time.perf_counter()
         if i:  # the first one makes what is made once
-            found.append((now - began) / number)
+            measured.append((now - began) / number)
         end = end or now + seconds
-        if len(found) >= 3 and now > end and (i > 8 or number * i > len(sets) or now - began > seconds):
+        if len(measured) >= 3 and now > end and (i > 8 or number * i > len(sets) or now - began > seconds):
             break
         number *= 2 if now - began < BATCH else 1
-    return statistics.median(found)
+    return statistics.median(measured)
 
 
 def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: float = 0.002) -> Measured:

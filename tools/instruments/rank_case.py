@@ -90,18 +90,18 @@ def seconds_of(rank: Rank, case: Case, steps: int) -> float:
 
 def figures_of(rank: Rank, case: Case) -> dict[str, Any]:
     """On a rank: memory and messages of a step, and on a GPU the share of communication that computation hides."""
-    own = held(rank, case)
-    if own.gpu:
-        own.gpu.reset_peak_memory_stats()
-    own.train(1)
-    allocated = own.gpu.max_memory_allocated() - own.before if own.gpu else None
-    memory: dict[str, float | None] = memory_of_a_step(own.step, own.x, own.y) | {"allocated at most": allocated}
+    ready = held(rank, case)
+    if ready.gpu:
+        ready.gpu.reset_peak_memory_stats()
+    ready.train(1)
+    allocated = ready.gpu.max_memory_allocated() - ready.before if ready.gpu else None
+    memory: dict[str, float | None] = memory_of_a_step(ready.step, ready.x, ready.y) | {"allocated at most": allocated}
     if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
         memory["activations"] = None
     return {
         "memory": memory,
-        "messages": messages_of_a_step(own.step, own.x, own.y),
-        "hidden": hidden_share_of(lambda: own.train(PROFILED_STEPS)) if own.gpu else None,
+        "messages": messages_of_a_step(ready.step, ready.x, ready.y),
+        "hidden": hidden_share_of(lambda: ready.train(PROFILED_STEPS)) if ready.gpu else None,
     }
 
 

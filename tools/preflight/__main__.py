@@ -47,16 +47,16 @@ def packages(*_: Any) -> Iterator[CheckResult]:
     pins = [line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
     for name, pin in pins:
         try:
-            found = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             advice = "make setup, or pip install -r requirements.txt"
             yield CheckResult("FAIL", "packages", f"{name} is missing", advice)
             continue
-        if found.split("+")[0] == pin:
+        if installed.split("+")[0] == pin:
             agree += 1
         else:
             advice = "make setup; another version may work, make test tells"
-            yield CheckResult("warn", "packages", f"{name} {found}, requirements.txt says {pin}", advice)
+            yield CheckResult("warn", "packages", f"{name} {installed}, requirements.txt says {pin}", advice)
     build = f"torch {torch.__version__}, built for {built_for()}"
     yield CheckResult("ok", "packages", f"{agree} of {len(pins)} as in requirements.txt; {build}")
 
@@ -70,43 +70,43 @@ def devices(options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckRes
     level, advice = "ok", ""
     if accelerator is not None:
         kind, count = accelerator.type, torch.accelerator.device_count()
-        found = f"{count} x {kind}"
+        message = f"{count} x {kind}"
         if gpu := library(accelerator, "mem_get_info"):
             # Other ranks may fill the other devices of the node.
             seen = range(count) if ranks.size == 1 else [ranks.launch.local_rank % count]
             free, total = (min(gib) / 2**30 for gib in zip(*map(gpu.mem_get_info, seen), strict=True))
-            found += f" {gpu.get_device_name(0)}, {free:.0f} of {total:.0f} GiB free"
+            message += f" {gpu.get_device_name(0)}, {free:.0f} of {total:.0f} GiB free"
             installed = driver()  # a container may hide it
-            found += f", {built_for()}" + (f", driver {installed[1]}" if installed else "")
+            message += f", {built_for()}" + (f", driver {installed[1]}" if installed else "")
             if free < 0.9 * total and ranks.size == 1:
                 level, advice = "warn", f"another process holds memory: {'amd' if torch.version.hip else 'nvidia'}-smi"
     elif options.device == "cpu":
-        found = "--device cpu: training runs on the CPU"
+        message = "--device cpu: training runs on the CPU"
     elif hidden := [name for name in VISIBLE if os.environ.get(name) == ""]:
-        found = f"{hidden[0]} is empty: training runs on the CPU"
+        message = f"{hidden[0]} is empty: training runs on the CPU"
     elif there := promised_gpus():
-        found = f"none, although {there}; torch is built for {built_for()}"
+        message = f"none, although {there}; torch is built for {built_for()}"
         level, advice = "FAIL", "a torch and modules for these GPUs and their driver, or a newer driver"
     else:
-        found = "no GPU: training runs on the CPU"
-    yield CheckResult(level, "devices", found, advice)
+        message = "no GPU: training runs on the CPU"
+    yield CheckResult(level, "devices", message, advice)
 
 
 def environment(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     """Find variables of the environment that slow a run down or name something that does not exist."""
     launch, env = ranks.launch, os.environ
-    found = "one process" if ranks.size == 1 else f"{ranks.size} ranks on {launch.nodes} node(s)"
-    yield CheckResult("ok", "launch", found)
+    message = "one process" if ranks.size == 1 else f"{ranks.size} ranks on {launch.nodes} node(s)"
+    yield CheckResult("ok", "launch", message)
     if ranks.size == 1 and int(env.get("SLURM_NTASKS", "1").split("(")[0]) > 1 and "SLURM_STEP_ID" not in env:
-        found = f"one process in a job of {env['SLURM_NTASKS']} tasks"
-        yield CheckResult("warn", "launch", found, "start it with srun")
+        message = f"one process in a job of {env['SLURM_NTASKS']} tasks"
+        yield CheckResult("warn", "launch", message, "start it with srun")
     cpus = os.cpu_count() or 1
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
     threads, there = torch.get_num_threads(), min(launch.ranks_per_node, ranks.size)
-    found = f"OMP_NUM_THREADS {env.get('OMP_NUM_THREADS', 'unset')}: {threads} a rank, {mine} CPUs for it, "
+    message = f"OMP_NUM_THREADS {env.get('OMP_NUM_THREADS', 'unset')}: {threads} a rank, {mine} CPUs for it, "
     too_many = threads > mine or threads * there > cpus
     advice = f"OMP_NUM_THREADS={max(1, min(mine, cpus // there))}" if threads > 1 else "fewer ranks on a node"
-    yield CheckResult("warn" if too_many else "ok", "threads", f"{found}{there} rank(s) on the node", advice)
+    yield CheckResult("warn" if too_many else "ok", "threads", f"{message}{there} rank(s) on the node", advice)
     for name, value in sorted(env.items()):
         setting = f"{name}={value}"
         if (name, value) in network.SLOW:
@@ -147,8 +147,8 @@ def run_checks(options: argparse.Namespace, ranks: Rendezvous) -> Iterator[Check
     try:
         if ranks.size > 1:
             ranks.connect()
-            found = f"{ranks.size} ranks met at {ranks.address}: {ranks.names(range(ranks.size))}"
-            yield CheckResult("ok", "rendezvous", found)
+            message = f"{ranks.size} ranks met at {ranks.address}: {ranks.names(range(ranks.size))}"
+            yield CheckResult("ok", "rendezvous", message)
         for check in CHECKS:
             end = f"the end of {check.__name__.replace('_', ' ')}"
             yield from merge(ranks.exchange(end, attempt(check, options, ranks), 3 * options.timeout), ranks)

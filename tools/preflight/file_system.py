@@ -35,8 +35,8 @@ def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
         return
     if not renamed:
         yield CheckResult("FAIL", "log folder", f"{folder}: a renamed file has its old content", advice)
-    found = f"{folder}: written, synced, renamed; {free:.0f} GB free"
-    yield CheckResult("ok" if free > LEAST_FREE_GB else "warn", "log folder", found, f"make room, or {advice}")
+    message = f"{folder}: written, synced, renamed; {free:.0f} GB free"
+    yield CheckResult("ok" if free > LEAST_FREE_GB else "warn", "log folder", message, f"make room, or {advice}")
 
 
 def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -62,11 +62,11 @@ def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
         mark.unlink(missing_ok=True)
     blind = [rank for rank, answer in enumerate(answers) if answer is None]
     if blind:
-        found = f"a file of rank 0 is not seen by {ranks.names(blind)}"
+        message = f"a file of rank 0 is not seen by {ranks.names(blind)}"
     else:
-        found = f"a file of rank 0 is seen after {max(answers):.1f} s"
+        message = f"a file of rank 0 is seen after {max(answers):.1f} s"
     advice = "a folder that all nodes share: --expdir, or LOG_DIR"
-    yield CheckResult("FAIL" if blind else "ok", "shared folder", f"{options.expdir}: {found}", advice)
+    yield CheckResult("FAIL" if blind else "ok", "shared folder", f"{options.expdir}: {message}", advice)
 
 
 def data_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -81,16 +81,16 @@ def data_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
         except OSError as error:
             yield CheckResult("FAIL", "data folder", f"{error}", "read access to the files of the data set")
     else:
-        found = f"{folder}: {'no .h5 file in it' if folder.is_dir() else 'not there'}"
+        message = f"{folder}: {'no .h5 file in it' if folder.is_dir() else 'not there'}"
         if options.train_data_path:
             advice = "docs/data.md says how to fill it; --train_data_path names another"
         else:
             advice = "make demo makes sample data; --train_data_path names your own"
-        yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", found, advice)
+        yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", message, advice)
     speeds = [answer for answer in ranks.exchange("data: read", speed) if answer]
     if speeds:
-        found = f"{sum(speeds):.2f} GB/s by {len(speeds)} rank(s) at once, the slowest {min(speeds):.2f}"
-        yield CheckResult("ok", "data reading", found, values={"gb_per_s": speeds})
+        message = f"{sum(speeds):.2f} GB/s by {len(speeds)} rank(s) at once, the slowest {min(speeds):.2f}"
+        yield CheckResult("ok", "data reading", message, values={"gb_per_s": speeds})
 
 
 def _read_speed(path: Path) -> float:
@@ -111,10 +111,10 @@ def clocks(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     ranks.exchange("clocks: ready", True)
     times = ranks.exchange("clocks", time.time())
     apart = max(times) - min(times)
-    found, level = f"at most {apart:.2f} s apart", "ok"
+    message, level = f"at most {apart:.2f} s apart", "ok"
     if apart > CLOCK_SECONDS:
-        found, level = f"{found}; {ranks.names([times.index(max(times))])} ahead", "warn"
-    yield CheckResult(level, "clocks", found, "time synchronisation (NTP) of the nodes")
+        message, level = f"{message}; {ranks.names([times.index(max(times))])} ahead", "warn"
+    yield CheckResult(level, "clocks", message, "time synchronisation (NTP) of the nodes")
 
 
 CHECKS = (log_folder, data_folder, shared_folder, clocks)

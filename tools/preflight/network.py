@@ -54,20 +54,20 @@ def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
     if ranks.size == 1:
         return
     launch, device = ranks.launch, select_device(options.device, ranks.launch.local_rank)
-    own = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
-    cards = ranks.exchange("process group: devices", own)
+    this_gpu = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
+    cards = ranks.exchange("process group: devices", this_gpu)
     count, here = len(set(cards)), torch.accelerator.device_count()
     unequal, shared = None in cards, None not in cards and count < ranks.size
     if unequal and any(cards):
         without = [rank for rank, card in enumerate(cards) if card is None]
         yield CheckResult("FAIL", "devices", f"{ranks.names(without)} has no GPU, others have", "equal nodes")
     elif shared:
-        found = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
+        message = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
         advice = "one rank per GPU: --nproc_per_node, --ntasks-per-node, --gpus-per-task"
-        yield CheckResult("FAIL", "devices", found, advice)
+        yield CheckResult("FAIL", "devices", message, advice)
     elif not unequal and launch.ranks_per_node < here:
-        found = f"{launch.ranks_per_node} ranks on a node, {here} GPUs"
-        yield CheckResult("warn", "devices", found, "as many ranks as GPUs, or some are idle")
+        message = f"{launch.ranks_per_node} ranks on a node, {here} GPUs"
+        yield CheckResult("warn", "devices", message, "as many ranks as GPUs, or some are idle")
     if unequal or shared:
         device = torch.device("cpu")
 
@@ -87,8 +87,8 @@ def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {seconds:.1f} s")
     routes = ranks.exchange("process group: route", route(launch.master_addr, launch.master_port))
     for node, members in ranks.by_node(range(ranks.size)).items():
-        found = f"{node}: {len(members)} rank(s), reaches rank 0 by {routes[members[0]]}"
-        yield CheckResult("ok", "node", found)
+        message = f"{node}: {len(members)} rank(s), reaches rank 0 by {routes[members[0]]}"
+        yield CheckResult("ok", "node", message)
 
 
 def collectives(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -120,10 +120,10 @@ def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     sizes = SIZES.get(device.type, SIZES["cuda"])
     for label, groups in parts.items():
         points = collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather", "all_to_all"))
-        fits = {kind.replace("_", "-"): collective_speed.fit(own) for kind, own in points.items()}
-        found = [f"{name} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us" for name, (latency, speed) in fits.items()]
+        fits = {kind.replace("_", "-"): collective_speed.fit(measured) for kind, measured in points.items()}
+        shown = [f"{name} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us" for name, (latency, speed) in fits.items()]
         values = {name: {"latency": latency, "bandwidth": speed} for name, (latency, speed) in fits.items()}
-        text = f"{label}, sent by a rank, up to {sizes[-1] >> 20} MiB: {'; '.join(found)}"
+        text = f"{label}, sent by a rank, up to {sizes[-1] >> 20} MiB: {'; '.join(shown)}"
         yield CheckResult("ok", "bandwidth", text, values=values)
 
 

@@ -72,18 +72,18 @@ def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], An
     def wrapped(y: Tensor) -> ShardTensor:
         keepdim = y.dim() == part.dim()
         if len(dims) == part.dim():
-            found = wrap(y, spec.with_dims(map(whole, y.shape)))
+            result = wrap(y, spec.with_dims(map(whole, y.shape)))
         else:
             for d in empty:
                 y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
             left = enumerate(kept(spec, dims, keepdim).dims)
-            found = wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in left]))
-        return as_before(found, x.spec) if resizes or found.spec.shape == x.spec.shape else found
+            result = wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in left]))
+        return as_before(result, x.spec) if resizes or result.spec.shape == x.spec.shape else result
 
     if isinstance(out, Tensor):
         return wrapped(out)
-    found = list(map(wrapped, out))
-    return tuple(found) if type(out) in (tuple, list) else type(out)(found)
+    results = list(map(wrapped, out))
+    return tuple(results) if type(out) in (tuple, list) else type(out)(results)
 
 
 @rule(*named(*ALONG))
@@ -111,12 +111,12 @@ def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims 
     """Central differences along each of the dimensions."""
     dims = dims_of(input.spec, dim)
     steps = spacing if isinstance(spacing, list | tuple) else [spacing] * len(dims)
-    found = []
+    slopes = []
     for d, step in zip(dims, steps, strict=True):
         step = (step,) if isinstance(step, Tensor) else step
         central = partial(torch.gradient, spacing=step, dim=d, edge_order=edge_order)
-        found += on_whole(input, (d,), central)
-    return found
+        slopes += on_whole(input, (d,), central)
+    return slopes
 
 
 @rule(Tensor.unfold)

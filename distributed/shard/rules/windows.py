@@ -126,7 +126,7 @@ def request(
     the rows that they read. options: as for Fetch. Returns the Fetch, and this rank's outputs and rows.
     """
     (sizes, group), outputs = split, bounds(new)
-    intervals = [interval(*own) if own[0] < own[1] else (0, 0) for own in outputs]
+    intervals = [interval(first, last) if first < last else (0, 0) for first, last in outputs]
     return Fetch(x, dim, sizes, intervals, group, **options), outputs[group.rank], intervals[group.rank]
 
 
@@ -138,12 +138,12 @@ def extended(
     shape: that of the whole output; its sizes of these dimensions become this rank's.
     Returns also {dimension: sizes of the outputs on all ranks}, and {dimension: this rank's outputs}.
     """
-    new, own = {}, {}
+    new, owned = {}, {}
     for dim in sorted(splits):
         new[dim] = along[dim].output_sizes(splits[dim][0], shape[dim])
-        coming, own[dim], _ = request(x, dim, splits[dim], new[dim], along[dim].interval, fill=fill)
-        x, shape[dim] = coming.rows(), own[dim][1] - own[dim][0]
-    return x, new, own
+        coming, owned[dim], _ = request(x, dim, splits[dim], new[dim], along[dim].interval, fill=fill)
+        x, shape[dim] = coming.rows(), owned[dim][1] - owned[dim][0]
+    return x, new, owned
 
 
 def read(
@@ -179,8 +179,8 @@ def weighted_sums(x: Tensor, dim: int, windows: Sequence[Interval], weights: Seq
 
 def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
     """{dimension: (sizes, Group)} of the split ones among dims. Raises CannotSplit where one is not in one piece."""
-    found = {dim: x.spec.split(dim) for dim in dims}
-    return {dim: split for dim, split in found.items() if split is not None}
+    splits = {dim: x.spec.split(dim) for dim in dims}
+    return {dim: split for dim, split in splits.items() if split is not None}
 
 
 def images(x: ShardTensor, func: Callable) -> range:
