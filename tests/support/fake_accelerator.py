@@ -20,14 +20,13 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from tools.planner.fake import fake_rank, pipeline_shapes
-from training.assembly import split_as_configured
+from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
 from training.tasks import task_of
 from training.timing import PhaseTimes
-from utils import comm
 from utils.config import SCRIPTS, load_config
 
 DEVICE_COUNT = 4
@@ -94,7 +93,7 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
             mutate(step)
         step.measures_norm, times = True, PhaseTimes(device)  # as in a run, before a reading
         stack.enter_context(times.listening())
-        x, y = (part.to(device) for part in _batch(config, task))
+        x, y = random_batch(task, device)
         for iteration in range(steps):
             assert step(iteration, x, y).device == step.square.device == there
         assert times.steps == steps
@@ -115,14 +114,6 @@ def _put_a_buffer_on_the_host(step):
 
 
 MUTANTS = {"item": _read_the_loss, "buffer": _put_a_buffer_on_the_host}
-
-
-def _batch(config, task):
-    """This rank's part of a batch."""
-    x, y = task.random_batch(None)
-    window = tuple(task.own_window())
-    own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
-    return [part[(own, slice(None), *window) if part.dim() == 2 + len(window) else own].clone() for part in (x, y)]
 
 
 def _shapes(config, layout):
