@@ -163,8 +163,8 @@ def replicate(
     module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split
 ) -> DistributedDataParallel:
     """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
-    own = [*split.specs, *(name for name, _ in module.named_buffers())]  # ParallelModel.share_buffers shares these
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, own)
+    ignored = [*split.specs, *(name for name, _ in module.named_buffers())]  # ParallelModel.share_buffers shares these
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     with on_capture_stream() if options.enable_cuda_graphs else contextlib.nullcontext():
         ddp = DistributedDataParallel(
             module,

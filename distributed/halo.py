@@ -216,8 +216,8 @@ class _Finish(torch.autograd.Function):
 def _memory_format(x):
     """The memory format of x; torch.cat keeps it if all pieces have it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    found = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
-    return last if found else torch.contiguous_format
+    channels_last = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    return last if channels_last else torch.contiguous_format
 
 
 def _counts(pieces):

@@ -64,8 +64,8 @@ def split_into_stages(model: SplittableTransformer, group: AnyGroup, schedule: s
         each = f" of which each rank holds {per_rank}" if per_rank > 1 else ""
         raise LayoutError(f"pipeline parallel: {depth} blocks cannot be shared by {stages} stages{each}")
     length = depth // stages
-    own = range(rank, stages, size)  # interleaved: stages are assigned to ranks in turn
-    built = [Stage(model, range(i * length, (i + 1) * length), i == 0, i == stages - 1) for i in own]
+    numbers = range(rank, stages, size)  # interleaved: stages are assigned to ranks in turn
+    built = [Stage(model, range(i * length, (i + 1) * length), i == 0, i == stages - 1) for i in numbers]
     model.blocks = Blocks({name: block for stage in built for name, block in stage.blocks.items()})
     if not built[0].first:
         del model.patch_embed, model.pos_embed, model.pos_drop

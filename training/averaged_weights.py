@@ -59,5 +59,5 @@ class AveragedWeights:
         """The averages and the parameters, as this rank holds them."""
         parameters = [p.detach() for p in self.model.parameters()]
         both = list(self.weights.values()), parameters
-        averages, own = ([t.to_local() if isinstance(t, DTensor) else t for t in tensors] for tensors in both)
-        return averages, own
+        averages, current = ([t.to_local() if isinstance(t, DTensor) else t for t in tensors] for tensors in both)
+        return averages, current

@@ -73,8 +73,8 @@ def restore_state(tensors: State, model: nn.Module, optimizer: Optimizer) -> Non
     optimizer_state = {"state": tensors["optimizer"], "param_groups": groups}
     set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=optimizer_state)
     for name, state in tensors["random"].items():
-        own = name.startswith("cpu")
-        setter = torch.set_rng_state if own else torch.get_device_module(_accelerator()).set_rng_state
+        of_cpu = name.startswith("cpu")
+        setter = torch.set_rng_state if of_cpu else torch.get_device_module(_accelerator()).set_rng_state
         setter(state)
 
 
@@ -237,8 +237,8 @@ class CheckpointFolder:
             return []
         except OSError as error:  # to begin anew would write over what is there
             raise UsageError(f"checkpoints {self.path}: cannot be read: {error.strerror}") from None
-        own = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-        return [self.path / name for name in sorted(own, key=lambda name: int(name[5:]), reverse=True)]
+        names = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        return [self.path / name for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)]
 
     def newest_name(self) -> str:
         """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""

@@ -107,10 +107,10 @@ class TrainingStep:
         if unscaled:
             self.scaler.unscale_(self.optimizer)
         if clip or self.measures_norm or self.config.enable_cuda_graphs:
-            own = self.parallel.squared_norm()
+            squared = self.parallel.squared_norm()
             if clip:
-                self.parallel.clip_gradients(own, clip)
-            square = to_device(own, self.device)
+                self.parallel.clip_gradients(squared, clip)
+            square = to_device(squared, self.device)
             if self.scaler.is_enabled() and not unscaled:
                 square = square / self.scaler.scale(torch.ones((), device=self.device)).square()
         self.scaler.step(self.optimizer)

@@ -110,10 +110,10 @@ class PhaseTimes:
 
         On an accelerator call it when the device has finished them. NaN: not measured.
         """
-        found = {name: seconds / iterations for name, seconds in self.seconds.items()}
+        means = {name: seconds / iterations for name, seconds in self.seconds.items()}
         for name, start, end in self.queued:
-            found[name] = found.get(name, 0) + start.elapsed_time(end) / 1e3 / max(1, self.steps)
+            means[name] = means.get(name, 0) + start.elapsed_time(end) / 1e3 / max(1, self.steps)
         self.seconds.clear()
         self.queued.clear()
         self.steps = 0
-        return [found.get(name, float("nan")) for name in PHASES]
+        return [means.get(name, float("nan")) for name in PHASES]

@@ -170,13 +170,13 @@ class MetricsFile(Tracker):
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The readings of a rank; what is no reading, as half a line, is left out. Raises UsageError without a file."""
     check_file(path)
-    found = []
+    readings = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and _is_reading(**record):
-                found.append(record)
-    return found
+                readings.append(record)
+    return readings
 
 
 def _is_reading(iteration=None, device="", **values):
@@ -202,9 +202,9 @@ class MLflow(Tracker):
 
         def new() -> str:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            found = client.get_experiment_by_name(name)
+            known = client.get_experiment_by_name(name)
             place = None if server else (runs / "mlartifacts").as_uri()
-            experiment = found.experiment_id if found else client.create_experiment(name, place)
+            experiment = known.experiment_id if known else client.create_experiment(name, place)
             run = client.create_run(experiment, run_name=f"{config.config}/{config.run_num}").info.run_id
             client.log_batch(run, params=[Param(key, str(value)[:500]) for key, value in config.model_dump().items()])
             return run

@@ -37,10 +37,10 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
     folders = CheckpointFolder(inside, keep=1).folders()
     if which in ("newest", "best"):
         losses = read_losses(folders)
-        found = first_whole(folders if which == "newest" else sorted(losses, key=losses.__getitem__))
-        if found is None:
+        checkpoint = first_whole(folders if which == "newest" else sorted(losses, key=losses.__getitem__))
+        if checkpoint is None:
             raise UsageError(f"{path}: no whole checkpoint in it")
-        return found
+        return checkpoint
     if inside / which not in folders:
         names = ", ".join(folder.name for folder in folders)
         raise UsageError(f"{path}: no checkpoint '{which}'; give best, newest or one of {names}")

@@ -276,12 +276,12 @@ def gather(own: T) -> list[T]:
 
 def agree(function: Callable[[], T]) -> T:
     """Call function() on every rank; where some raise a UsageError, every rank raises the first of them."""
-    own: UsageError | None = None
+    error_here: UsageError | None = None
     try:
         result = function()
     except UsageError as error:
-        own = error
-    for first in filter(None, gather(own)):
+        error_here = error
+    for first in filter(None, gather(error_here)):
         raise first
     return result
 

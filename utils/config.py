@@ -184,10 +184,10 @@ def check_config(
 
 def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
     """Why so many ranks cannot train this: they do not share the batch equally, or the split excludes an option."""
-    dp, batch, own = config.layout(world_size).dp, config.global_batch_size, config.local_batch_size
+    dp, batch, per_rank = config.layout(world_size).dp, config.global_batch_size, config.local_batch_size
     ranks = f"{dp} ranks" if dp == world_size else f"{dp} data-parallel ranks"
-    if own is not None and own * dp != batch:
-        yield f"global_batch_size {batch} is not local_batch_size {own} x {ranks}: give one of them"
+    if per_rank is not None and per_rank * dp != batch:
+        yield f"global_batch_size {batch} is not local_batch_size {per_rank} x {ranks}: give one of them"
     count = config.gradient_accumulation
     if batch % (dp * count):
         accumulated = f" in {count} micro-batches" if count > 1 else ""

@@ -103,21 +103,21 @@ def interface_towards(address: str) -> str:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # chooses a route; nothing is sent
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError:
         return ""
-    return next((name for name, address in interface_addresses().items() if address == own), "")
+    return next((name for name, address in interface_addresses().items() if address == local_address), "")
 
 
 def interface_addresses() -> dict[str, str]:
     """{network interface of this machine: its IPv4 address}, of those that have one."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 record = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                found[name] = socket.inet_ntoa(record[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(record[20:24])
+    return addresses
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:

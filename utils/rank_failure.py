@@ -91,7 +91,7 @@ class FailureListener:
             exit_at_once(status)
         self._end_because_of(first, text if expected else "")
 
-    def _end_because_of(self, first: str, own: str = "") -> NoReturn:
+    def _end_because_of(self, first: str, own_error: str = "") -> NoReturn:
         """End this rank after another. own: an error that this rank expected."""
         status, message = first.split(" ", 1)
         if int(status) == FAILED_STATUS:
@@ -99,8 +99,8 @@ class FailureListener:
         said = False
         with contextlib.suppress(RuntimeError):
             said = wait_until(lambda: self.store.check([SAID]), RANK_0_SECONDS)
-        if own and message.partition(": ")[2] != own:
-            report(f"rank {self.rank}: {own}")
+        if own_error and message.partition(": ")[2] != own_error:
+            report(f"rank {self.rank}: {own_error}")
         elif said:
             leave_for_torchrun(message)
         else:

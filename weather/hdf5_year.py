@@ -27,9 +27,9 @@ class Hdf5Year(YearFile):
             self.file = opened.enter_context(h5py.File(path, "r", locking=False))  # not all file systems have locks
             fields = self.file.get(DATASET)
             if not isinstance(fields, h5py.Dataset) or fields.ndim != 4 or fields.dtype.kind != "f":
-                found = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
+                actual = f"has {fields.dtype} {fields.shape}" if isinstance(fields, h5py.Dataset) else "has none"
                 raise UsageError(
-                    f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {found}"
+                    f"{path}: expected a dataset '{DATASET}' [time, channel, lat, lon] of floats; it {actual}"
                 )
             if unwritten := _never_written(fields):
                 raise UsageError(f"{path}: {unwritten} of '{DATASET}' never written: the file was not finished")

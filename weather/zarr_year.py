@@ -38,10 +38,10 @@ class ZarrYear(YearFile):
             self.arrays = dict(group.arrays())
             fields = self.arrays.get(DATASET)
             if fields is None or fields.ndim != 4 or fields.dtype.kind != "f" or fields.shards:
-                found = f"has {fields.dtype} {fields.shape}" if fields is not None else "has none"
-                found += ", in shards: write it without" if fields is not None and fields.shards else ""
+                actual = f"has {fields.dtype} {fields.shape}" if fields is not None else "has none"
+                actual += ", in shards: write it without" if fields is not None and fields.shards else ""
                 raise UsageError(
-                    f"{path}: expected an array '{DATASET}' [time, channel, lat, lon] of floats; it {found}"
+                    f"{path}: expected an array '{DATASET}' [time, channel, lat, lon] of floats; it {actual}"
                 )
             self.fields, self.shape = fields, fields.shape
             self.plain = self.mappable = self._is_plain()

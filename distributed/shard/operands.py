@@ -42,10 +42,10 @@ def reduced(x: Operand) -> Operand:
     if not isinstance(x, ShardTensor) or not x.spec.partial:
         return x
     if len(x.spec.partial) == len(x.spec.mesh.groups):  # over both mesh dimensions in one all-reduce
-        found: Any = wrap(reduce_from_region(local(x), x.spec.mesh.joint), gradient_spec(x.spec))
+        whole_sum: Any = wrap(reduce_from_region(local(x), x.spec.mesh.joint), gradient_spec(x.spec))
     else:
-        found = redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
-    return found
+        whole_sum = redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
+    return whole_sum
 
 
 def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
@@ -135,8 +135,8 @@ def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
     ]
     if not isinstance(x, ShardTensor):
         return part_of(shared(x, result), spec.with_dims(wanted, ()))
-    own = x.spec.with_dims(wanted)
-    return used_apart(x if split_alike(x.spec, own) else to_spec(x, own), result)
+    wanted_spec = x.spec.with_dims(wanted)
+    return used_apart(x if split_alike(x.spec, wanted_spec) else to_spec(x, wanted_spec), result)
 
 
 def scatter_tensor(

@@ -100,12 +100,14 @@ class Spec:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
-        found: list[Placement] = [Partial() if m in self.partial else Replicate() for m in range(len(self.mesh.groups))]
+        result: list[Placement] = [
+            Partial() if m in self.partial else Replicate() for m in range(len(self.mesh.groups))
+        ]
         for dim, axes in enumerate(self.dims):
             for axis in axes:
                 if axis.mesh_dim is not None:
-                    found[axis.mesh_dim] = Shard(dim)
-        return tuple(found)
+                    result[axis.mesh_dim] = Shard(dim)
+        return tuple(result)
 
     def is_split(self, dim: int) -> bool:
         """Tell whether ranks hold different parts of a dimension, by any of its axes."""
@@ -201,20 +203,20 @@ def merged(axes: Iterable[Axis]) -> Axes:
 
     If one axis is left, the elements ahead of it join it.
     """
-    found: list[Axis] = []
+    result: list[Axis] = []
     for axis in axes:
         if axis.size == 1 and axis.sizes is None and not axis.ahead:
             continue
-        if found and axis.sizes is None:  # pieces of the outer axis stay contiguous
-            last = found[-1]
+        if result and axis.sizes is None:  # pieces of the outer axis stay contiguous
+            last = result[-1]
             sizes = last.sizes and tuple(n * axis.size for n in last.sizes)
-            found[-1] = last._replace(size=last.size * axis.size, sizes=sizes)
+            result[-1] = last._replace(size=last.size * axis.size, sizes=sizes)
         else:
-            found.append(axis)
-    if len(found) == 1 and found[0].ahead:
-        size, mesh_dim, sizes, ahead = found[0]
+            result.append(axis)
+    if len(result) == 1 and result[0].ahead:
+        size, mesh_dim, sizes, ahead = result[0]
         return (Axis(size + ahead, mesh_dim, sizes and (sizes[0] + ahead, *sizes[1:])),)
-    return tuple(found)
+    return tuple(result)
 
 
 def ahead_of(axes: Axes, count: int) -> Axes:

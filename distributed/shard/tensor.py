@@ -63,16 +63,16 @@ class ShardTensor(torch.Tensor):
         """
         mesh = as_mesh(mesh)
         shape = list(local.shape)
-        found: dict[int, Any] = dict(sizes or {})
+        known_sizes: dict[int, Any] = dict(sizes or {})
         for m, (placement, group) in enumerate(zip(placements, mesh.groups, strict=True)):
             if isinstance(placement, Shard):
                 dim = placement.dim % local.ndim
-                if m not in found:
+                if m not in known_sizes:
                     every: list[Any] = [None] * group.size
                     dist.all_gather_object(every, local.shape[dim], group=mesh.device_mesh.get_group(m))
-                    found[m] = tuple(every)
-                shape[dim] = sum(found[m])
-        spec = spec_of(mesh, shape, placements, found)
+                    known_sizes[m] = tuple(every)
+                shape[dim] = sum(known_sizes[m])
+        spec = spec_of(mesh, shape, placements, known_sizes)
         if spec.local_shape != local.shape:
             raise ValueError(f"a local tensor of {tuple(local.shape)} is not this rank's part of {spec}")
         return wrap(local, spec)

@@ -43,11 +43,11 @@ class Task(ABC):
     def check_model(self) -> None:
         """Raise UsageError where the output of the config's model does not fit the task."""
         config = self.config
-        found, wanted = output_shape(config, (1, config.model_in_channels, *config.img_size)), self.output_shape(1)
-        if found != wanted:
+        given, wanted = output_shape(config, (1, config.model_in_channels, *config.img_size)), self.output_shape(1)
+        if given != wanted:
             raise UsageError(
                 f"{config.config}: task {config.task} needs a model whose output is {list(wanted)} for one sample; "
-                f"that of model {config.model} is {list(found)}"
+                f"that of model {config.model} is {list(given)}"
             )
 
     @abstractmethod

@@ -122,9 +122,9 @@ class MeanValidator(Validator):
 
     def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """{name: mean}."""
-        found = []
+        scores = []
         for batch in self.loader.valid():
             if stop():
                 return None
-            found.append(self.task.scores(parallel, *batch))
-        return dict(zip(self.task.scored, comm.global_mean(torch.cat(found)).tolist(), strict=True))
+            scores.append(self.task.scores(parallel, *batch))
+        return dict(zip(self.task.scored, comm.global_mean(torch.cat(scores)).tolist(), strict=True))

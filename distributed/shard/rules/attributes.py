@@ -49,8 +49,8 @@ def length(func: Callable, x: ShardTensor) -> int:
 @rule(Tensor.grad.__get__)
 def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
     """The gradient, split as x is: each rank has its part of the serial gradient."""
-    found = func(x)
-    return found if found is None else wrap(found, gradient_spec(x.spec))
+    gradient = func(x)
+    return gradient if gradient is None else wrap(gradient, gradient_spec(x.spec))
 
 
 def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
@@ -74,8 +74,8 @@ def register_hook(func: Callable, x: ShardTensor, hook: Callable[[Tensor], Tenso
 
     def on_part(grad: Tensor) -> Tensor | None:
         with AsShardTensors():
-            found = hook(wrap(grad, spec))
-        return local(as_gradient(found, spec))
+            replaced = hook(wrap(grad, spec))
+        return local(as_gradient(replaced, spec))
 
     return func(x, on_part)
 

@@ -138,9 +138,9 @@ def as_strided(
     x = x[..., 0].permute([moving.index(d) for d in sorted(moving)])
     for d in [d for d in range(len(size)) if d not in moving]:
         x = x.unsqueeze(d)
-    found = cast(ShardTensor, x.expand(size))
-    found.copied_from = "as_strided"
-    return found
+    expanded = cast(ShardTensor, x.expand(size))
+    expanded.copied_from = "as_strided"
+    return expanded
 
 
 @composed(F.unfold)

@@ -25,14 +25,14 @@ from utils.torch_private import storage_id
 
 def pointwise_names() -> set[str]:
     """The names of the functions that torch marks as pointwise."""
-    found = set()
+    pointwise = set()
     for name in torch._C._dispatch_get_all_op_names():  # "aten::add.Tensor"
         library, _, function = name.partition("::")
         function, _, overload = function.partition(".")
         if library == "aten":
             tags = getattr(getattr(torch.ops.aten, function), overload or "default").tags
-            found |= {function.removeprefix("special_")} if torch.Tag.pointwise in tags else set()
-    return found - {"rrelu", "equal", "frexp", "max", "min"}  # random, or not one tensor of the same shape
+            pointwise |= {function.removeprefix("special_")} if torch.Tag.pointwise in tags else set()
+    return pointwise - {"rrelu", "equal", "frexp", "max", "min"}  # random, or not one tensor of the same shape
 
 
 BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")

@@ -96,11 +96,11 @@ def best(x: Tensor, places: Tensor, dim: int, largest: bool, group: Group, count
     choose = torch.max if largest else torch.min
     if x.shape[dim] == 0:  # a placeholder, which is not sent
         x, places = x.sum(dim, keepdim=True, dtype=x.dtype), places.new_zeros(1)
-    own, index = choose(x, dim, True)
+    chosen, index = choose(x, dim, True)
     sizes = tuple([int(count > 0) for count in counts])
     mine = sizes[group.rank]
     values, indices = (
-        gather_from_region(y[None][:mine], 0, sizes, group) for y in (own, places[index])
+        gather_from_region(y[None][:mine], 0, sizes, group) for y in (chosen, places[index])
     )  # (ranks, ...)
     with torch.no_grad():
         value = choose(values, 0).values

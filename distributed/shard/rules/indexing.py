@@ -32,16 +32,16 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     items = _items(func, x, index)
     of_dims = enumerate(item for item in items if item is not None)
     x = made_whole(x, [dim for dim, item in of_dims if isinstance(item, Tensor)])
-    spec, own = _located(func, x, items)
+    spec, local_index = _located(func, x, items)
     if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
-    return wrap(no_outputs(local(x), spec.local_shape) if own is None else x[own], spec)
+    return wrap(no_outputs(local(x), spec.local_shape) if local_index is None else x[local_index], spec)
 
 
 def _located(func, x, items):
     """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
     spec, partial = x.spec, list(x.spec.partial)
-    dims, own, owned, dim = [], [], True, 0
+    dims, local_index, owned, dim = [], [], True, 0
     shapes, places, at = [], [], 0  # of index tensors: their dimensions replace the first indexed one
     for item in items:
         if item is None:
@@ -54,7 +54,7 @@ def _located(func, x, items):
                 raise no_rule(func, (x,), {}, f"a tensor of indices, and dimension {dim} is split")
             at = at if shapes else len(dims)
             shapes.append(item.shape)
-            places.append(sum(not isinstance(i, int) for i in own))
+            places.append(sum(not isinstance(i, int) for i in local_index))
         else:
             size = spec.shape[dim]
             if not -size <= item < size:
@@ -62,12 +62,12 @@ def _located(func, x, items):
             partial += over(spec.dims[dim])
             place = _place(spec, dim, item % size)
             owned, item = owned and place is not None, place or 0
-        own.append(item)
+        local_index.append(item)
         dim += item is not None
     if shapes:
         at = at if places[-1] - places[0] < len(places) else 0  # in front, if index tensors are not adjacent
         dims[at:at] = [whole(n) for n in torch.broadcast_shapes(*shapes)]
-    return spec.with_dims(dims, tuple(sorted(partial))), tuple(own) if owned else None
+    return spec.with_dims(dims, tuple(sorted(partial))), tuple(local_index) if owned else None
 
 
 def _items(func, x, index):
@@ -152,7 +152,7 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     if (mask := mask_of(x, index)) is not None and mask.dim() == x.dim() and not isinstance(value, Tensor):
         dispatch(Tensor.masked_fill_, x, mask, value)
         return
-    spec, own = _located(func, x, _items(func, x, index))
+    spec, local_index = _located(func, x, _items(func, x, index))
     if spec.partial:
         raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
     if isinstance(value, Tensor):
@@ -160,7 +160,7 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
         while value.dim() > len(spec.dims) and global_shape(value)[0] == 1:
             value = getitem(func, value, 0) if isinstance(value, ShardTensor) else value[0]
         value = fitted(value, spec)
-    x[own] = value
+    x[local_index] = value
     written(x)
 
 

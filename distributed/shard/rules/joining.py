@@ -62,8 +62,8 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
         sizes = _new_sizes(tensors, counts, dim, mesh_dim, base.mesh.groups[mesh_dim])
         pieces = [_piece(n, end - n, mesh_dim, sizes) for n, end in zip(counts, accumulate(counts), strict=True)]
         joined = (Axis(sum(counts), mesh_dim, sizes),)
-    own = [fitted(x, base.with_axes(dim, axes)) for x, axes in zip(tensors, pieces, strict=True)]
-    return wrap(torch.cat(own, dim), base.with_axes(dim, joined))
+    in_place = [fitted(x, base.with_axes(dim, axes)) for x, axes in zip(tensors, pieces, strict=True)]
+    return wrap(torch.cat(in_place, dim), base.with_axes(dim, joined))
 
 
 def _piece(count, start, mesh_dim, sizes):

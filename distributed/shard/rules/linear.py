@@ -35,10 +35,10 @@ def contracted(
     summed = over([axis for name, a in axes.items() if name not in result for axis in a])
     out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted(summed.union(partial))))
     wanted = [out.with_dims([axes[name] for name in names]) for names in labels]
-    own = [fitted(x, spec, out) for x, spec in zip(operands, wanted, strict=True)]
+    fitting = [fitted(x, spec, out) for x, spec in zip(operands, wanted, strict=True)]
     if bias is not None:
-        own.append(own_bias(bias, out))
-    return wrap(compute(*own), out)
+        fitting.append(own_bias(bias, out))
+    return wrap(compute(*fitting), out)
 
 
 def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -149,5 +149,5 @@ def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
 
 
 def _letters(term, dots):
-    before, found, after = term.partition("...")
-    return [*before, *(dots if found else []), *after]
+    before, ellipsis, after = term.partition("...")
+    return [*before, *(dots if ellipsis else []), *after]

@@ -49,8 +49,8 @@ def scatter(
     func: Callable, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Write or add along a dimension, at indices: of elements (scatter), or plain ones of rows (index_add)."""
-    found = {name: kwargs.pop(name) for name in ("src", "value", "source") if name in kwargs}
-    source = next(iter(found.values()), source)
+    named_source = {name: kwargs.pop(name) for name in ("src", "value", "source") if name in kwargs}
+    source = next(iter(named_source.values()), source)
     like = next(x for x in (input, source, index) if isinstance(x, ShardTensor) and x.dim() == input.dim())
     dim = dim % len(like.spec.dims)
     x = made_whole(like, (dim,))
@@ -64,8 +64,8 @@ def scatter(
             return y.full_tensor() if isinstance(y, ShardTensor) else shared(y, spec)
         return beside(func, spec, dim, y)
 
-    own = local(x) if like is input else part(input)
-    out = func(input if func.__name__.endswith("_") else own, dim, part(index), part(source), *args, **kwargs)
+    target = local(x) if like is input else part(input)
+    out = func(input if func.__name__.endswith("_") else target, dim, part(index), part(source), *args, **kwargs)
     return input if func.__name__.endswith("_") else wrap(out, spec)
 
 
@@ -93,14 +93,14 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
         raise no_rule(func, (input, mask), {}, "of a plain tensor, or by a mask that broadcasts")
     x, count = in_order(reduced(input), mask.dim()), mask.dim()
     spec, axes = x.spec, merged([axis for d in x.spec.dims[:count] for axis in d])
-    found = local(x)[fitted(reduced(mask), spec.with_dims(spec.dims[:count]))]
-    new = whole(len(found))
+    selected = local(x)[fitted(reduced(mask), spec.with_dims(spec.dims[:count]))]
+    new = whole(len(selected))
     if over(axes):
         group = spec.mesh.groups[axes[0].mesh_dim]
-        number = torch.tensor([len(found)], device=found.device)
+        number = torch.tensor([len(selected)], device=selected.device)
         sizes = tuple(all_gather(number, 0, (1,) * group.size, group).tolist())
         new = (Axis(sum(sizes), axes[0].mesh_dim, sizes),)
-    return wrap(found, spec.with_dims((new, *spec.dims[count:])))
+    return wrap(selected, spec.with_dims((new, *spec.dims[count:])))
 
 
 def in_order(x: ShardTensor, count: int) -> ShardTensor:
@@ -175,13 +175,13 @@ def grid_sample(
     used = over([*samples, *[axis for axes in rows for axis in axes]])
     channels = whole(x.spec.shape[1]) if over(x.spec.dims[1]) & used else x.spec.dims[1]
     out = x.spec.with_dims([samples, channels, *rows])
-    own, shape, needed = used_apart(places, out), x.spec.shape[2:], {}
+    grid_part, shape, needed = used_apart(places, out), x.spec.shape[2:], {}
     near = [d for d in range(2, len(x.spec.dims)) if len(x.spec.dims[d]) == 1 and x.spec.is_split(d)]
     near = [d for d in near if over(x.spec.dims[d]) <= used - over(samples)]
-    if near and mode != "bicubic" and min(shape) > 1 and own.element_size() > 2 and not (
-        torch.compiler.is_compiling() or isinstance(own, FakeTensor)
+    if near and mode != "bicubic" and min(shape) > 1 and grid_part.element_size() > 2 and not (
+        torch.compiler.is_compiling() or isinstance(grid_part, FakeTensor)
     ):  # fmt: skip
-        at = [rows_at(own[..., -1 - i], n, padding_mode, align_corners) for i, n in enumerate(shape)]
+        at = [rows_at(grid_part[..., -1 - i], n, padding_mode, align_corners) for i, n in enumerate(shape)]
         at = [a.round() for a in at] if mode == "nearest" else at
         needed = agreed(x.spec, {d: at[d - 2].detach() for d in near})
     images = [x.spec.dims[d] if d in needed else whole(n) for d, n in enumerate(shape, 2)]
@@ -191,11 +191,11 @@ def grid_sample(
         part = Fetch(part, d, sizes, intervals, group).rows()
         at[d - 2] = at[d - 2] - intervals[group.rank][0]
     if not out.local_shape.numel():
-        return wrap(no_outputs(part, out.local_shape, own), out)
+        return wrap(no_outputs(part, out.local_shape, grid_part), out)
     if needed:
-        own = torch.stack([as_grid(a, n) for a, n in zip(at, part.shape[2:], strict=True)][::-1], -1)
+        grid_part = torch.stack([as_grid(a, n) for a, n in zip(at, part.shape[2:], strict=True)][::-1], -1)
         padding_mode, align_corners = "zeros", True
-    return wrap(func(part, own, mode, padding_mode, align_corners), out)
+    return wrap(func(part, grid_part, mode, padding_mode, align_corners), out)
 
 
 def rows_at(grid: Tensor, rows: int, padding_mode: str, align_corners: bool | None) -> Tensor:
@@ -236,7 +236,7 @@ def agreed(spec: Spec, places: dict[int, Tensor]) -> dict[int, list[Interval]]:
         n = spec.shape[d]
         low, high = torch.aminmax(at.floor().nan_to_num()) if at.numel() else (at.new_full((), n), at.new_zeros(()) - 2)
         ends += [low.clamp(0, n), (high + 2).clamp(0, n)]
-    group, found = spec.mesh.joint, {}
+    group, halos = spec.mesh.joint, {}
     every = all_gather(torch.stack(ends)[None].long(), 0, (1,) * group.size, group).tolist()
     for i, d in enumerate(places):
         (sizes, _), n, intervals = spec.shares(d), spec.shape[d], []
@@ -245,8 +245,8 @@ def agreed(spec: Spec, places: dict[int, Tensor]) -> dict[int, list[Interval]]:
             mine = [row[2 * i : 2 * i + 2] for r, row in enumerate(every) if spec.coordinate(m, r) == c]
             first = min(*[low for low, _ in mine], n - 2)
             intervals.append((first, max(*[high for _, high in mine], first + 2)))
-        own = [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(intervals, bounds(sizes), strict=True)]
-        more = sum([last - first for first, last in intervals]) - sum(own)
+        overlaps = [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(intervals, bounds(sizes), strict=True)]
+        more = sum([last - first for first, last in intervals]) - sum(overlaps)
         if 2 * more <= (len(sizes) - 1) * n:
-            found[d] = intervals
-    return found
+            halos[d] = intervals
+    return halos

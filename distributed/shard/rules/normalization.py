@@ -72,8 +72,8 @@ def normalized(
     with torch.no_grad():
         mean, deviations, count = moments(at_least_float32(part), dims, shared_by)
         var = deviations / count
-    own = [None if w is None else fitted(w, x.spec) for w in (weight, bias)]
-    y = Normal.apply(part, *own, mean, (var + eps).rsqrt(), dims, shared_by)
+    scaling = [None if w is None else fitted(w, x.spec) for w in (weight, bias)]
+    y = Normal.apply(part, *scaling, mean, (var + eps).rsqrt(), dims, shared_by)
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
 
@@ -157,8 +157,8 @@ def batch_norm(
     count = shape.numel() // max(shape[1], 1)
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
-    own = of_channels(weight, input), of_channels(bias, input)
-    y, mean, var = normalized(input, (0, *range(2, len(shape))), eps, *own)
+    scaling = of_channels(weight, input), of_channels(bias, input)
+    y, mean, var = normalized(input, (0, *range(2, len(shape))), eps, *scaling)
     update(running_mean, running_var, mean, dispatch(torch.mul, var, count / (count - 1)), momentum=momentum)
     return y
 
