@@ -17,7 +17,6 @@ CPU = torch.device("cpu")
 SIZE = (16, 32)
 ALL = ["orography", "day", "hour", "latitude"]
 DATES = np.array([["2016-02-29T18", "2016-03-01T00"], ["1999-01-01T06", "1999-12-31T12"]], "datetime64[s]")
-TURNS = torch.from_numpy(turns(DATES))
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def made(dataset, names):
 
 
 def test_they_are_the_sun_s_time_the_latitude_and_fields_of_the_file(dataset):
-    found = made(dataset, ALL)(TURNS).double().numpy()
+    found = made(dataset, ALL)(DATES).double().numpy()
     assert found.shape == (2, 2 + 2 * 4, *SIZE)
     orography = dataset.files[0].file["orography"][:].astype(float)
     np.testing.assert_allclose(found[1, 0], (orography - orography.mean()) / orography.std(), atol=1e-5)
@@ -48,15 +47,15 @@ def test_they_are_the_sun_s_time_the_latitude_and_fields_of_the_file(dataset):
 
 
 def test_a_part_of_the_image_has_its_part_of_them(dataset):
-    whole = made(dataset, ALL)(TURNS)
+    whole = made(dataset, ALL)(DATES)
     dataset.rows, dataset.columns = slice(5, 9), slice(8, 20)
-    part = made(dataset, ALL)(TURNS)
+    part = made(dataset, ALL)(DATES)
     assert torch.equal(part, whole[:, :, 5:9, 8:20])
 
 
 @pytest.mark.parametrize("names", [["hour"], ["latitude"], ["day", "orography"]])
 def test_any_of_them_can_be_left_out(dataset, names):
-    assert made(dataset, names)(TURNS).shape[1] == {"hour": 4, "latitude": 1, "day": 5}[names[0]]
+    assert made(dataset, names)(DATES).shape[1] == {"hour": 4, "latitude": 1, "day": 5}[names[0]]
 
 
 def test_a_field_that_no_file_has_is_refused_with_those_that_it_has(dataset):
@@ -112,7 +111,7 @@ def test_a_loader_delivers_the_frames_of_each_stage_and_their_forcings(tiny_conf
         frames = (frames - means) / stds
         np.testing.assert_allclose(x[:, :20], frames[:, 0], atol=1e-4)
         np.testing.assert_allclose(y, frames[:, 1:].reshape(y.shape), atol=1e-4)
-        assert torch.equal(x[:, 20:], made(folder, ALL)(torch.from_numpy(turns(folder.dates(numbers, k)))))
+        assert torch.equal(x[:, 20:], made(folder, ALL)(folder.dates(numbers, k)))
         spaced = np.diff(folder.dates(numbers, k), axis=1) == dt * np.timedelta64(6, "h")
         assert spaced.all()
 

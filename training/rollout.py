@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from utils.schema import Config
-from weather.channels import count_forcings
+from utils.schema import Config, count_forcings
 
 Network = Callable[[Tensor], Tensor]
 

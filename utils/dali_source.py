@@ -4,44 +4,31 @@ import multiprocessing
 import os
 import signal
 import threading
-from copy import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from nvidia.dali import types
 
+from utils.dataset import Dataset
 from utils.sample_order import Order
 from utils.signals import STOP_SIGNALS
-from weather.dataset import FieldDataset
-from weather.year_reader import open_year
 
 
 class SampleSource:
     """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself."""
 
-    def __init__(self, dataset: FieldDataset, order: Order, iterations: range):
+    def __init__(self, dataset: Dataset, order: Order, iterations: range):
         self.dataset, self.order, self.iterations = dataset, order, iterations
-        self.unopened: list[Path] = []  # in a worker, before its first sample
 
     def __call__(self, info: types.SampleInfo) -> np.ndarray:
         """One sample, (k + 1, C, h, w) float32; StopIteration after the last batch."""
         if info.iteration >= len(self.iterations):
             raise StopIteration
-        if self.unopened:
-            self.dataset.files, self.unopened = [open_year(path) for path in self.unopened], []
+        self.dataset.open()
         iteration = self.iterations[info.iteration]
         sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
         self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
         return sample
-
-    def __getstate__(self) -> dict[str, Any]:
-        dataset = copy(self.dataset)
-        dataset.files = []
-        return vars(self) | {
-            "dataset": dataset,
-            "unopened": [file.path for file in self.dataset.files],
-        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

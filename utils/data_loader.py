@@ -20,11 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
-from utils.device import library, pinned_tensor, to_device
+from utils.dataset import Dataset, Forcings, Statistics
+from utils.device import library, pinned_tensor
 from utils.sample_order import Order
-from weather.channels import count_forcings
-from weather.dataset import FieldDataset, Statistics
-from weather.forcings import Forcings, turns
 
 # A frame seen in its file is only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
@@ -36,7 +34,7 @@ Batch = tuple[Tensor, Tensor]  # (input, target)
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Batches of (input, target) from a FieldDataset, normalised: (B, n_in, h, w) and (B, k n_out, h, w).
+    """Normalised batches of a data set (utils/dataset.py): inputs (B, n_in, h, w) and targets (B, k n_out, h, w).
 
     The target holds the k steps of a forecast, one after the other; forcings of k steps follow the input's channels.
     A batch is valid until the next one is requested: its memory is used again.
@@ -46,7 +44,7 @@ class BatchLoader:
     Subclasses implement `_batches`.
     """
 
-    dataset: FieldDataset
+    dataset: Dataset
     statistics: Statistics
     n_in: int
     n_out: int
@@ -132,9 +130,9 @@ class BatchLoader:
                 yield x, y
         else:
             h, w = self.dataset.shape[2:]
-            fixed, timed = count_forcings(self.forcings.names) if self.forcings else (0, 0)
             for k in map(order.steps, iterations):
-                channels = self.n_in + fixed + k * timed, k * self.n_out
+                forced = self.forcings.channels(k) if self.forcings else 0
+                channels = self.n_in + forced, k * self.n_out
                 x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in channels)
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
@@ -144,8 +142,7 @@ class BatchLoader:
         """Input and target of normalised samples (B, k + 1, C, h, w) of these numbers."""
         x, y = frames[:, 0, : self.n_in], frames[:, 1:, : self.n_out].flatten(1, 2)
         if self.forcings:
-            dates = self.dataset.dates(samples, frames.shape[1] - 1)
-            x = torch.cat([x, self.forcings(to_device(torch.from_numpy(turns(dates)), self.device))], 1)
+            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - 1))], 1)
         return x, y
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from utils.data_loader import Batch, BatchLoader
+from utils.dataset import Statistics
 from utils.errors import UsageError
 from utils.sample_order import Order
 from utils.signals import STOP_SIGNALS
-from weather.dataset import Statistics
 
 try:
     from nvidia.dali import fn, pipeline_def, types

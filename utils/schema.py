@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from utils.layout import ORDER, Layout, tile_counts
-from weather.channels import count_forcings
 
 MOST = 2**31 - 1
 MOST_STEPS = 1000  # of a rollout that is trained
@@ -26,6 +25,7 @@ Weight = Annotated[float, Field(ge=0, le=1e6)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Stage = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 Method = Literal["gather", "ring", "all_to_all"]
+TIMED_FORCINGS = ("hour", "day")  # the local hour, the day of the year: a cosine and a sine of each
 
 Affects = Literal["model", "result", "training", "layout", "speed", "nothing"]
 Options = TypeVar("Options")
@@ -51,6 +51,12 @@ def keys_that_affect(*what: Affects) -> list[str]:
     """The names of the keys that affect one of these, in schema order."""
     fields: dict[str, Any] = Config.model_fields
     return [name for name, field in fields.items() if field.json_schema_extra["affects"] in what]
+
+
+def count_forcings(names: Sequence[str]) -> tuple[int, int]:
+    """(channels that stay the same, channels that change with the date) of the forcings of these names."""
+    timed = sum(name in TIMED_FORCINGS for name in names)
+    return len(names) - timed, 2 * timed
 
 
 class Config(BaseModel):

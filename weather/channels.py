@@ -1,7 +1,6 @@
 """The 20 channels of FourCastNet (Pathak et al. 2022, arXiv:2202.11214), in file order, in ERA5's units."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ from ruamel.yaml import YAML
 ERA5: dict[str, Any] = YAML(typ="safe", pure=True).load(Path(__file__).with_name("era5.yaml"))
 # Quantities, and quantities at a pressure level in hPa.
 NAMES = "u10 v10 t2m sp mslp t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
-TIMED = ("hour", "day")  # forcings: the local hour, and the day of the year; a cosine and a sine of each
 
 
 class Quantity(NamedTuple):
@@ -53,9 +51,3 @@ def _channel(name: str) -> Channel:
 
 
 CHANNELS = tuple(_channel(name) for name in NAMES.split())
-
-
-def count_forcings(names: Sequence[str]) -> tuple[int, int]:
-    """(channels that stay the same, channels that change with the date) of the forcings of these names."""
-    timed = sum(name in TIMED for name in names)
-    return len(names) - timed, 2 * timed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,11 +43,12 @@ class FieldDataset:
         self.folder, self.channels, self.dt, self.steps = Path(folder), channels, dt, steps
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
+        self.paths = self._find_files(img_size)
         self.files: list[YearFile] = []
         try:
-            for path in self._find_files(img_size):
-                self.files.append(open_year(path))
-                self._check_shape(self.files[-1], img_size)
+            self.open()
+            for file in self.files:
+                self._check_shape(file, img_size)
             self.described = [file.describe(channels, img_size) for file in self.files]
             self.description = self.described[0]  # of all files
             self.check_like(self)
@@ -61,6 +62,14 @@ class FieldDataset:
 
     def __len__(self):
         return self.num_samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"files": []}
+
+    def open(self) -> None:
+        """Open the files where they are not open: a data set travels to another process without them."""
+        for path in self.paths[len(self.files) :]:
+            self.files.append(open_year(path))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.device import to_device
 from utils.errors import UsageError
-from weather.channels import TIMED
+from utils.schema import TIMED_FORCINGS, count_forcings
 from weather.dataset import FieldDataset
 from weather.year_data import YearFile
 
@@ -20,32 +21,37 @@ YEAR = 365.25  # days
 
 
 class Forcings:
-    """The forcings of the points that a dataset reads, on the device: forcings(turns of the dates).
+    """The forcings of the points that a dataset reads, on the device: forcings(dates).
 
     names: `hour`, `day`, `latitude`, or names of fields of the first file, which are normalised over the whole image.
     Raises UsageError for a field that the file lacks.
     """
 
     def __init__(self, names: Sequence[str], dataset: FieldDataset, device: torch.device):
-        self.names, window = names, (dataset.rows, dataset.columns)
+        self.names, self.device, window = names, device, (dataset.rows, dataset.columns)
         grid, file = dataset.description.grid, dataset.files[0]
         img_size = len(grid.latitude), len(grid.longitude)
         latitude = np.broadcast_to(np.sin(np.deg2rad(grid.latitude))[:, None], img_size)
-        fixed = [name for name in names if name not in TIMED]
+        fixed = [name for name in names if name not in TIMED_FORCINGS]
         fields = [latitude if name == "latitude" else _normalised(file, name, img_size) for name in fixed]
         self.shape = latitude[window].shape
         parts = np.array([field[window] for field in fields], np.float32).reshape(-1, *self.shape)
         self.fixed = torch.from_numpy(parts).to(device)  # (F, h, w)
         self.east = torch.from_numpy(grid.longitude[window[1]] / 360).float().to(device)  # in turns, (w,)
 
-    def __call__(self, turns: Tensor) -> Tensor:
+    def channels(self, steps: int) -> int:
+        """Count the channels for so many steps of a forecast: F + k T."""
+        fixed, timed = count_forcings(self.names)
+        return fixed + steps * timed
+
+    def __call__(self, dates: np.ndarray) -> Tensor:
         """(B, F + k T, h, w): the F channels that stay, then the T that change, for one date after the other.
 
-        turns: of k dates for each sample, see turns, (B, k, 2) on the device.
+        dates: k for each sample, (B, k) datetime64[s], in UTC.
         """
-        parts = [self.fixed.expand(len(turns), -1, -1, -1)]
+        parts = [self.fixed.expand(len(dates), -1, -1, -1)]
         angles = []
-        day, year = turns.split(1, -1)
+        day, year = to_device(torch.from_numpy(turns(dates)), self.device).split(1, -1)  # (B, k, 1) each
         if "hour" in self.names:
             angles.append(day + self.east)  # (B, k, w)
         if "day" in self.names:

@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from tools.tables import installed, machine, print_tables
 from training.tasks import build_task
+from utils.dataset import Statistics
 from utils.device import select_device, synchronize
 from utils.schema import Config
-from weather.dataset import FieldDataset, Statistics
+from weather.dataset import FieldDataset
 
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a table of minutes
@@ -88,7 +89,8 @@ def _ours(kind: str, device: torch.device, config: Config, count: int) -> float:
 def _plain(config: Config, count: int) -> float:
     """Samples per second of the plain design."""
     train, valid = build_task(config.model_copy(update={"num_data_workers": 0})).build_loaders(select_device("cpu"))
-    loader = plain_loader(train.dataset, train.statistics, config.global_batch_size, config.num_data_workers)
+    dataset = cast(FieldDataset, train.dataset)
+    loader = plain_loader(dataset, train.statistics, config.global_batch_size, config.num_data_workers)
     with closing(train), closing(valid):
         return _timed(chain.from_iterable(repeat(loader)), count, config.global_batch_size, train.device)
 

@@ -13,12 +13,11 @@ from torch import Tensor
 from training.model import patch_size
 from training.tasks import forecast, task_of
 from utils.config import check_config, differing_keys, load_config, read_mappings, read_named_config
-from utils.device import to_device
 from utils.errors import UsageError
 from utils.schema import Config, keys_that_affect
 from utils.tiles import own_window
 from weather.dataset import FieldDataset
-from weather.forcings import Forcings, turns
+from weather.forcings import Forcings
 from weather.grid import HOUR
 from weather.year_data import file_times
 
@@ -84,7 +83,7 @@ class DatedFrames:
         """The input of the model: the channels of a state, (B, C, h, w), and the forcings of its dates, (B,)."""
         if not self.forcings:
             return state
-        return torch.cat([state, self.forcings(to_device(torch.from_numpy(turns(times[:, None])), self.device))], 1)
+        return torch.cat([state, self.forcings(times[:, None])], 1)
 
     def starts(self, leads: Sequence[int]) -> np.ndarray:
         """The dates that are followed by a frame at every lead time of `leads` (hours): (N,) datetime64[s]."""

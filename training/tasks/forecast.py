@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from training.tasks.task import Task, Validator
 from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
-from utils.schema import Config
-from weather.channels import CHANNELS, count_forcings
+from utils.schema import Config, count_forcings
+from weather.channels import CHANNELS
 from weather.dataset import FieldDataset, Statistics, positive_statistics, read_statistics
 from weather.forcings import Forcings
 from weather.grid import latitudes
@@ -149,9 +149,11 @@ class ForecastValidator(Validator):
         super().__init__(loader)
         self.rollout, self.sample_losses = rollout, sample_losses
         n = loader.n_out
-        names, units, self.grid = loader.dataset.description
+        # A loader knows of a data set what it reads; ours say more.
+        dataset, statistics = cast(FieldDataset, loader.dataset), cast(Statistics, loader.statistics)
+        names, units, self.grid = dataset.description
         self.names, self.units = names[:n], units[:n]
-        self.means, self.stds, time_means = (torch.from_numpy(values[:n]) for values in loader.statistics)
+        self.means, self.stds, time_means = (torch.from_numpy(values[:n]) for values in statistics)
         self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
         self.new_metrics = partial(ForecastMetrics, self.grid.latitude, self.stds, self.climatology)
         self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first

@@ -1,0 +1,68 @@
+"""What the loaders ask of a data set: any class with these methods can be loaded. weather/ has ours."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:  # DALI's worker processes do without torch, which takes seconds to import
+    from torch import Tensor
+
+
+class Dataset(Protocol):
+    """Samples of several frames each: the input, and the targets of every step of a forecast."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of one sample of this rank: (steps + 1, C, h, w)."""
+
+    @property
+    def mappable(self) -> bool:
+        """Tell whether `mapped` can be used."""
+
+    def __len__(self) -> int:
+        """Count the samples."""
+
+    def open(self) -> None:
+        """Open the files where they are not open: a data set travels to another process without them."""
+
+    def read(self, index: int, out: np.ndarray) -> None:
+        """Read a sample, or its first frames, into `out`, contiguous float32."""
+
+    def mapped(self, index: int, frames: int) -> AbstractContextManager[list[np.ndarray]]:
+        """The first frames of a sample as arrays over the file's own memory, (1, C, h, w) each."""
+
+    def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+        """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s]."""
+
+    def check_finite(self, index: int) -> None:
+        """Raise UsageError, naming the place, where a sample has a value that is not finite."""
+
+    def listing(self) -> dict[str, str]:
+        """{name: what this rank sees of it} of the files, which ranks compare."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class Statistics(Protocol):
+    """Mean and standard deviation of each channel, (C, 1, 1) float32."""
+
+    @property
+    def means(self) -> np.ndarray:
+        """Means."""
+
+    @property
+    def stds(self) -> np.ndarray:
+        """Standard deviations, all positive."""
+
+
+class Forcings(Protocol):
+    """Further input channels that are known for any date and place."""
+
+    def channels(self, steps: int) -> int:
+        """Count the channels for so many steps of a forecast."""
+
+    def __call__(self, dates: np.ndarray) -> "Tensor":
+        """The forcings of k dates for each sample, (B, k): (B, channels(k), h, w) on the device."""
