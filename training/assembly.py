@@ -11,14 +11,13 @@ from distributed.domain_parallel import DomainOptions, split_images
 from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
-from training.model import build_model, initial_weights, patch_size
+from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
 from training.tasks import Task, build_task
 from utils import comm
 from utils.schema import Config
-from utils.tiles import own_window
 
 
 def build_parallel(
@@ -54,7 +53,7 @@ def random_batch(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:
     config = task.config
     x, y = task.random_batch(torch.Generator().manual_seed(config.seed))
     own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
-    window = own_window(config.img_size, patch_size(config))
+    window = task.own_window()
 
     def part(whole: Tensor) -> Tensor:
         cut = (own, slice(None), *window) if whole.dim() == 2 + len(window) else own

@@ -3,13 +3,13 @@
 import re
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from training.model import build_model
+from training.model import examine
 from utils.config import read_mappings
 from utils.device import device_name
 from utils.schema import Config
 
+PASSES = 3  # forward, and twice as much backward
 OTHER_PEAKS = {"pcie", "nvl"}  # forms of a GPU that are slower than the one in config/hardware.yaml
 
 
@@ -18,13 +18,9 @@ def training_flops(config: Config) -> float:
 
     The backward pass has two products for each one. Activation checkpointing computes more, which does not count:
     utilisation is of the work the model needs (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). Of a rollout
-    it is one step of the forecast. Raises whatever a model raises that does not run on the meta device.
+    it is one step of the forecast.
     """
-    model = build_model(config)
-    x = torch.empty(1, config.model_in_channels, *config.img_size, device="meta")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(x)
-    return 3 * counter.get_total_flops()
+    return PASSES * examine(config).flops
 
 
 def precision(config: Config) -> str:

@@ -13,10 +13,12 @@ import hashlib
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from distributed.protocol import points_kept_together
 from distributed.split import Split
@@ -110,21 +112,44 @@ def model_class(name: str) -> Callable[..., nn.Module]:
         raise UsageError(f"model '{name}': cannot be imported: {_in_one_line(error)}") from error
 
 
-def output_shape(config: Config, x_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what the model gives for one input of a shape. Raises UsageError where it gives none."""
+class Facts(NamedTuple):
+    """Facts about a whole model.
+
+    output_shape: for one sample. parameters: how many. flops: floating-point operations of a forward pass of one
+    sample, in matrix products and convolutions. kept_together: points between which images are not cut, see
+    distributed.protocol.points_kept_together.
+    """
+
+    output_shape: tuple[int, ...]
+    parameters: int
+    flops: int
+    kept_together: PerAxis
+
+
+def examine(config: Config) -> Facts:
+    """Run one sample through the model of a config. Raises UsageError where it fails.
+
+    On the meta device if it can be done there; a model that reads numbers runs on the CPU.
+    """
+    shape = 1, config.model_in_channels, *config.img_size
+    model = build_model(config)
     try:
-        return tuple(build_model(config).eval()(torch.empty(*x_shape, device="meta")).shape)
-    except Exception:  # it may read numbers, which only memory has
-        pass
-    try:
-        with torch.no_grad():
-            return tuple(build_model(config, "cpu").eval()(torch.zeros(*x_shape)).shape)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"{config.config}: model {config.model} fails on an input of {list(x_shape)}: {_in_one_line(error)}"
-        ) from error
+        output, flops = _run(model, torch.empty(shape, device="meta"))
+    except Exception:
+        model = build_model(config, "cpu")
+        try:
+            output, flops = _run(model, torch.zeros(shape))
+        except Exception as error:
+            raise UsageError(
+                f"{config.config}: model {config.model} fails on an input of {list(shape)}: {_in_one_line(error)}"
+            ) from error
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Facts(tuple(output.shape), parameters, flops, points_kept_together(model))
+
+
+def _run(model, x):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        return model.eval()(x), counter.get_total_flops()
 
 
 def _in_one_line(error):
@@ -133,11 +158,6 @@ def _in_one_line(error):
         return first_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {first_line(error)} ({last.filename}, line {last.lineno})"
-
-
-def patch_size(config: Config) -> PerAxis:
-    """Points that stay on one rank where images are cut, see distributed.protocol.points_kept_together."""
-    return points_kept_together(build_model(config))
 
 
 def build_on_meta(build: Build) -> nn.Module:

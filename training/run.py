@@ -18,7 +18,6 @@ from tqdm import tqdm
 from distributed.data_parallel import SHARDED
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
-from training.model import build_model
 from training.profiling import build_profiler, span
 from training.results import print_result, write_validation
 from training.run_folder import RunFolder
@@ -332,7 +331,7 @@ class Run:
             "iterations": self.iteration,
             "device": str(self.device),
             "world_size": comm.world_size(),
-            "parameters": sum(p.numel() for p in build_model(self.config).parameters()),
+            "parameters": self.step.task.facts.parameters,
             "samples_per_sec": self.clock.steady_samples_per_sec(),
             "data_wait_fraction": self.clock.data_wait_fraction(),
             "peak_memory_bytes": int(comm.global_max(peak_memory_bytes(self.device), self.device)),

@@ -1,22 +1,19 @@
 """Figures that a run logs at every reading: loss, gradient, speed, memory, time by phase, the slowest rank."""
 
-import logging
 import math
 
 import torch
 from torch import Tensor
 
-from training.flops import peak_flops_per_sec, training_flops
+from training.flops import PASSES, peak_flops_per_sec
 from training.optimizer import learning_rate
 from training.step import TrainingStep
 from training.timing import PHASES, WARMUP_ITERATIONS, Clock, PhaseTimes
 from utils import comm
 from utils.device import peak_memory_bytes, synchronize
-from utils.errors import first_line
 from utils.rank_failure import recorded_collectives
 from utils.schema import Config
 
-log = logging.getLogger(__name__)
 Reading = dict[str, float | None]
 
 
@@ -31,12 +28,8 @@ class Telemetry:
         self.clock, self.times = Clock(), PhaseTimes(step.device, not config.enable_cuda_graphs)
         self.losses: list[Tensor] = []  # on the device, not read yet
         self.called: int | None = None  # collectives until the end of the first step after a reading
-        self.flops = self.peak = None
-        if comm.is_main():
-            try:
-                self.flops, self.peak = training_flops(config), peak_flops_per_sec(step.device, config)
-            except Exception as error:  # of a model that cannot run without data
-                log.info("FLOP of model %s are not known: %s", config.model, first_line(error))
+        self.flops = PASSES * step.task.facts.flops  # of a sample, in one step of a forecast
+        self.peak = peak_flops_per_sec(step.device, config)
 
     def add(self, loss: Tensor) -> None:
         """Note a step. loss: a scalar on the device."""
@@ -66,7 +59,7 @@ class Telemetry:
         own_times = dict(zip(PHASES, table[comm.rank()].tolist(), strict=False))
         self.clock.data_wait += own_times["data"] * count
         forecast_steps = [steps for first, steps in self.config.rollout_stages if first < iteration][-1]
-        flops = speed * self.flops * forecast_steps if self.flops else None
+        flops = speed * self.flops * forecast_steps
         before_others = table[:, :2].nansum(1)  # of data and forward: where gradients are reduced the ranks meet
         reading: Reading = {
             "loss/train": losses[-1],
@@ -75,7 +68,7 @@ class Telemetry:
             "speed/samples_per_sec": speed,
             "speed/iterations_per_sec": speed / self.config.global_batch_size,
             "speed/flops_per_sec": flops,
-            "speed/mfu": flops / self.peak / ranks if flops and self.peak else None,
+            "speed/mfu": flops / self.peak / ranks if self.peak else None,
             "memory/peak_bytes": table[comm.rank(), -1].item(),
             "memory/most_bytes": table[:, -1].max().item(),
             "messages": called,

@@ -11,10 +11,8 @@ from tests.support.compilation import GENERATED, compile_by
 from tests.test_data_parallel import train as train_data_parallel
 from training.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
-from training.model import patch_size
-from training.tasks import build_task
+from training.tasks import build_task, task_of
 from utils import comm
-from utils.tiles import own_window
 
 CPU = torch.device("cpu")
 RECOMPUTED = {"activation_checkpointing": "selective"}
@@ -29,7 +27,7 @@ def build(config):
 
 def window_of(config):
     """Rows and columns of images that this rank has."""
-    return own_window(config.img_size, patch_size(config))
+    return task_of(config).own_window()
 
 
 def own_part(batch, config, window=None):

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.model import patch_size
 from training.tasks import forecast, task_of
 from utils.config import check_config, differing_keys, load_config, read_mappings, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config, keys_that_affect
-from utils.tiles import own_window
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import HOUR
@@ -57,7 +55,7 @@ class DatedFrames:
     def __init__(self, folder: Path | str, config: Config, device: torch.device):
         self.folder, self.device, self.statistics = folder, device, forecast.statistics_of(config)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
-        rows, columns = own_window(config.img_size, patch_size(config))
+        rows, columns = task_of(config).own_window()
         self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, rows, columns)
         self.forcings = Forcings(config.forcings, self.dataset, device) if config.forcings else None
         times = [file_times(file) for file in self.dataset.files]

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.model import output_shape, patch_size
+from training.model import Facts, examine
 from utils import comm
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
@@ -40,10 +41,15 @@ class Task(ABC):
                 raise UsageError(f"{config.config}: {key} belongs to task forecast, not to {config.task}")
         self.check()
 
+    @cached_property
+    def facts(self) -> Facts:
+        """Facts about the model of this config."""
+        return examine(self.config)
+
     def check_model(self) -> None:
         """Raise UsageError where the output of the config's model does not fit the task."""
         config = self.config
-        given, wanted = output_shape(config, (1, config.model_in_channels, *config.img_size)), self.output_shape(1)
+        given, wanted = self.facts.output_shape, self.output_shape(1)
         if given != wanted:
             raise UsageError(
                 f"{config.config}: task {config.task} needs a model whose output is {list(wanted)} for one sample; "
@@ -88,7 +94,7 @@ class Task(ABC):
 
     def own_window(self) -> tuple[slice, ...]:
         """This rank's part of every image, one slice for each axis."""
-        return own_window(self.config.img_size, patch_size(self.config))
+        return own_window(self.config.img_size, self.facts.kept_together)
 
     def check_batch(self, samples: int, source: str) -> None:
         """Raise UsageError where the training data, from `source`, have fewer samples than one batch."""
