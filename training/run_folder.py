@@ -1,7 +1,6 @@
 """The folder of one run, <expdir>/<config>/<run_num>: config, log, TensorBoard events, checkpoints, summary."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,13 @@ from tqdm import tqdm
 
 from training.checkpoint import CheckpointFolder
 from training.checkpoint_files import config_of
-from training.run_owner import RunOwner
+from training.run_owner import FILE, RunOwner, owner_of, this_process
 from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError
 from utils.files import read_json, whole_file
 from utils.schema import Config
 
-OWNER = "job"  # file with the job that --run_num auto gave the folder to
 T = TypeVar("T")
 
 
@@ -119,20 +117,18 @@ def next_run_num(runs: Path) -> str:
     A job that its scheduler or torchrun starts again gets the folder that it had.
     """
     runs.mkdir(parents=True, exist_ok=True)
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or ""
-    if any(os.environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")):
-        for owner in runs.glob(f"*/{OWNER}"):
-            if owner.read_text() == job:
-                return owner.parent.name
+    me = this_process()
+    for file in runs.glob(f"*/{FILE}") if any(me.restarts) else ():
+        owner = owner_of(file.read_text(errors="replace"))
+        if owner and owner.job == me.job:
+            return file.parent.name
     taken = [int(folder.name) for folder in runs.iterdir() if folder.name.isdecimal()]
     number = max(taken, default=-1) + 1
     try:
-        folder = runs / f"{number:02d}"
-        folder.mkdir()
+        (runs / f"{number:02d}").mkdir()
     except FileExistsError:  # another job was faster
         return next_run_num(runs)
-    (folder / OWNER).write_text(job)
-    return folder.name
+    return f"{number:02d}"
 
 
 class _Console(logging.Handler):

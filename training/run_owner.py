@@ -1,8 +1,9 @@
 """The owner of a run folder: one run at a time trains in it.
 
-`owner.json` names the owner's job, host and process, and counts its heartbeats. It needs no lock of the file system. A
-run that finds it takes the folder over where that process is gone, where it is the same job that has come back after a
-requeue, or where the heartbeat has stopped; and is refused otherwise.
+`owner.json` names the owner's job, host and process, and counts its heartbeats, or says that it has ended. It needs no
+lock of the file system. A run that finds it takes the folder over where the owner has ended or its process is gone,
+where it is the same job that has come back after a requeue, or where the heartbeat has stopped; and is refused
+otherwise. A job that asks for a folder of its own (`--run_num auto`) finds it again by this file after a requeue.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from utils.rank_failure import exit_at_once
 FILE = "owner.json"
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 30.0  # without a beat
+ENDED = f"{'ended':>12}"  # in place of the beats, and as long
 
 
 class Owner(BaseModel):
@@ -66,8 +68,8 @@ class RunOwner:
             text = self._read()
             if text is None:
                 continue  # gone in between
-            other = _parse(text)
-            if other != self.me and self._alive(other, text):
+            other = owner_of(text)
+            if other != self.me and ENDED not in text and self._alive(other, text):
                 raise UsageError(
                     f"{folder} is in use: {other or 'another run'} trains in it; wait for its end, or choose another "
                     "--run_num (auto: the next free number)"
@@ -81,10 +83,16 @@ class RunOwner:
         """Give the folder back."""
         self.leaving.set()
         self.thread.join()
-        self._remove(lambda found: _parse(found) == self.me)
+        with contextlib.suppress(OSError):
+            if owner_of(self._read() or "") == self.me:
+                self._write(ENDED)
 
-    def _content(self):
-        return json.dumps({"owner": self.me.model_dump(), "beats": f"{self.beats:012d}"}) + "\n"  # always as long
+    def _content(self, beats):
+        return json.dumps({"owner": self.me.model_dump(), "beats": beats}) + "\n"
+
+    def _write(self, beats):
+        with open(self.path, "r+") as file:
+            file.write(self._content(beats))
 
     def _claim(self):
         try:
@@ -92,7 +100,7 @@ class RunOwner:
         except FileExistsError:
             return False
         with open(descriptor, "w") as file:
-            file.write(self._content())
+            file.write(self._content(f"{0:012d}"))
         return True
 
     def _read(self):
@@ -132,19 +140,18 @@ class RunOwner:
             with contextlib.suppress(OSError):  # a full disk, or a server that is late: the next beat may do
                 self.beats += 1
                 text = self._read()
-                other = _parse(text or "")
+                other = owner_of(text or "")
                 if other not in (self.me, None):
                     print(f"error: {self.folder} has been taken over by {other}", file=sys.stderr, flush=True)
                     exit_at_once(FAILED_STATUS)
                 if text is None:  # somebody tidied up
                     self._claim()
                 else:
-                    with open(self.path, "r+") as file:
-                        file.write(self._content())
+                    self._write(f"{self.beats:012d}")
 
 
-def _parse(text):
-    """The Owner that a text names, None for any other text."""
+def owner_of(text: str) -> Owner | None:
+    """The Owner that the text of an owner's file names, None for any other text."""
     try:
         return Owner.model_validate(json.loads(text)["owner"])
     except (ValueError, TypeError, KeyError, RecursionError):
