@@ -44,8 +44,8 @@ from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu, of_measured
 from tools.timeline import Trace
 from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
+from training.loggers import FILE_NAME
 from training.run_folder import read_summary
-from training.trackers import FILE_NAME
 from utils.config import Config, load_config
 from utils.errors import UsageError
 from utils.launch import read_launch
@@ -151,7 +151,6 @@ def good_files(folder):
         "summary": (json.dumps(summary).encode(), lambda path: read_summary(path, run=str, units=dict)),
         "collectives": (json.dumps(record).encode(), as_record),
         "skill": (b'{"files": ["a.nc"]}', as_skill),
-        "metrics": ((EXAMPLE / METRICS).read_bytes(), of_run(METRICS)),
         "measured": (json.dumps(made()).encode(), lambda path: of_measured("measured", path)),
         "trace": (json.dumps(trace).encode(), as_trace),
     }
@@ -162,7 +161,7 @@ def read_damaged(chance, folder, name=None):
     files = good_files(folder)
     data, read = files[name := name or chance.choice(sorted(files))]
     path = folder / "damaged"
-    harm = with_a_strange_value if data[:1] in b"{#" and name != "metrics" and chance.random() < 0.5 else damaged
+    harm = with_a_strange_value if data[:1] in b"{#" and chance.random() < 0.5 else damaged
     path.write_bytes(harm(data, chance))
     with contextlib.redirect_stdout(None):
         read(path)

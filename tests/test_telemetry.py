@@ -16,10 +16,10 @@ from tests.support.layout_parity import build, own_part
 from tests.test_training import scalars, stop_after
 from tools.planner.trace import trace_step
 from training import flops
+from training.loggers import Logger, Loggers, MetricsFile, read_metrics
 from training.step import TrainingStep
 from training.tasks import build_task
 from training.timing import PHASES
-from training.trackers import MetricsFile, Tracker, Trackers, read_metrics
 from utils import comm
 from utils.errors import NonFiniteLossError, UsageError
 
@@ -172,10 +172,10 @@ def test_a_loss_that_is_no_number_is_null(run, monkeypatch, tmp_path):
 
 
 def test_a_full_disk_ends_the_file_with_one_warning_and_a_whole_line(tmp_path, caplog):
-    trackers = Trackers()
-    trackers.add(MetricsFile, tmp_path, 0, "cpu")
-    trackers.tell({"a": 1.0, "b": math.inf}, 1)
-    (file,) = trackers.open
+    loggers = Loggers()
+    loggers.add(MetricsFile, tmp_path, 0, "cpu")
+    loggers.log({"a": 1.0, "b": math.inf}, 1)
+    (file,) = loggers.open
     real, room = file.file, 5
 
     def write(line):
@@ -183,7 +183,7 @@ def test_a_full_disk_ends_the_file_with_one_warning_and_a_whole_line(tmp_path, c
 
     file.file = SimpleNamespace(write=write, tell=real.tell, truncate=real.truncate, close=real.close)
     for iteration in (2, 3):
-        trackers.tell({"a": 1.0}, iteration)
+        loggers.log({"a": 1.0}, iteration)
     (found,) = read_metrics(tmp_path / "metrics-rank0.jsonl")
     assert found["iteration"] == 1 and found["a"] == 1 and found["b"] is None
     assert (tmp_path / "metrics-rank0.jsonl").read_text().endswith("}\n")
@@ -193,17 +193,17 @@ def test_a_full_disk_ends_the_file_with_one_warning_and_a_whole_line(tmp_path, c
 
 
 def test_a_tracker_that_fails_is_left_out_with_one_warning(caplog):
-    class Broken(Tracker):
+    class Broken(Logger):
         name, errors = "it", (ConnectionError,)
 
-        def tell(self, *_):
+        def log(self, *_):
             raise ConnectionResetError("reset\nby peer")
 
-    told, trackers = [], Trackers()
-    trackers.add(Broken)
-    trackers.open.append(SimpleNamespace(errors=(), name="", tell=lambda *args: told.append(args)))
-    trackers.tell({}, 1)
-    trackers.tell({}, 2)
+    told, loggers = [], Loggers()
+    loggers.add(Broken)
+    loggers.open.append(SimpleNamespace(errors=(), name="", log=lambda *args: told.append(args)))
+    loggers.log({}, 1)
+    loggers.log({}, 2)
     assert [args[1] for args in told] == [1, 2]
     assert [r.getMessage() for r in caplog.records] == ["it cannot be written from here on: reset"]
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from training.trackers import Figures, Tracker
+from training.loggers import Figures, Logger
 from utils import comm
 from utils.config import SPLITS
 from utils.schema import Config
@@ -16,8 +16,8 @@ HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
 
 
-def write_validation(tracker: Tracker, scores: dict[str, Any], figures: Figures, iteration: int) -> None:
-    """Tell of one validation: its scores, numbers or {channel: number}, and its pictures."""
+def write_validation(logger: Logger, scores: dict[str, Any], figures: Figures, iteration: int) -> None:
+    """Log one validation: its scores, numbers or {channel: number}, and its pictures."""
     values = {}
     for kind, score in scores.items():
         if not isinstance(score, dict):
@@ -25,7 +25,7 @@ def write_validation(tracker: Tracker, scores: dict[str, Any], figures: Figures,
             continue
         # Numbered, because TensorBoard sorts by name and u10 is to come first.
         values |= {f"{kind}/{number:02d}_{name}": value for number, (name, value) in enumerate(score.items())}
-    tracker.tell(values, iteration, {f"forecast/{name}": figure for name, figure in figures.items()})
+    logger.log(values, iteration, {f"forecast/{name}": figure for name, figure in figures.items()})
 
 
 def skill_table(summary: dict[str, Any]) -> str:

@@ -18,13 +18,13 @@ from tqdm import tqdm
 from distributed.data_parallel import SHARDED
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
+from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
 from training.profiling import build_profiler, span
 from training.results import print_result, write_validation
 from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
-from training.trackers import KINDS, MetricsFile, TensorBoard, Trackers, check_tracker
 from training.trained_weights import check_start, find, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
@@ -74,7 +74,7 @@ class Run:
         self.stopping = False  # all ranks know of a request and stop after the same step
         self.telemetry = Telemetry(self.config, step)
         self.clock = self.telemetry.clock
-        self.run_trackers, self.trackers = Trackers(), Trackers()  # of rank 0; and of this rank's readings
+        self.run_loggers, self.loggers = Loggers(), Loggers()  # of rank 0; and of this rank's readings
         self.watchdog = Watchdog(self.config.watchdog_timeout, self.folder.path)
         self.open = ExitStack()  # what ends with the run
         self.current_step = ExitStack()  # the range of the step under way
@@ -92,7 +92,7 @@ class Run:
             if self.profiler:
                 self.profiler.check(self.config.num_iters - self.iteration)
             self._log_memory()
-            self._open_trackers(opened)
+            self._open_loggers(opened)
             opened.enter_context(self.telemetry.times.listening())
             hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
             total, done = self.config.num_iters, self.iteration
@@ -193,30 +193,30 @@ class Run:
         return iterations * self.config.global_batch_size // self.train_loader.num_samples
 
     def _read_losses(self) -> None:
-        """Read what the last iterations left on the device, check the losses, and tell the trackers."""
+        """Read what the last iterations left on the device, check the losses, and log them."""
         losses, reading, stop = self.telemetry.read(self.iteration, self.stop_request.made)
         self.stopping = self.stopping or stop
         done = {"iterations": len(losses), "since_start": self.clock.iterations, "ranks": comm.world_size()}
-        self.trackers.tell(reading | done, self.iteration)
+        self.loggers.log(reading | done, self.iteration)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
                 comm.agree(partial(self.train_loader.check_step, self.config.seed, iteration - 1))
                 raise self._not_finite(iteration, "training", loss)
             self.epoch_loss += loss
             if iteration < self.iteration:
-                self.run_trackers.tell({"loss/train": loss}, iteration)
+                self.run_loggers.log({"loss/train": loss}, iteration)
         self.epoch_iterations += len(losses)
-        self.run_trackers.tell(reading, self.iteration)
+        self.run_loggers.log(reading, self.iteration)
         self.bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
 
-    def _open_trackers(self, opened: ExitStack) -> None:
+    def _open_loggers(self, opened: ExitStack) -> None:
         if comm.is_main():
-            self.run_trackers.add(TensorBoard, self.folder.path, self.iteration + 1)
+            self.run_loggers.add(TensorBoard, self.folder.path, self.iteration + 1)
             if self.config.tracker != "none":
-                self.run_trackers.add(KINDS[self.config.tracker], self.folder.path, self.config)
-        self.trackers.add(MetricsFile, self.folder.path, self.iteration, device_name(self.device))
-        opened.callback(self.run_trackers.close)
-        opened.callback(self.trackers.close)
+                self.run_loggers.add(KINDS[self.config.tracker], self.folder.path, self.config)
+        self.loggers.add(MetricsFile, self.folder.path, self.iteration, device_name(self.device))
+        opened.callback(self.run_loggers.close)
+        opened.callback(self.loggers.close)
 
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
@@ -225,7 +225,7 @@ class Run:
         log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
         log.info("  Avg train loss=%.6f", self.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
-        self.run_trackers.tell({"loss/train_epoch": self.train_loss}, self.iteration)
+        self.run_loggers.log({"loss/train_epoch": self.train_loss}, self.iteration)
 
     def _validate(self) -> None:
         """Score the model; a signal in one process interrupts it, and leaves `result` None."""
@@ -243,7 +243,7 @@ class Run:
             self.best_val_loss = self.result["val_loss"]
         log.info("  Avg val loss=%.6f", self.result["val_loss"])
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
-        write_validation(self.run_trackers, self.result, self.validator.figures, self.iteration)
+        write_validation(self.run_loggers, self.result, self.validator.figures, self.iteration)
 
     def _not_finite(self, iteration: int, kind: str, loss: float) -> NonFiniteLossError:
         good = f"{self.checkpoints.newest_name()} in {self.checkpoints.path}"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
-from utils.dataset import Dataset, Forcings, Statistics
+from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
 from utils.device import library, pinned_tensor
 from utils.sample_order import Order
 
@@ -34,7 +34,7 @@ Batch = tuple[Tensor, Tensor]  # (input, target)
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Normalised batches of a data set (utils/dataset.py): inputs (B, n_in, h, w) and targets (B, k n_out, h, w).
+    """Normalised batches of a data set (utils/data_protocol.py): inputs (B, n_in, h, w) and targets (B, k n_out, h, w).
 
     The target holds the k steps of a forecast, one after the other; forcings of k steps follow the input's channels.
     A batch is valid until the next one is requested: its memory is used again.
@@ -45,13 +45,13 @@ class BatchLoader:
     """
 
     dataset: Dataset
-    statistics: Statistics
+    statistics: ChannelStatistics
     n_in: int
     n_out: int
     batch_size: int
     device: torch.device
     num_workers: int = 0
-    forcings: Forcings | None = None
+    forcings: ForcingChannels | None = None
     stages: Sequence[tuple[int, int]] = ONE_STEP
 
     @property

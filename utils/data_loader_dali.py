@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from utils.data_loader import Batch, BatchLoader
-from utils.dataset import Statistics
+from utils.data_protocol import ChannelStatistics
 from utils.errors import UsageError
 from utils.sample_order import Order
 from utils.signals import STOP_SIGNALS
@@ -151,7 +151,7 @@ def gpu_of(device: torch.device) -> int | None:
 
 
 @pipeline_def
-def normalised_samples(source: SampleSource, statistics: Statistics, parallel: bool, on_gpu: bool) -> Any:
+def normalised_samples(source: SampleSource, statistics: ChannelStatistics, parallel: bool, on_gpu: bool) -> Any:
     """The pipeline: normalised samples of the source, on the GPU where there is one."""
     float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
     samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (k + 1, C, h, w)

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from training.assembly import build_step, random_batch
+from training.loggers import Loggers, MetricsFile, TensorBoard
 from training.telemetry import Telemetry
 from training.timing import PHASES, PhaseTimes
-from training.trackers import MetricsFile, TensorBoard, Trackers
 from utils.config import load_config
 
 STEPS, TIMES = 10, 200
@@ -37,13 +37,13 @@ def main(pairs: int, folder: Path) -> None:
     config, cpu = load_config(["--config=quick", "--device=cpu"]), torch.device("cpu")
     step = build_step(config, cpu)
     batch = random_batch(step.task, cpu)
-    telemetry, trackers = Telemetry(config, step), Trackers()
-    trackers.add(TensorBoard, folder, 1)
-    trackers.add(MetricsFile, folder, 0, "cpu")
+    telemetry, loggers = Telemetry(config, step), Loggers()
+    loggers.add(TensorBoard, folder, 1)
+    loggers.add(MetricsFile, folder, 0, "cpu")
 
     def read() -> None:
         _, reading, _ = telemetry.read(STEPS, False)
-        trackers.tell(reading, STEPS)
+        loggers.log(reading, STEPS)
 
     def interval(told: bool) -> None:
         PhaseTimes.current, losses = telemetry.times if told else None, []
@@ -56,7 +56,7 @@ def main(pairs: int, folder: Path) -> None:
         if told:
             read()
         else:
-            trackers.tell({"loss/train": torch.stack(losses).tolist()[-1]}, STEPS)
+            loggers.log({"loss/train": torch.stack(losses).tolist()[-1]}, STEPS)
 
     def only_read() -> None:
         telemetry.losses = [torch.tensor(1.0)] * STEPS
@@ -81,7 +81,7 @@ def main(pairs: int, folder: Path) -> None:
     for name, seconds in parts.items():
         print(f"{name}: {seconds * 1e6:.0f} us of a step of {whole * 1e3:.0f} ms")
     print(f"together: {sum(parts.values()) / whole:.2%}")
-    trackers.close()
+    loggers.close()
 
 
 if __name__ == "__main__":

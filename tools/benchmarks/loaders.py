@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tools.tables import installed, machine, print_tables
 from training.tasks import build_task
-from utils.dataset import Statistics
+from utils.data_protocol import ChannelStatistics
 from utils.device import select_device, synchronize
 from utils.schema import Config
 from weather.dataset import FieldDataset
@@ -125,7 +125,7 @@ class PlainDataset(torch.utils.data.Dataset):
 
 
 def plain_loader(
-    dataset: FieldDataset, statistics: Statistics, batch_size: int, num_workers: int
+    dataset: FieldDataset, statistics: ChannelStatistics, batch_size: int, num_workers: int
 ) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
     """The DataLoader of torch over the files of a FieldDataset, default collation, shuffled."""
     plain = PlainDataset([file.path for file in dataset.files], statistics.means, statistics.stds)

@@ -13,9 +13,9 @@ from tools.planner.plan import Plan, plan_layout
 from tools.planner.step_time import step_time
 from tools.planner.trace import trace_step
 from training.flops import is_gpu
+from training.loggers import FILE_NAME, read_metrics
 from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
-from training.trackers import FILE_NAME, read_metrics
 from utils.config import check_config, read_named_config
 from utils.errors import UsageError
 

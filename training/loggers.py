@@ -1,7 +1,7 @@
-"""Where a run is told: TensorBoard, a file of JSON lines for each rank, and on demand MLflow or Weights & Biases.
+"""Experiment loggers: TensorBoard, a file of JSON lines for each rank, and on demand MLflow or Weights & Biases.
 
-What fails is left out with one warning, since training must not end for it: a full disk, a server that is gone.
-MLflow and Weights & Biases need no network: both write on this machine unless their variables say more.
+A failing logger (a full disk, a server that is gone) is dropped with one warning; it never stops training. MLflow and
+Weights & Biases need no network: both write on this machine unless their variables say more.
 """
 
 import contextlib
@@ -20,67 +20,67 @@ from typing import TYPE_CHECKING, Any
 
 from utils import comm
 from utils.errors import UsageError, first_line
-from utils.files import check_file, read_text, whole_file
+from utils.files import whole_file
 from utils.schema import Config
 
 if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
     from matplotlib.figure import Figure
 
-log = logging.getLogger(__name__)
+messages = logging.getLogger(__name__)
 Values = Mapping[str, float | None]
 Figures = Mapping[str, "Figure"]
 PROJECT = "deep-learning-at-scale"  # unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT names another
 
 
-class Tracker:
-    """One place where a run is told. name: for a warning. errors: what it raises where it cannot go on."""
+class Logger:
+    """One place that a run is logged to. name: for a warning. errors: what it raises where it cannot go on."""
 
     name = ""
     errors: tuple[type[Exception], ...] = (OSError,)
 
-    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
-        """Note numbers of an iteration (None, NaN: not known), and pictures of a validation."""
+    def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
+        """Log numbers of an iteration (None, NaN: not known), and pictures of a validation."""
         raise NotImplementedError
 
     def close(self) -> None:
         """End the record."""
 
 
-class Trackers(Tracker):
+class Loggers(Logger):
     """Several as one."""
 
     def __init__(self) -> None:
-        self.open: list[Tracker] = []
+        self.open: list[Logger] = []
 
-    def add(self, kind: type[Tracker], *args: Any) -> None:
+    def add(self, kind: type[Logger], *args: Any) -> None:
         """Open one more."""
         with self._watched(kind):
             self.open.append(kind(*args))
 
-    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
+    def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand it on."""
-        self._each(lambda tracker: tracker.tell(values, iteration, figures))
+        self._each(lambda logger: logger.log(values, iteration, figures))
 
     def close(self) -> None:
         """Close all that are left."""
-        self._each(lambda tracker: tracker.close())
+        self._each(lambda logger: logger.close())
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in self.open[:]:
-            with self._watched(tracker):
-                call(tracker)
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for logger in self.open[:]:
+            with self._watched(logger):
+                call(logger)
 
     @contextlib.contextmanager
-    def _watched(self, tracker: Any) -> Iterator[None]:
+    def _watched(self, logger: Any) -> Iterator[None]:
         try:
             yield
-        except tracker.errors as error:
-            self.open = [other for other in self.open if other is not tracker]
+        except logger.errors as error:
+            self.open = [other for other in self.open if other is not logger]
             why = getattr(error, "strerror", None) or first_line(error)
-            log.warning("%s cannot be written from here on: %s", tracker.name, why)
+            messages.warning("%s cannot be written from here on: %s", logger.name, why)
 
 
-class TensorBoard(Tracker):
+class TensorBoard(Logger):
     """Events in the run's folder; those from purge_step on are forgotten."""
 
     name = "TensorBoard's events"
@@ -96,9 +96,9 @@ class TensorBoard(Tracker):
         if args.thread is None or type(args.thread).__name__ != "_AsyncWriterThread":
             self.usual_hook(args)
 
-    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
+    def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Note it; what is known of a validation is on disk at once."""
-        for name, value in known(values).items():
+        for name, value in finite(values).items():
             self.writer.add_scalar(name, value, iteration)
         for name, figure in (figures or {}).items():
             self.writer.add_figure(name, figure, iteration, close=False)
@@ -112,7 +112,7 @@ class TensorBoard(Tracker):
             self.writer.close()
 
 
-def known(values: Values) -> dict[str, float]:
+def finite(values: Values) -> dict[str, float]:
     """Those values that are finite numbers."""
     return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
@@ -127,10 +127,9 @@ def check_tracker(config: Config) -> None:
 
 
 FILE_NAME = "metrics-rank{}.jsonl"
-LARGEST = 1e300  # of a number in it
 
 
-class MetricsFile(Tracker):
+class MetricsFile(Logger):
     """A line for every reading of this rank; lines of iterations after `iteration`, where the run goes on, are dropped.
 
     A line is with the system at once, whatever ends this process. Numbers that JSON does not have are null.
@@ -148,15 +147,10 @@ class MetricsFile(Tracker):
         self.device = device
         self.file = open(folder / FILE_NAME.format(comm.rank()), "ab", buffering=0)
 
-    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
+    def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Write a line."""
-        record = {
-            "iteration": iteration,
-            "time": time.time(),
-            "device": self.device,
-            **dict.fromkeys(values),
-            **known(values),
-        }
+        numbers = dict.fromkeys(values) | finite(values)
+        record = {"iteration": iteration, "time": time.time(), "device": self.device, **numbers}
         line, before = json.dumps(record).encode() + b"\n", self.file.tell()
         if self.file.write(line) < len(line):  # the disk is full: no part of a line stays
             self.file.truncate(before)
@@ -168,24 +162,15 @@ class MetricsFile(Tracker):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The readings of a rank; what is no reading, as half a line, is left out. Raises UsageError without a file."""
-    check_file(path)
+    """The readings of a rank. The last line may be half a line, of a killed run: it is left out."""
     readings = []
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and _is_reading(**record):
-                readings.append(record)
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            readings.append(json.loads(line))
     return readings
 
 
-def _is_reading(iteration=None, device="", **values):
-    numbers = [value for value in values.values() if value is not None]
-    kinds = isinstance(iteration, int) and isinstance(device, str) and all(isinstance(n, int | float) for n in numbers)
-    return kinds and all(abs(n) <= LARGEST for n in (iteration, *numbers))
-
-
-class MLflow(Tracker):
+class MLflow(Logger):
     """A run of MLflow at MLFLOW_TRACKING_URI, by default mlflow.db in the folder of all runs."""
 
     name = "MLflow's run"
@@ -212,10 +197,10 @@ class MLflow(Tracker):
         self.run = known_id(folder, "mlflow", new)
         client.update_run(self.run, "RUNNING")
 
-    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
+    def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand numbers to a thread of MLflow, which training does not wait for; store pictures over those before."""
         now = int(time.time() * 1000)
-        metrics = [self.metric(name, value, now, iteration) for name, value in known(values).items()]
+        metrics = [self.metric(name, value, now, iteration) for name, value in finite(values).items()]
         self.client.log_batch(self.run, metrics=metrics, synchronous=False)
         for name, figure in (figures or {}).items():
             self.client.log_figure(self.run, figure, f"{name}.png")
@@ -225,7 +210,7 @@ class MLflow(Tracker):
         self.client.set_terminated(self.run)
 
 
-class WandB(Tracker):
+class WandB(Logger):
     """A run of Weights & Biases, in the run's folder alone (`wandb sync` sends it) unless WANDB_MODE is online."""
 
     name = "the run of Weights & Biases"
@@ -241,10 +226,10 @@ class WandB(Tracker):
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
 
-    def tell(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
+    def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand it to the process of Weights & Biases."""
         pictures = {name: self.image(figure) for name, figure in (figures or {}).items()}
-        self.run.log({**known(values), **pictures}, step=iteration)
+        self.run.log({**finite(values), **pictures}, step=iteration)
 
     def close(self) -> None:
         """End the run."""
@@ -254,9 +239,9 @@ class WandB(Tracker):
 KINDS = {"mlflow": MLflow, "wandb": WandB}
 
 
-def known_id(folder: Path, tracker: str, new: Callable[[], str]) -> str:
-    """The name under which a tracker knows the run in this folder: that of an earlier start, or a new one."""
-    path = folder / f"{tracker}-run"
+def known_id(folder: Path, logger: str, new: Callable[[], str]) -> str:
+    """The name under which a logger knows the run in this folder: that of an earlier start, or a new one."""
+    path = folder / f"{logger}-run"
     if not path.exists():
         path.write_text(new())
-    return read_text(path).strip()
+    return path.read_text().strip()

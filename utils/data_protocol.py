@@ -46,7 +46,7 @@ class Dataset(Protocol):
         """Close the files."""
 
 
-class Statistics(Protocol):
+class ChannelStatistics(Protocol):
     """Mean and standard deviation of each channel, (C, 1, 1) float32."""
 
     @property
@@ -58,7 +58,7 @@ class Statistics(Protocol):
         """Standard deviations, all positive."""
 
 
-class Forcings(Protocol):
+class ForcingChannels(Protocol):
     """Further input channels that are known for any date and place."""
 
     def channels(self, steps: int) -> int:
