@@ -12,9 +12,9 @@ from networks.vit import ViT
 from tests.support.compilation import TRACED, compile_by
 from tests.test_data_parallel import CPU, assert_nearly_same_training, build, train
 from tools.benchmarks.ladder import ladder
-from tools.planner.formulas import formula_traces
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
+from tools.planner.textbook import textbook_traces
 from tools.planner.trace import trace_step
 from training.assembly import build_step
 from training.float8 import has_float8, use_float8
@@ -128,7 +128,7 @@ def test_the_planner_takes_the_rate_of_8_bits_where_the_gpu_has_one(tiny_config)
     def plan(mode, gpu):
         config = tiny_config(amp_mode=mode, embed_dim=1024, num_heads=16, img_size=[64, 128])
         layout = config.layout(1)
-        return plan_layout(config, layout, load_gpu(gpu), traces=formula_traces(config, layout))
+        return plan_layout(config, layout, load_gpu(gpu), traces=textbook_traces(config, layout))
 
     bf16, fp8 = plan("bf16", "h100"), plan("fp8", "h100")
     assert fp8.peak == bf16.peak and fp8.flops == bf16.flops

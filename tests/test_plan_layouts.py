@@ -10,8 +10,8 @@ from distributed.domain_parallel import split_images
 from distributed.model_parallel import split_model
 from tests.support.marks import slow_but
 from tools.planner.fake import fake_rank
-from tools.planner.formulas import formula_traces
 from tools.planner.layouts import Trial, candidates, command, script_of, split_refusal
+from tools.planner.textbook import textbook_traces
 from training.model import build_model
 from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
@@ -113,7 +113,7 @@ def test_a_thousand_gpus_are_planned_in_seconds():
     started = time.process_time()
     found, refused = candidates(config_of(words), 1024, 4)
     for config, layout in found:
-        formula_traces(config, layout)
+        textbook_traces(config, layout)
     assert 1000 < len(found) < 5000
     assert refused
     assert time.process_time() - started < 20

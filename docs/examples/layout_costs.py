@@ -4,7 +4,7 @@ python -m docs.examples.layout_costs
 """
 
 from tools.benchmarks.layouts import layout_cases
-from tools.planner.formulas import formula_traces
+from tools.planner.textbook import textbook_traces
 from tools.tables import format_table
 
 CONFIGS = ("mp", "mp_patch4")  # 4,050 and 16,200 tokens
@@ -21,7 +21,7 @@ def main() -> None:
     for name in CONFIGS:
         words = [f"--config={name}", "--global_batch_size=1", "--amp_mode=none", "--no-enable_jit"]
         for case in layout_cases(words, LAYOUTS):
-            (trace,) = formula_traces(case.config, case.layout)
+            (trace,) = textbook_traces(case.config, case.layout)
             sent = {"forward": 0.0, "backward": 0.0}
             for message, calls in trace.messages.items():
                 sent[message.phase] += calls * message.sent

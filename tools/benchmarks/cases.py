@@ -18,7 +18,7 @@ from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import build_case, figures_of, seconds_of
 from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import Messages, by_phase
-from tools.planner.formulas import formula_traces
+from tools.planner.trace import trace_step
 from training.model import build_model
 from utils.device import select_device
 from utils.errors import UsageError
@@ -79,7 +79,7 @@ def compare(
     """Build all cases at once, each on its ranks, and train in turns; returns the device and a row for each case.
 
     groups: of cases that are compared with the first of them. command, option: as of check_machine. A row has under
-    `key` the case's name, its memory and messages, of the rank that has most, beside the planner's formulas, and the
+    `key` the case's name, its memory and messages, of the rank that has most, beside the planner's trace, and the
     seconds of a step in each round, the harmonic mean over the ranks, with the ratios to those of the first case.
     """
     cases = [case for group in groups for case in group]
@@ -98,10 +98,9 @@ def compare(
 
 def _row(case: Case, figures: Sequence[dict[str, Any]], device: torch.device) -> dict[str, Any]:
     hidden = [figure["hidden"] for figure in figures if figure["hidden"] is not None]
-    traces = formula_traces(case.config, case.layout, range(case.layout.cp))
+    traces = trace_step(case.config, case.layout, device.type)
     predicted = most([trace.held for trace in traces])
-    # The formulas do not hold for compiled code, nor for a CPU's mixed precision and attention with dropout.
-    if case.config.enable_jit or (device.type == "cpu" and (case.config.dropout or case.config.amp_mode != "none")):
+    if case.config.enable_jit:  # code that is traced is not compiled
         predicted["activations"] = math.nan
     return {
         "ranks": case.ranks, "embed_dim": case.config.embed_dim, "seconds": [],

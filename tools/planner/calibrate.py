@@ -164,7 +164,8 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
     for name, phases in figures["steps"].items():
         case, trace = traces[name]
         planned = step_time([trace], case.config, case.layout, gpu_of("here", {"measured": found}))
-        if calls := wrapped(trace, planned.collectives, case.config)[name]:
+        counted = wrapped(trace, planned.collectives, case.config)
+        if calls := sum(n for (_, wrapper), n in counted.items() if wrapper == name):
             wrappers[name] = max(0.0, sum(phases.values()) - planned.seconds) / calls
     return {"measured": found}
 

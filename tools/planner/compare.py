@@ -1,26 +1,37 @@
 """A finished run compared with the plan of its config: figures of a step, and the likely reason for what differs."""
 
 import shlex
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.instruments.phases import PHASES
 from tools.planner.hardware import Gpu, load_gpu, read_gpus
 from tools.planner.plan import Plan, plan_layout
-from tools.planner.step_time import step_time
-from tools.planner.trace import trace_step
+from tools.tables import format_table
 from training.flops import is_gpu
 from training.loggers import FILE_NAME, read_metrics
 from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
 from utils.config import check_config, read_named_config
 from utils.errors import UsageError
+from utils.schema import Config
 
 OFF = 0.15  # share by which a figure may differ without a reason
 Mean = Callable[..., float]  # seconds of phases of a step, added up
+
+
+def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float | None], **more: Mapping) -> str:
+    """Planned figures beside measured ones, and the ratio of measured to planned, as a table.
+
+    planned, measured: {name of a row: figure}; None or 0: not measured. more: {title: {name of a row: text}}
+    """
+    rows = []
+    for name, plan in planned.items():
+        value = measured.get(name) or None
+        ratio = value / plan if value and plan else None
+        rows.append((name, plan, value, ratio, *(column[name] for column in more.values())))
+    columns = {title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}
+    return format_table(columns | dict.fromkeys(more, ""), rows)
 
 
 def compare(folder: Path, gpu_name: str | None = None) -> str:
@@ -32,37 +43,33 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     file = folder / "summary.json"
     if not file.exists():
         raise UsageError(f"{folder}: has no {file.name}: no run has finished here")
-    summary, readings = read_summary(file, config=str), _steady(folder)
-    first, last, mean, found = readings[0], readings[-1], _means(readings), measured(folder)
+    name, readings = read_summary(file, config=str)["config"], _steady(folder)
+    first, last, mean = readings[0], readings[-1], _means(readings)
     gpu, ranks, where = gpu_of_run(gpu_name, last["device"]), last["ranks"], folder / "config.yaml"
-    name = summary["config"]
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
-    plan = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu))
+    plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
 
-    rows = [
-        ("step, without its data, ms", plan["step_time_s"] * 1e3, found["step_time_s"] * 1e3),
-        ("forward, ms", plan["forward_s"] * 1e3, mean("forward") * 1e3),
-        ("backward, ms", plan["backward_s"] * 1e3, mean("backward", "reduce") * 1e3),
-        ("update, ms", plan["update_s"] * 1e3, mean("optimizer") * 1e3),
-    ]
+    planned = {"step, without its data, ms": plan["step_time_s"] * 1e3}
+    found = {"step, without its data, ms": run["step_time_s"] * 1e3}
+    phases = {"forward": ("forward",), "backward": ("backward", "reduce"), "update": ("optimizer",)}
+    for phase, spans in phases.items():
+        planned[f"{phase}, ms"], found[f"{phase}, ms"] = plan[f"{phase}_s"] * 1e3, mean(*spans) * 1e3
     if mean("pipeline"):
-        both = (plan["forward_s"] + plan["backward_s"]) * 1e3
-        rows[1:3] = [("forward and backward, ms", both, mean("pipeline", "reduce") * 1e3)]
+        planned["forward and backward, ms"] = planned.pop("forward, ms") + planned.pop("backward, ms")
+        found["forward and backward, ms"] = mean("pipeline", "reduce") * 1e3
     if last["device"] != "cpu":  # there the run knows its resident set alone, with Python and its libraries in it
-        memory = [figures["peak_allocated_bytes"] / 2**30 for figures in (plan, found)]
-        rows.append(("memory at most, GiB", *memory))
-    rows.append(("collectives of a step", plan["calls"], found["calls"]))
+        planned["memory at most, GiB"] = plan["peak_allocated_bytes"] / 2**30
+        found["memory at most, GiB"] = run["peak_allocated_bytes"] / 2**30
+    planned["collectives of a step"], found["collectives of a step"] = plan["calls"], run["calls"]
+
+    ratios = {name.split(",")[0]: found[name] / plan for name, plan in planned.items() if plan and found[name]}
     lines = [
         f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
-        f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}",
-        f"{'':<28}{'planned':>12}{'measured':>12}{'ratio':>8}",
+        f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
+        f"{beside('', planned, found)}\n",
+        *(f"- {reason}" for reason in _reasons(gpu, config, last, ratios, mean)),
+        f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(file))}",
     ]
-    for name, planned, value in rows:  # 0: not measured
-        cells = f"{value:>12.4g}" + (f"{value / planned:>8.2f}" if planned else "") if value else f"{'-':>12}"
-        lines.append(f"{name:<28}{planned:>12.4g}{cells}")
-    ratios = {name.split(",")[0]: value / planned for name, planned, value in rows if planned and value}
-    lines += [f"- {reason}" for reason in _reasons(gpu, last, ratios, mean)]
-    lines.append(f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(file))}")
     return "\n".join(lines)
 
 
@@ -77,25 +84,12 @@ def gpu_of_run(name: str | None, device: str) -> Gpu:
     return load_gpu(name)
 
 
-def planned_figures(plan: Plan, calibration: float | None = None) -> dict[str, Any]:
+def planned_figures(plan: Plan) -> dict[str, Any]:
     """A plan as JSON, also with its config, its seconds by phase, and its number of collectives."""
-    traces = trace_step(plan.config, plan.layout, plan.gpu.device)
-
-    def seconds(phase: str) -> float:
-        own = [
-            replace(
-                trace,
-                operations=Counter({what: n for what, n in trace.operations.items() if what.phase == phase}),
-                messages=Counter({what: n for what, n in trace.messages.items() if what.phase == phase}),
-            )
-            for trace in traces
-        ]
-        return step_time(own, plan.config, plan.layout, plan.gpu, calibration).seconds
-
     return plan.to_json() | {
         "settings": plan.config.model_dump(),
         "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
-        **{f"{phase}_s": seconds(phase) for phase in PHASES},
+        **{f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()},
     }
 
 
@@ -135,13 +129,15 @@ def _steady(folder):
     return [r for r in last_start if r["since_start"] - r["iterations"] >= WARMUP_ITERATIONS] or last_start
 
 
-def _reasons(gpu: Gpu, last: dict[str, Any], ratios: dict[str, float], mean: Mean) -> Iterator[str]:
+def _reasons(gpu: Gpu, config: Config, last: dict[str, Any], ratios: dict[str, float], mean: Mean) -> Iterator[str]:
     """Why figures are off, as far as the readings tell."""
     off = {name for name, ratio in ratios.items() if not 1 - OFF <= ratio <= 1 + OFF}
     same = last["device"] == "cpu" if gpu.device == "cpu" else gpu.measured or is_gpu(gpu.name, last["device"])
     if not same:
         yield f"the plan is for {gpu.name}, and {last['device']} is another device: times and memory are its own"
         off -= {"step", "memory at most", "forward", "backward", "update", "forward and backward"}
+    if gpu.device == "cpu" and config.num_data_workers and "step" in off:
+        yield "reader: its threads share the cores with computing, which no plan has: --num_data_workers 0"
     data, late = mean("data") / mean("step"), mean("slowest_over_mean")
     if data > OFF:
         yield f"data: a step waits {data:.0%} of its time for its batch, which no plan has: --num_data_workers"

@@ -4,8 +4,9 @@ import math
 import os
 import platform
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,13 +17,11 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    PrivateAttr,
+    SkipValidation,
     ValidationError,
-    field_validator,
-)  # fmt: skip
+)
 
 from tools.instruments.operation_speed import OF_HEADS
-from tools.instruments.phases import PHASES
 from tools.instruments.tracker import ATTENTION, Operation
 from utils.config import explain, nearest, read_mappings
 from utils.device import library
@@ -34,43 +33,33 @@ HARDWARE = Path(__file__).parents[2] / "config" / "hardware.yaml"
 MEASURED = HARDWARE.with_name("measured")  # folder of the entries that `plan.py --calibrate` writes, NAME.json
 DEFAULTS = "defaults"  # keys that the entries of the file share
 Share = Annotated[float, Field(gt=0, le=1)]
-Point = tuple[NonNegativeFloat, PositiveFloat, PositiveFloat]  # FLOP, bytes moved, seconds
-Points = Annotated[list[Point], Field(min_length=1, max_length=10**4)]
-Tables = dict[str, dict[str, Points]]
 LIKE = {"matmul": "mm", "pointwise": "add", "copy": "clone"}  # the operator that stands for others of a kind
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+@dataclass(frozen=True)
+class Collective:
+    """Latency and bandwidth of a kind of collective: seconds = latency + bytes sent / bandwidth.
+
+    ranks: of the group in which it was measured.
+    """
+
+    latency: float
+    bandwidth: float
+    ranks: int
 
 
-class Collective(_Strict):
-    """Latency and bandwidth of a kind of collective: seconds = latency + bytes sent / bandwidth."""
+@dataclass(frozen=True)
+class Speeds:
+    """Times while so many ranks of a node computed at once.
 
-    latency: PositiveFloat = key("seconds of an empty one")
-    bandwidth: PositiveFloat = key("bytes/s that a rank sends")
-    ranks: PositiveInt = key("of the group in which it was measured")
+    operations: {operator: {type: [FLOP, bytes moved, seconds]}}. host: {phase: seconds of an operation beside its own
+    time}.
+    """
 
-
-class Speeds(_Strict):
-    """Times while so many ranks of a node computed at once."""
-
-    operations: Tables = key("by operator and type")
-    host: dict[Literal[*PHASES], NonNegativeFloat] = key("seconds of an operation beside its own time, by phase")  # type: ignore[valid-type]
-    _known: dict[tuple[str, str, float, float, int], float] = PrivateAttr(default_factory=dict)
-    _tables: dict[tuple[str, str], Any] = PrivateAttr(default_factory=dict)
-
-    @field_validator("operations")
-    @classmethod
-    def _complete(cls, tables: Tables) -> Tables:
-        """Every kind of operation has a table that stands for it."""
-        missing = [name for name in LIKE.values() if not tables.get(name)]
-        if missing or sum(ATTENTION in name for name in tables) < 2:
-            raise ValueError(f"no measurement of {', '.join(missing) or ATTENTION}")
-        heads = [dtype.split()[-1:] for name in tables if ATTENTION in name for dtype in tables[name]]
-        if not all(own and own[0].isdecimal() and int(own[0]) for own in heads):
-            raise ValueError(f"{ATTENTION}: its types are called '{OF_HEADS.format('float32', 64)}'")
-        return tables
+    operations: dict[str, dict[str, list[list[float]]]]
+    host: dict[str, float]
+    _known: dict[tuple[str, str, float, float, int], float] = field(default_factory=dict, compare=False)
+    _tables: dict[tuple[str, str], Any] = field(default_factory=dict, compare=False)
 
     @property
     def launch(self) -> float:
@@ -121,22 +110,28 @@ def _place(name: str, flops: float, moved: float) -> tuple[float, tuple[float, f
     return flops, (0.0 if ATTENTION in name else math.log(flops), math.log(flops / moved))
 
 
-class Measured(_Strict):
-    """A machine as it was measured."""
+@dataclass(frozen=True)
+class Measured:
+    """A machine as it was measured.
 
-    device: Text = key("type of the device, as torch calls it")
-    processor: Text = key("name of the device")
-    cores: PositiveInt = key("cores of the node")
-    torch_version: Text = key("with which it was measured")
-    threads: PositiveInt = key("threads of a rank on the CPU")
-    ranks: PositiveInt = key("of a node, at work at once")
-    compute: Annotated[dict[PositiveInt, Speeds], Field(min_length=1)] = key(
-        "times of computation, by the number of ranks of a node at work"
-    )
-    collectives: dict[str, dict[str, Collective]] = key("by place (inside a node, across nodes) and kind")
-    overlap: Annotated[float, Field(ge=0, le=1)] = key("share of a collective that computation can hide")
-    slowest: Annotated[float, Field(ge=1)] = key("time of computing of the slowest rank, in that of the mean one", 1.0)
-    wrappers: dict[str, float] = key("seconds of the host for each collective or block, by what wraps it")
+    device, processor, cores, torch_version: type of the device, as torch calls it, its name, cores of the node, and the
+    torch with which it was measured. threads: of a rank on the CPU. ranks: of a node, at work at once. compute: Speeds
+    by the number of ranks of a node at work. collectives: by place (inside a node, across nodes) and kind. overlap:
+    share of a collective that computation can hide. slowest: time of computing of the slowest rank, in that of the mean
+    one. wrappers: seconds of the host for each collective or block, by what wraps it.
+    """
+
+    device: str
+    processor: str
+    cores: int
+    torch_version: str
+    threads: int
+    ranks: int
+    compute: dict[int, Speeds]
+    collectives: dict[str, dict[str, Collective]]
+    overlap: float
+    wrappers: dict[str, float]
+    slowest: float = 1.0
 
     def speeds(self, ranks: int) -> Speeds:
         """Times while so many ranks of a node compute, or the nearest number that was measured."""
@@ -169,8 +164,10 @@ def machine_of(device: torch.device) -> dict[str, Any]:
     return {"device": device.type, "processor": name, "cores": os.cpu_count() or 1}
 
 
-class Gpu(_Strict, strict=True):
+class Gpu(BaseModel):
     """A GPU in its node. Rates are per second, times in seconds, bandwidths in bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
     name: Text = key("name of the entry in the YAML file")
     memory_gib: PositiveFloat = key("GiB of memory that the device reports")
@@ -196,7 +193,7 @@ class Gpu(_Strict, strict=True):
     memory_efficiency: Share = key("share of the bandwidth that other kernels reach")
     network_efficiency: Share = key("share of the bandwidth of links and NICs that collectives reach")
 
-    measured: Measured | None = key(
+    measured: Annotated[Measured | None, SkipValidation] = key(
         "the machine as plan.py --calibrate measured it, in place of peaks and shares", None
     )
 
@@ -247,21 +244,24 @@ def load_gpu(name: str, path: Path = HARDWARE, measured: Path | None = None) -> 
 
 def of_measured(name: str, path: Path) -> Gpu:
     """The Gpu in a file of plan.py --calibrate. Raises UsageError, naming the file, where it is damaged."""
-    entry = read_json(path)
+    entry: Any = read_json(path)
     try:
-        return gpu_of(name, entry if isinstance(entry, dict) else {})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"])) or "measured"
-        raise UsageError(f"{path}: {where}: {problem['msg']}; measure again: plan.py --calibrate") from None
+        return gpu_of(name, entry)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path}: is not what plan.py --calibrate writes ({error!r}): measure again") from None
 
 
 def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
-    """The Gpu of a measured entry, {"measured": ..., "memory_gib": ..., ...}. Raises ValidationError."""
-    found = Measured.model_validate(entry.get("measured"))
+    """The Gpu of a measured entry, {"measured": ..., "memory_gib": ..., ...}, as tools.planner.calibrate makes it."""
+    machine = entry["measured"]
+    compute = {int(ranks): Speeds(**speeds) for ranks, speeds in machine["compute"].items()}
+    collectives = {}
+    for place, kinds in machine["collectives"].items():
+        collectives[place] = {kind: Collective(**speed) for kind, speed in kinds.items()}
+    found = Measured(**machine | {"compute": compute, "collectives": collectives})
     # What a data sheet says is not asked for where there is a measurement.
     sheet = dict.fromkeys(Gpu.model_fields, 1.0) | {"fp8": None, "gpus_per_node": found.ranks, "name": name}
-    return Gpu.model_validate(sheet | {"launch": found.speeds(found.ranks).launch} | entry | {"measured": found})
+    return Gpu(**sheet | {"launch": found.speeds(found.ranks).launch} | entry | {"measured": found})
 
 
 def read_gpus(path: Path = HARDWARE) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,6 @@ class Plan:
     peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells. inference: the same of a
     forward pass, while everything that training keeps stays allocated; None by formula.
     flops: of a step on all devices, including what checkpointing computes again.
-    formula_peak: the peak by formula, where both were computed.
     """
 
     config: Config
@@ -40,7 +39,6 @@ class Plan:
     inference: float | None
     flops: float
     time: StepTime
-    formula_peak: float | None = None
 
     @property
     def overhead(self) -> float:

@@ -64,8 +64,7 @@ def memory_text(plan: Plan) -> str:
     }
     columns = {"memory of the rank that holds most": "", "GiB": ".2f"}
     table = format_table(columns, [(name, size / GIB) for name, size in sizes.items()])
-    other = f" By formula the peak is {differs(plan)} GiB." if differs(plan) else ""
-    return f"{table}\n\nThis {VERDICTS[plan.fits]}.{other}"
+    return f"{table}\n\nThis {VERDICTS[plan.fits]}."
 
 
 def messages_text(plan: Plan) -> str:
@@ -113,12 +112,12 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
         return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
     rows = [
         (number, layout_words(plan), plan.fits, plan.needed / GIB, rate(plan),
-         plan.time.seconds * 1e3, plan.time.bound, differs(plan))
+         plan.time.seconds * 1e3, plan.time.bound)
         for number, plan in enumerate(plans, 1)
     ]  # fmt: skip
     columns = {
         "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
-        "bound by": "", "formula": "",
+        "bound by": "",
     }  # fmt: skip
     error, best = plans[0].time.error, plans[0]
     found = f"the best of {request.compared} layouts"
@@ -128,8 +127,7 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
     return (
         f"{head(best).partition(':')[0]}, {found}:\n\n"
         f"{format_table(columns, rows)}\n\n"
-        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one. formula: "
-        "its memory, where it is 3 % off the trace.\n\n"
+        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one.\n\n"
         f"{refused_text(request.refused)}\n\n{run or run_text(best, request, 'Run the first one:')}"
     )
 
@@ -138,14 +136,6 @@ def refused_text(refused: dict[str, int]) -> str:
     """The most frequent reasons as lines. refused: {reason: number of layouts}."""
     lines = [f"    {count:5}  {reason}" for reason, count in sorted(refused.items(), key=lambda item: -item[1])[:12]]
     return "Not among them, how many and why:\n" + "\n".join(lines)
-
-
-def differs(plan: Plan) -> str:
-    """The peaks by formula and by trace, in GiB, where they are more than 3 % apart; else ""."""
-    peak = plan.formula_peak
-    if peak is None or abs(peak / plan.peak - 1) <= 0.03:
-        return ""
-    return f"{peak / GIB:.2f} of {plan.peak / GIB:.2f}"
 
 
 def scaling_text(points: Sequence[Point], request: Request, assumed: Assumptions) -> str:

@@ -9,17 +9,17 @@ standard normal numbers (Blom 1958). Batches are read ahead, so a step takes the
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from tools.planner.formulas import MODELS, formula_traces
 from tools.planner.hardware import Gpu
 from tools.planner.layouts import candidates
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.step_time import calibrate
+from tools.planner.textbook import textbook_traces
 from tools.planner.trace import trace_step
 from training.run_folder import read_summary
 from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
@@ -89,11 +89,7 @@ class Request:
         """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
         config = self.config(gpus)
         layout = config.layout(gpus, self.gpu.gpus_per_node)
-        plan = plan_layout(config, layout, self.gpu, self.calibration)
-        if config.model not in MODELS:  # which have no formula
-            return plan
-        by_formula = plan_layout(config, layout, self.gpu, traces=formula_traces(config, layout))
-        return replace(plan, formula_peak=by_formula.peak)
+        return plan_layout(config, layout, self.gpu, self.calibration)
 
 
 def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
@@ -109,22 +105,20 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
         layout = plan.layout
         kept.setdefault((layout.tp, layout.cp, layout.pp, layout.domain), plan)
     best = [plan for plan in kept.values() if plan.fits != "no"][:top] or list(kept.values())[:top]
-    traced = [
-        replace(plan_layout(plan.config, plan.layout, request.gpu, request.calibration), formula_peak=plan.peak)
-        for plan in best
-    ]
+    traced = [plan_layout(plan.config, plan.layout, request.gpu, request.calibration) for plan in best]
     return sorted(traced, key=_order)
 
 
 def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
-    """Plans by formula of all layouts that the scripts can run, and {reason: number of refused layouts}.
+    """Plans by textbook formulas of all layouts that the scripts can run, and {reason: number of refused layouts}.
 
     times: factor on the batch that was asked for.
     """
     config, gpu = request.any_layout(), request.gpu
     config = config.model_copy(update={"global_batch_size": times * config.global_batch_size})
     valid, refused = candidates(config, gpus, gpu.gpus_per_node, request.named)
-    return [plan_layout(c, layout, gpu, request.calibration, formula_traces(c, layout)) for c, layout in valid], refused
+    plans = [plan_layout(c, layout, gpu, request.calibration, textbook_traces(c, layout)) for c, layout in valid]
+    return plans, refused
 
 
 def _order(plan: Plan) -> tuple[int, float]:

@@ -7,12 +7,12 @@ tools.planner.collective_time. The pipeline's bubble: Narayanan et al. 2021 (arX
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from distributed.data_parallel import SHARDED
+from tools.instruments.phases import PHASES
 from tools.instruments.tracker import ATTENTION
 from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import Gpu
@@ -45,9 +45,9 @@ class StepTime:
 
     seconds: of the step, the sum of `parts`: matmul, attention, memory (all other kernels), launch (the GPU waits for
     the host), communication that computation does not hide, one part for each kind of group ("communication tp"), and
-    bubble (of the pipeline). bound: the largest part, in words. collectives: {phase, kind, group, ranks, count, bytes,
-    inside, seconds} of each kind of collective: bytes sent and seconds of all `count` calls, hidden or not; inside:
-    whether every such group lies inside a node.
+    bubble (of the pipeline). phases: the same seconds by phase of the step. bound: the largest part, in words.
+    collectives: {phase, kind, group, ranks, count, bytes, inside, seconds} of each kind of collective: bytes sent and
+    seconds of all `count` calls, hidden or not; inside: whether every such group lies inside a node.
 
     error: relative half-width of the band around `seconds`. It comes from runs of one model family on 1 to 16 A100s,
     published in 2024 and 2025 (the forecasting ViT of the NERSC deep learning at scale tutorials): every run that
@@ -60,6 +60,7 @@ class StepTime:
     error: float
     calibrated: bool
     parts: dict[str, float]
+    phases: dict[str, float]
     bound: str
     collectives: list[dict[str, Any]]
 
@@ -81,7 +82,7 @@ def step_time(
     if config.amp_mode == "fp8" and gpu.fp8 is None:
         raise UsageError(f"amp_mode fp8: {gpu.name} has no 8-bit products (fp8 in its entry): use --amp_mode bf16")
     steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
-    slowest = max(steps, key=lambda step: sum(step.parts.values()))
+    slowest = max(steps, key=lambda step: sum(step.seconds.values()))
     parts = slowest.parts
     most: dict[str, float] = defaultdict(float)
     for name, seconds in parts.items():
@@ -93,6 +94,7 @@ def step_time(
         error=CALIBRATED if calibration else MEASURED if gpu.measured else UNCALIBRATED,
         calibrated=calibration is not None,
         parts=parts,
+        phases=slowest.phases,
         bound=f"communication ({group})" if kind == "communication" else bound,
         collectives=slowest.collectives,
     )
@@ -130,18 +132,38 @@ def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu,
 
 
 class _Step:
-    """The step of one traced rank."""
+    """The step of one traced rank. seconds: {(phase, name of a part): seconds}."""
 
     def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu, calibration: float):
         self.trace, self.config, self.layout, self.gpu = trace, config, layout, gpu
         waits = gpu.measured.slowest if gpu.measured and layout.world_size > 1 else 1.0  # for the slowest rank
         self.calibration = calibration * waits
         self.speeds = gpu.measured.speeds(min(layout.world_size, gpu.gpus_per_node)) if gpu.measured else None
+        self.compute = self._compute(self.speeds)
+        self.collectives = self._collectives()
+        self.seconds = self.compute.copy()
+        host = self._host()
+        if gpu.synchronous:  # the host computes by itself
+            self.seconds.update({(phase, "launch"): seconds for phase, seconds in host.items()})
+        pipelined = sum(seconds for (phase, _), seconds in self.seconds.items() if phase != "update")
+        pipelined += self._communicate()
+        if not gpu.synchronous:
+            for phase, seconds in self.phases.items():
+                self.seconds[phase, "launch"] = max(0.0, host[phase] - seconds)
+        self.seconds["backward", "bubble"] = self._bubble(pipelined)
 
-    @cached_property
-    def compute(self):
-        """{(phase, matmul | attention | memory): seconds}."""
-        return self._compute(self.speeds)
+    @property
+    def phases(self) -> dict[str, float]:
+        """{phase: seconds}."""
+        return {phase: sum(s for (when, _), s in self.seconds.items() if when == phase) for phase in PHASES}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """{name of a part: seconds}."""
+        parts = dict.fromkeys(("matmul", ATTENTION, "memory", "launch", "bubble"), 0.0)
+        for (_, name), seconds in self.seconds.items():
+            parts[name] = parts.get(name, 0.0) + seconds
+        return parts
 
     def _compute(self, speeds):
         seconds = Counter()
@@ -179,11 +201,7 @@ class _Step:
             return gpu.fp8 * gpu.matmul_efficiency
         return low.get(dtype, gpu.tf32 if self.config.enable_tf32 else gpu.fp32) * gpu.matmul_efficiency
 
-    def _computing(self, phase):
-        return sum(seconds for (when, _), seconds in self.compute.items() if when == phase)
-
-    @cached_property
-    def collectives(self) -> list[dict[str, Any]]:
+    def _collectives(self) -> list[dict[str, Any]]:
         sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0])
         for message, times in self.trace.messages.items():  # an extrapolated trace may count below zero
             total = sums[message.phase, message.kind, message.group]
@@ -228,56 +246,45 @@ class _Step:
             calls = max(calls, collective["bytes"] / sent)
         return collective["seconds"] / calls
 
-    @cached_property
-    def exposed(self):
-        """{"gradients" | "rest": {name of a part: seconds that computation does not hide}}."""
-        hidden, exposed = defaultdict(list), {"gradients": Counter(), "rest": Counter()}
+    def _communicate(self) -> float:
+        """Add what computation does not hide of the collectives; returns the seconds that every micro-batch waits."""
+        together = defaultdict(list)  # collectives that the same work hides
         for collective in self.collectives:
-            if overlap := self._overlaps(collective):
-                hidden[collective["phase"], overlap].append(collective)
-            else:
-                exposed["rest"][_part(collective)] += collective["seconds"]
-        for (phase, overlap), found in hidden.items():
-            total = sum(c["seconds"] for c in found)
+            together[collective["phase"], self._overlaps(collective)].append(collective)
+        waited = 0.0
+        for (phase, overlap), found in together.items():
+            total = left = sum(c["seconds"] for c in found)
             if overlap == ATTENTION:
                 size = len(found[0]["ranks"])
                 left = max(0, total - self.compute[phase, ATTENTION] * (size - 1) / size)
-            else:
+            elif overlap:
                 parts = 1 if self.config.data_parallel in SHARDED else self.config.gradient_accumulation
-                left = min(total, max(0, total - self._computing(phase) / parts) + sum(map(self._bucket, found)))
+                computing = sum(seconds for (when, _), seconds in self.compute.items() if when == phase)
+                left = min(total, max(0, total - computing / parts) + sum(map(self._bucket, found)))
             left = total - (total - left) * (self.gpu.measured.overlap if self.gpu.measured else 1)
-            name = "rest" if overlap == ATTENTION else "gradients"
             for collective in found:
-                exposed[name][_part(collective)] += left * collective["seconds"] / total if total else 0
-        return exposed
-
-    @cached_property
-    def parts(self) -> dict[str, float]:
-        parts = Counter({"matmul": 0.0, ATTENTION: 0.0, "memory": 0.0, "launch": 0.0, "bubble": 0.0})
-        for (_, kind), seconds in self.compute.items():
-            parts[kind] += seconds
-        if self.gpu.synchronous:
-            parts["launch"] = self._host()
-        busy = sum(parts.values())
-        for seconds in self.exposed.values():
-            parts.update(seconds)
-        if not self.gpu.synchronous:
-            parts["launch"] = max(0.0, self._host() - sum(parts.values()))
-        pipeline = busy - self._computing("update") + sum(self.exposed["rest"].values())
-        parts["bubble"] = self._bubble(pipeline)
-        return dict(parts)
+                part = f"communication {_kind_of(collective['group'])}"
+                self.seconds[phase, part] += left * collective["seconds"] / total if total else 0
+            waited += 0 if overlap == "compute" else left
+        return waited
 
     def _host(self):
-        """Seconds in which the host launches all operations: a lower bound of the step; on a CPU beside computing."""
+        """{phase: seconds} in which the host launches operations: a lower bound; on a CPU beside computing."""
+        seconds = Counter()
         if self.gpu.synchronous:
-            host, wrappers = self.speeds.host, self.gpu.measured.wrappers
-            seconds = sum(calls * host.get(operation.phase, 0.0) for operation, calls in self.trace.operations.items())
-            counted = wrapped(self.trace, self.collectives, self.config)
-            return (seconds + sum(n * wrappers.get(name, 0.0) for name, n in counted.items())) * self.calibration
-        count = sum(self.trace.operations.values()) + sum(c["count"] for c in self.collectives)
+            for operation, calls in self.trace.operations.items():
+                seconds[operation.phase] += calls * self.speeds.host.get(operation.phase, 0.0) * self.calibration
+            for (phase, name), calls in wrapped(self.trace, self.collectives, self.config).items():
+                seconds[phase] += calls * self.gpu.measured.wrappers.get(name, 0.0) * self.calibration
+            return seconds
         config = self.config
         factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
-        return count * factor * self.gpu.launch * self.calibration
+        launch = factor * self.gpu.launch * self.calibration
+        for operation, calls in self.trace.operations.items():
+            seconds[operation.phase] += calls * launch
+        for collective in self.collectives:
+            seconds[collective["phase"]] += collective["count"] * launch
+        return seconds
 
     def _bubble(self, seconds):
         """Idle time of a stage with so many seconds of work.
@@ -295,35 +302,33 @@ class _Step:
         return ((stages - 1) * seconds - 2 * gained) / passes
 
 
-def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
-    """Work of the code around a model in a step, by name: the messages of fsdp, tp, cp and pp.
+def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[tuple[str, str]]:
+    """Work of the code around a model in a step, by phase and name: the messages of fsdp, tp, cp and pp.
 
     ddp: once, since its work is for each weight, however many buckets there are. domain: ShardTensor has a rule for
     each operation of the forward pass. full, selective: blocks that are computed again. collectives: of StepTime.
     """
-    counted, blocks = Counter[str](), config.depth // config.pipeline_parallel
+    counted, blocks = Counter[tuple[str, str]](), config.depth // config.pipeline_parallel
     if config.domain_parallel not in (1, "1", "1x1"):
-        counted["domain"] = round(sum(n for operation, n in trace.operations.items() if operation.phase == "forward"))
+        rules = sum(n for operation, n in trace.operations.items() if operation.phase == "forward")
+        counted["forward", "domain"] = round(rules)
     if config.activation_checkpointing in ("full", "selective"):
         passes = config.gradient_accumulation * config.rollout_steps
-        counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
+        counted["backward", config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
     for collective in collectives:
         name = _kind_of(collective["group"])
         if name == "dp" or (name in SAME_WEIGHTS and collective["kind"] == "all_reduce"):
             name = "fsdp" if config.data_parallel in SHARDED else "ddp"
-        if name != "domain":
-            counted[name] += collective["count"]
-    if counted["ddp"]:
-        counted["ddp"] = 1
+        if name == "ddp":
+            counted["backward", name] = 1
+        elif name != "domain":
+            counted[collective["phase"], name] += collective["count"]
     shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
     if config.data_parallel in SHARDED and shared:  # parameters travel as tokens do
-        counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * (2 if config.data_parallel == "zero2" else 3))
+        for phase, times in ("forward", 1), ("backward", 1 if config.data_parallel == "zero2" else 2):
+            counted[phase, "fsdp"] = max(counted[phase, "fsdp"], (blocks + 1) * times)
     return counted
 
 
 def _kind_of(group: str) -> str:
     return next((kind for kind in GROUP_KINDS if group.startswith(kind)), group)
-
-
-def _part(collective: dict[str, Any]) -> str:
-    return f"communication {_kind_of(collective['group'])}"

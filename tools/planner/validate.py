@@ -14,12 +14,13 @@ import torch
 from tools.instruments.rank_case import build_case, held, seconds_of
 from tools.instruments.team import Case, Rank, Teams
 from tools.planner import calibrate
+from tools.planner.compare import beside
 from tools.planner.hardware import gpu_of
 from tools.planner.plan_text import layout_words
 from tools.planner.search import Request, best_layouts
 from tools.planner.step_time import step_time
 from tools.planner.trace import Trace, measured, trace_step
-from tools.tables import MIB, format_table
+from tools.tables import MIB
 from utils.config import read_mappings
 from utils.errors import ArgumentParser, run_main, whole
 
@@ -54,18 +55,17 @@ def verify(cases: Sequence[Case] | None = None) -> int:
     cases = cases or build_cases()
     with Teams(cases[0].config) as teams:
         real = [teams.call(case.ranks, real_trace, case) for case in cases]
-    rows = []
+    planned, kept, sent, results = {}, {}, {}, {}
     for case, figures in zip(cases, real, strict=True):
         traces = trace_step(case.config, case.layout, "cpu")
-        sent = [(key[2], calls) for key, calls in figures[0].items() if isinstance(key, tuple)]
-        kept = figures[0]["activations"] / MIB, traces[0].held["activations"] / MIB
-        total = sum(size * calls for size, calls in sent) / MIB
-        rows.append((case.name, sum(calls for _, calls in sent), total, *kept, differ(figures, traces)))
-    columns = {
-        "two ranks": "", "collectives": "d", "MiB sent": ".2f", "MiB saved": ".2f", "planned": ".2f", "plan": ""
-    }  # fmt: skip
-    print(format_table(columns, rows))
-    return sum(row[-1] != "equal" for row in rows)
+        messages = [(key[2], calls) for key, calls in figures[0].items() if isinstance(key, tuple)]
+        total = sum(size * calls for size, calls in messages) / MIB
+        sent[case.name] = f"{total:.2f} MiB in {sum(calls for _, calls in messages)}"
+        planned[case.name] = traces[0].held["activations"] / MIB
+        kept[case.name] = figures[0]["activations"] / MIB
+        results[case.name] = differ(figures, traces)
+    print(beside("MiB kept for the backward pass", planned, kept, collectives=sent, counts=results))
+    return sum(result != "equal" for result in results.values())
 
 
 def summary(trace: Trace) -> Summary:
@@ -118,41 +118,32 @@ def validate(rounds: int) -> None:
         entry = calibrate.entry(calibrate.usual(figures), traces, cpu, RANKS)
         gpu = gpu_of("here", entry | calibrate.memory_sizes(cpu, RANKS))
         plans = best_layouts(Request(SEARCHED, gpu), RANKS, 20)
-        ranked = [Case(f"searched: {layout_words(plan)}", plan.config, plan.layout) for plan in plans]
+        ranked = [Case(layout_words(plan), plan.config, plan.layout) for plan in plans]
         for _ in range(2 * rounds):
             turns(ranked)
 
-    rows: list[tuple[Any, ...]] = []
-    worst_memory = 0.0
+    planned, measured, fastest, counts = {}, {}, {}, {}
     for case, of_ranks in zip(cases, real, strict=True):
-        own_traces = trace_step(case.config, case.layout, gpu.device)
-        planned = step_time(own_traces, case.config, case.layout, gpu).seconds
-        actual = statistics.median(seconds[case.name])
-        pairs = [(own_traces[0].held[name], of_ranks[0][name]) for name in MEMORY]
-        worst_memory = max(worst_memory, *(abs(a / b - 1) for a, b in pairs))
-        noise = min(seconds[case.name]) / actual
-        memory = [f"{a / MIB:.2f} / {b / MIB:.2f}" for a, b in pairs]
-        error = planned / actual - 1
-        rows.append((case.name, planned * 1e3, actual * 1e3, error, noise, *memory, differ(of_ranks, own_traces)))
-    columns = {"layout": "", "planned ms": ".1f", "measured": ".1f", "error": "+.0%", "fastest step": ".2f"}
-    print(format_table(columns | dict.fromkeys(MEMORY, "") | {"counts": ""}, rows))
-    size, name = max((abs(row[3]), row[0]) for row in rows)
+        own, name = trace_step(case.config, case.layout, gpu.device), case.name
+        planned[name] = step_time(own, case.config, case.layout, gpu).seconds * 1e3
+        measured[name] = statistics.median(seconds[name]) * 1e3
+        fastest[name] = f"{min(seconds[name]) * 1e3 / measured[name]:.2f}"
+        counts[name] = differ(of_ranks, own)
+    print(beside("ms a step", planned, measured, **{"fastest step": fastest, "counts": counts}))
+    errors = {name: abs(planned[name] / measured[name] - 1) for name in planned}
+    worst = max(errors, key=lambda name: errors[name])
+    differing = sum(result != "equal" for result in counts.values())
     print(
-        f"\n{len(cases)} layouts, {sum(row[-1] != 'equal' for row in rows)} differ in counts (messages, bytes, FLOP); "
-        f"memory, MiB planned / measured, is off by {worst_memory:.1%} at most.\n"
-        f"Time: median error {statistics.median(abs(row[3]) for row in rows):.1%}, worst {size:.1%} ({name}). "
-        f"Measured is the median step; the fastest one took "
-        f"{statistics.median(row[4] for row in rows):.2f} times as long.\n"
+        f"\n{len(cases)} layouts, {differing} differ in counts (messages, bytes sent and held, FLOP).\n"
+        f"Time: median error {statistics.median(errors.values()):.1%}, worst {errors[worst]:.1%} ({worst}).\n"
+        "Measured is the median step; the fastest took "
+        f"{statistics.median(map(float, fastest.values())):.2f} times as long.\n"
     )
-    found = [
-        (layout_words(plan), plan.time.seconds * 1e3, statistics.median(seconds[case.name]) * 1e3)
-        for plan, case in zip(plans, ranked, strict=True)
-    ]
-    print(format_table({"mp_quick, as the search ranks it": "", "planned ms": ".1f", "measured": ".1f"}, found))
-    best = min(range(len(found)), key=lambda number: found[number][2])
-    print(
-        f"\nThe first takes {found[0][2] / found[best][2]:.2f} times as long as the best measured, number {best + 1}."
-    )
+    planned = {case.name: plan.time.seconds * 1e3 for plan, case in zip(plans, ranked, strict=True)}
+    measured = {name: statistics.median(seconds[name]) * 1e3 for name in planned}
+    print(beside("ms a step of mp_quick, as the search ranks it", planned, measured))
+    first, best = next(iter(measured)), min(measured, key=lambda name: measured[name])
+    print(f"\nThe first takes {measured[first] / measured[best]:.2f} times as long as the best measured, {best}.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
