@@ -172,7 +172,9 @@ def in_columns(row: dict[str, Any], phases: Sequence[str] = PHASES) -> dict[str,
         columns[f"{before}states"] = sum(held[name] for name in STATES)
     for source, before in (("messages", ""), ("planned_messages", "planned_")):
         kinds = by_kind(row[source], phases)
-        columns[f"{before}kinds"] = ", ".join(f"{calls:.0f} {kind}" for kind, (calls, _) in kinds.items())
+        columns[f"{before}kinds"] = ", ".join(
+            f"{calls:.0f} {kind} {size / MIB:.2f}" for kind, (calls, size) in kinds.items()
+        )
         columns[f"{before}sent"] = sum(size for _, size in kinds.values()) / MIB
     return columns
 
