@@ -3,7 +3,7 @@
 A page holds what it shows between two comments. The first is Python, which cog (https://cog.readthedocs.io) runs, and
 what that prints replaces the text up to the second:
 
-    <!--[[[cog dp = command("python benchmark.py dp --config=quick") ]]]-->
+    <!--[[[cog dp = command("python benchmark.py layouts dp --config=quick") ]]]-->
     <!--[[[end]]]-->
     <!--[[[cog table(dp) ]]]-->
     <!--[[[end]]]-->

@@ -28,9 +28,9 @@ RUN = (
 SHORTER = {  # what cuts a command down to a laptop; the options of a training command itself stay
     "train": "--device cpu --expdir $RUNS --num_iters 20 --warmup 5 --limit_nsamples 320 --limit_nsamples_val 16",
     "ladder": "--device cpu --depth 2 --steps 2 --rounds 1 --png $RUNS/ladder.png",
-    "dp": "--device cpu --strategies ddp zero1 fsdp --world_sizes 2 --steps 1 --rounds 1 --png $RUNS/dp.png",
-    "mp": "--device cpu --layouts tp2 cp2 pp2 --embed_dims 128 --steps 1 --rounds 1 --png $RUNS/mp.png",
-    "domain": "--device cpu --sizes 128 256 128 --layouts dp2 domain2 --rounds 1 --png $RUNS/domain.png",
+    "dp": "--device cpu --layouts ddp zero1 fsdp --sizes 2 --steps 1 --rounds 1 --png $RUNS/dp.png",
+    "mp": "--device cpu --layouts tp2 cp2 pp2 --sizes 128 --steps 1 --rounds 1 --png $RUNS/mp.png",
+    "domain": "--device cpu --sizes 128 256 --layouts dp2 domain2 --rounds 1 --png $RUNS/domain.png",
 }
 BEGIN = """\
 # The repository's folder, its environment, a folder of their own for the runs of this notebook, and the sample data.
@@ -81,7 +81,7 @@ def _command(part: str) -> str | None:
 
 
 def _shorter(command: str) -> str:
-    kind = re.search(r"benchmark\.py (\w+)", command)
+    kind = re.search(r"benchmark\.py (?:layouts )?(\w+)", command)
     if kind:
         more = SHORTER[kind[1]]
         return f"{_without(command, more)} {more}"

@@ -82,9 +82,9 @@ LAYOUT = ["-m", "utils.comm"]
 TRAIN = ["train.py", "QUICK"]  # with the options of a tiny run
 SAMPLE = ["-m", "weather.sample_data", "OUT"]
 COMMANDS = {
-    "a layout of 99,999,999 ranks started them": ["benchmark.py", "mp", "--layouts", "tp99999999"],
-    "rounds of nothing": ["benchmark.py", "dp", "--rounds=0"],
-    "a negative count of steps": ["benchmark.py", "domain", "--sizes", "32", "32", "32", "--steps=-1"],
+    "a layout of 99,999,999 ranks started them": ["benchmark.py", "layouts", "mp", "--layouts", "tp99999999"],
+    "rounds of nothing": ["benchmark.py", "layouts", "dp", "--rounds=0"],
+    "a negative count of steps": ["benchmark.py", "layouts", "domain", "--sizes=32", "--steps=-1"],
     "a negative count of batches": ["benchmark.py", "data", "--batches=-1"],
     "a count of workers that is none": ["benchmark.py", "data", "--workers", "-3"],
     "a benchmark without a command": ["benchmark.py"],

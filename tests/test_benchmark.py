@@ -129,17 +129,17 @@ class OneGpu:
         assert sum(self.held.values()) <= 80, "out of memory"
 
 
-def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_config, monkeypatch):
+def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_options, monkeypatch):
     gpu = OneGpu(monkeypatch)
-    steps = ladder.run(tiny_config(), steps=1, rounds=2)["steps"]
+    steps = ladder.run(tiny_options(), steps=1, rounds=2)["steps"]
     assert len(gpu.held) > 5 and set(gpu.held.values()) == {2}
     assert {step["peak_memory_bytes"] for step in steps} == {52}  # of the training, without the product of the probe
 
 
-def test_a_step_that_fails_is_named(tiny_config, sample_folder):
-    config = tiny_config(train_data_path=str(sample_folder / "nowhere"))
+def test_a_step_that_fails_is_named(tiny_options, sample_folder):
+    words = tiny_options(train_data_path=sample_folder / "nowhere")
     with pytest.raises(UsageError, match="nowhere: no such data folder"):
-        ladder.run(config, steps=1, rounds=1)
+        ladder.run(words, steps=1, rounds=1)
 
 
 @pytest.mark.slow("every loader, read by processes")

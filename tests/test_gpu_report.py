@@ -1,4 +1,4 @@
-"""The report of a machine's GPUs: whatever breaks in a part is told, and the other parts follow."""
+"""The report of a machine's GPUs: whatever breaks in a command is told, and the other commands follow."""
 
 import json
 import os
@@ -10,12 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
 
+from distributed import attention
+from distributed.collectives import as_group
 from tests.support import programs
 from tests.support.launch import popen
 from tools import gpu_report
-from tools.gpu_report import Part
-from tools.tables import installed
+from tools.instruments.collective_speed import are_right
 from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
 from utils.files import write_json
@@ -33,27 +37,29 @@ print("child", child.pid, flush=True)
 
 
 @pytest.fixture
-def part(tmp_path):
-    """Call with a name and a program: a part that runs it."""
+def command(tmp_path):
+    """Call with a name and a program: {name: a command that runs it}."""
 
-    def make(name, program, estimate=15, **others):
+    def make(name, program, seconds=15, lacks=""):
         file = tmp_path / f"{name.replace(' ', '_')}.py"
         file.write_text(program)
-        return Part(name, estimate, str(file), **others)
+        return {name: (seconds, f"python {file}", lacks)}
 
     return make
 
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """Call with parts and options: exit status, the report, and where the work was."""
+    """Call with commands: exit status, the report, and where the work was."""
 
-    def run(parts, *words):
-        monkeypatch.setattr(gpu_report, "parts", lambda *_: parts)
+    def run(*commands):
+        todo = {name: command for one in commands for name, command in one.items()}
+        monkeypatch.setattr(gpu_report, "commands", lambda *_: todo)
         monkeypatch.setattr(gpu_report.signal, "signal", lambda *_: None)
-        work = tmp_path / "work"
-        status = gpu_report.main(["--device=cpu", f"--out={tmp_path}/out", f"--work={work}", *words])
+        monkeypatch.chdir(tmp_path)
+        status = gpu_report.main(["--device=cpu", f"--out={tmp_path}/out"])
         (written,) = (tmp_path / "out").glob("*.json")
+        (work,) = (tmp_path / "logs/gpu_report").iterdir()
         return status, json.loads(written.read_text()), written.with_suffix(".md").read_text(), work
 
     return run
@@ -66,74 +72,61 @@ def alive(pid):
         return False
 
 
-def test_a_part_that_fails_hangs_or_leaves_processes_is_told_and_the_others_follow(report, part, monkeypatch):
-    monkeypatch.setattr(Part, "limit", property(lambda part: 2 * part.estimate))
-    status, found, text, work = report([
-        part("good", "print(1)", figures=lambda work: {"answer": 42}),
-        part("bad", "print('ValueError: so it is\\nsome more'); raise SystemExit(3)", figures=lambda work: {"kept": 1}),
-        part("unreadable", "", figures=lambda work: json.loads("{")),
-        part("absent", "", lacks="needs what is not here"),
-        part("leaves a process", PARENT),
-        part("hangs", PARENT + "time.sleep(99)", estimate=1),
-        part("follows", "print('the end')"),
-    ])  # fmt: skip
+def test_a_command_that_fails_hangs_or_leaves_processes_is_told_and_the_others_follow(report, command, monkeypatch):
+    reads = "import json, pathlib; (file,) = pathlib.Path('../../../out').glob('*.json'); "
+    reads += "print(json.loads(file.read_text())['commands'][0]['command'])"  # the report is on disk after each
+    status, found, text, work = report(
+        command("device", "print(3e12)"),
+        command("bad", "print('ValueError: so it is\\nsome more'); raise SystemExit(3)"),
+        command("ladder", ""),
+        command("absent", "", lacks="needs what is not here"),
+        command("leaves a process", PARENT),
+        command("hangs", PARENT + "time.sleep(99)", seconds=-14),
+        command("follows", reads),
+    )
     assert status == 1
-    outcome = {part["part"]: (part["status"], part["said"], part["figures"]) for part in found["parts"]}
-    assert outcome.pop("unreadable")[0] == "failed"
+    outcome = {row["command"]: (row["status"], row["said"], row["figures"]) for row in found["commands"]}
+    assert outcome.pop("ladder")[0] == "failed"  # it has left no figures
     assert re.fullmatch(r"not done after \d s", outcome["hangs"][1])
     assert re.fullmatch(r"child \d+", outcome["leaves a process"][1])
     assert outcome == {
-        "good": ("passed", "1", {"answer": 42}),
-        "bad": ("failed", "exit status 3, not 0: ValueError: so it is", {"kept": 1}),
+        "device": ("passed", "3000000000000.0", {"bf16 TFLOP/s": 3.0}),
+        "bad": ("failed", "exit status 3, not 0: ValueError: so it is", {}),
         "absent": ("skipped", "needs what is not here", {}),
         "leaves a process": ("passed", outcome["leaves a process"][1], {}),
         "hangs": ("out of time", outcome["hangs"][1], {}),
-        "follows": ("passed", "the end", {}),
+        "follows": ("passed", "device", {}),
     }
     for name in ("leaves a process", "hangs"):
         assert not alive(re.search(r"child (\d+)", (work / f"{name}.log").read_text())[1])
-    assert re.search(r"\| good +\| +passed \| +\d+\.\d \| +15 \| +answer 42 \|", text), text
+    assert re.search(r"\| device +\| +passed \| +[\d.]+ \| +15 \| +3000000000000.0 \| +bf16 TFLOP/s 3 \|", text), text
 
 
-def test_the_report_is_on_disk_after_each_part(report, part, tmp_path):
-    """The second part reads what there is of the first."""
-    reads = f"import json, pathlib; (file,) = pathlib.Path({str(tmp_path)!r}, 'out').glob('*.json'); "
-    reads += "print(json.loads(file.read_text())['parts'][0]['part'])"
-    status, found, *_ = report([part("first", ""), part("second", reads), part("absent", "", lacks="a GPU")])
-    assert status == 0 and found["parts"][1]["said"] == "first"
-
-
-def test_all_parts_together_have_a_time_limit_too(report, part, monkeypatch):
+def test_all_commands_together_have_a_time_limit_too(report, command, monkeypatch):
     monkeypatch.setattr(gpu_report, "SECONDS", 2)
-    status, found, *_ = report([part("hangs", "import time; time.sleep(99)", 6000), part("late", "")])
-    assert status == 1 and [part["status"] for part in found["parts"]] == ["out of time", "not run"]
+    status, found, *_ = report(command("hangs", "import time; time.sleep(99)", 6000), command("late", ""))
+    assert status == 1 and [row["status"] for row in found["commands"]] == ["out of time", "not run"]
 
 
-def test_a_command_is_stopped_when_it_says_so_and_must_end_as_expected(part, tmp_path):
-    saves = part(
-        "saves", "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('saved'); time.sleep(99)"
-    )
+def test_a_training_is_stopped_when_it_has_saved_and_must_end_as_expected(command, tmp_path):
+    program = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit({})); print('Saved checkpoint'); "
     end = time.monotonic() + 60
-    assert gpu_report.run(saves, tmp_path, tmp_path / "log", end, status=75, stop_at="saved") == "saved"
-    with pytest.raises(RuntimeError, match="exit status 75, not 0"):
-        gpu_report.run(saves, tmp_path, tmp_path / "log", end, stop_at="saved")
-
-
-def ladder_of(**speeds):
-    steps = [{"step": name, "samples_per_sec": n, "mfu": n / 100, "data_wait": 0.0} for name, n in speeds.items()]
-    return {"steps": steps, "failed": {"fp8": "no such kernel"}}
+    for status in (75, 0):
+        _, words, _ = command("saves", program.format(status) + "time.sleep(99)")["saves"]
+        if status == 75:
+            assert gpu_report.run_command(gpu_report.STOPPED, words, tmp_path, end) == "Saved checkpoint"
+        else:
+            with pytest.raises(RuntimeError, match="exit status 0, not 75"):
+                gpu_report.run_command(gpu_report.STOPPED, words, tmp_path, end)
 
 
 def test_goals_stand_beside_the_best_that_was_measured(tmp_path):
-    write_json(tmp_path / "ladder.json", ladder_of(**{"0 workers": 4, "8 workers": 5, "bf16": 36}))
-    figures = {"short/compiled": {"MFU": 0.34}, "ladder": gpu_report.ladder(tmp_path)}
+    speeds = {"0 workers": 4, "8 workers": 5, "bf16": 36}
+    steps = [{"step": name, "samples_per_sec": n, "mfu": n / 100, "data_wait": 0.0} for name, n in speeds.items()]
+    write_json(tmp_path / "ladder.json", {"steps": steps, "failed": {"fp8": "no such kernel"}})
+    figures = {"short/compiled": {"MFU": 0.34}, "ladder": gpu_report.read_figures("ladder", tmp_path, "", None)}
     assert figures["ladder"]["failed"] == "fp8"
-    results = [
-        {"part": name, "status": "passed", "seconds": 1.0, "estimate": 1, "said": "", "figures": found}
-        for name, found in figures.items()
-    ]
-    gpu_report.write_report(tmp_path / "a.b", {"name": "a GPU"}, results, tmp_path)
-    goals = json.loads((tmp_path / "a.b.json").read_text())["goals"]
+    goals = gpu_report.goals([{"command": name, "figures": found} for name, found in figures.items()])
     assert [(goal["measured"], goal["met"]) for goal in goals] == [(0.36, "yes"), (None, "not measured"), (7.2, "yes")]
 
 
@@ -147,51 +140,49 @@ def test_plans_stand_beside_what_was_measured_hits_and_misses():
 
     def verdicts(plan, found):
         row = gpu_report.beside_plan("quick/ddp", plan, found)
-        return [row[title]["hit"] for title in gpu_report.PLANNED]
+        return [row[f"{title}, measured"].split(" ")[-1] for title in gpu_report.PLANNED]
 
-    assert verdicts(plan, hits) == [True] * 3 and verdicts(plan, misses) == [False] * 3
-    assert verdicts(plan, {}) == [None] * 3
+    assert verdicts(plan, hits) == ["hit"] * 3 and verdicts(plan, misses) == ["MISS"] * 3
+    assert verdicts(plan, {}) == ["-"] * 3
     compiled = plan | {"settings": {"enable_jit": True}}
-    assert verdicts(compiled, misses) == [True, False, False]  # its memory is an upper bound
-    text = gpu_report.plan_table([gpu_report.beside_plan("quick/ddp", plan, misses)])
-    assert re.search(r"\| 100 \(95 to 105\) \| +94 MISS \|", text) and "136 MISS" in text and " 5 MISS" in text
+    assert verdicts(compiled, misses) == ["hit", "MISS", "MISS"]  # its memory is an upper bound
+    row = gpu_report.beside_plan("quick/ddp", plan, misses)
+    assert row["GiB, planned"] == "100 (95 to 105)" and row["GiB, measured"] == "94 MISS"
 
 
-def test_plans_are_made_and_kept_before_the_runs(tmp_path, capsys, monkeypatch):
-    runs = [part for part in gpu_report.parts("cpu", 2, "h100") if part.name in ("quick/resumed", "mp_quick/tp")]
-    broken = Part("quick/broken", 1, "train.py --config=quick --num_heads=3")
-    monkeypatch.setattr(gpu_report, "parts", lambda *_: [broken, *runs])
-    assert gpu_report.main(["--plan", "h100", "--device=cpu", f"--work={tmp_path}"]) == 1
+def test_the_plans_of_the_training_runs_are_printed(capsys, monkeypatch):
+    todo = gpu_report.commands("cpu", 2)
+    some = {name: todo[name] for name in ("mp_quick/tp", "forecast")}
+    monkeypatch.setattr(
+        gpu_report, "commands", lambda *_: {"broken": (1, "python -m train --config=quick --num_heads=3", "")} | some
+    )
+    gpu_report.main(["--plan", "h100", "--device=cpu"])
     said = capsys.readouterr().out
-    assert "quick/broken: not planned: UsageError: " in said and re.search(r"\| mp_quick/tp +\| 2 x h100 \|", said)
-    assert json.loads((tmp_path / f"plans/{runs[1].name}.json").read_text())["layout"]["tp"] == 2
+    assert "broken: not planned: UsageError: " in said and re.search(r"\| mp_quick/tp +\| 2 x h100 \|", said)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_what_runs_fits_ten_minutes_and_the_goals_come_first(count):
-    parts = [part for part in gpu_report.parts("cuda", count, "h100") if not part.lacks]
-    names = [part.name for part in parts]
-    before = [part.estimate for part in parts[: names.index("short/embed_1024") + 1]]
-    assert sum(before) <= 200 and not {"tests", "ladder"} & {*names[: len(before)]}
+    todo = {name: seconds for name, (seconds, _, lacks) in gpu_report.commands("cuda", count).items() if not lacks}
+    names = list(todo)
+    before = names[: names.index("short/embed_1024") + 1]
+    assert sum(todo[name] for name in before) <= 200 and not {"tests", "ladder"} & {*before}
     if count == 1:
-        assert sum(part.estimate for part in parts) <= gpu_report.SECONDS == 600
+        assert sum(todo.values()) + gpu_report.PLAN_SECONDS <= gpu_report.SECONDS == 600
     assert ("quick/ddp_graphs" in names) == (count > 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_the_parts_train_what_the_scripts_take(count):
+def test_the_commands_train_what_the_scripts_take(count):
     layouts = set()
-    for part in gpu_report.parts("cuda", count, "h100"):
-        script, *words = part.command.split()
-        if script in SCRIPTS and not part.lacks:
-            ranks = part.ranks or 1
-            layout = load_config(words, None, ranks, *SCRIPTS[script][:2]).layout(ranks)
-            layouts.add((ranks, *layout.mesh_dims.values()))
+    for name, (_, command, lacks) in gpu_report.commands("cuda", count).items():
+        if (trained := gpu_report.training(command)) and not lacks:
+            words, ranks = trained
+            script = re.search(r"-m (train\w*)", command)[1]
+            config = load_config(words, None, ranks, *SCRIPTS[f"{script}.py"][:2])
+            assert name in (f"{config.config}/{config.run_num}", gpu_report.STOPPED)
+            layouts.add((ranks, *config.layout(ranks).mesh_dims.values()))
     assert len(layouts) == (1 if count == 1 else 6)  # one device, and dp, tp, cp, pp, domain
-
-
-def test_a_package_is_missing_also_where_the_one_around_it_is():
-    assert installed("torch.nn") and not installed("no_such_package.dali") and not installed("torch.no_such_module")
 
 
 @pytest.mark.parametrize(
@@ -199,14 +190,15 @@ def test_a_package_is_missing_also_where_the_one_around_it_is():
     [
         ([], "device 'cuda': not on this machine"),
         (["--device=cpu", "--gpu=h1000"], "no GPU 'h1000' (did you mean 'h100'?)"),
-        (["--device=cpu", "--out=/proc/nowhere"], "--out, --work: "),
-        (["--device=cpu", "--work=."], "--out, --work: "),
+        (["--device=cpu", "--out=/proc/nowhere"], "--out: "),
     ],
 )
 def test_what_cannot_be_used_is_one_line(words, line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_report.torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_report, "make_plans", lambda *_: {})
     with pytest.raises(UsageError) as caught:
-        gpu_report.main([f"--out={tmp_path}", f"--work={tmp_path / 'work'}", *words])
+        gpu_report.main([f"--out={tmp_path}", *words])
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -225,23 +217,51 @@ def test_without_a_gpu_one_line_says_so(words):
     assert done.returncode == 2 and len(lines) == 1 and re.search("not on this machine|no GPU is there", lines[0])
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def lone_rank(request):
+    """The device of a process group of one rank, of gloo or NCCL."""
+    device = torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+    backend = "gloo" if request.param == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()
+
+
+def test_collectives_of_one_rank_give_the_right_numbers(lone_rank):
+    assert set(are_right(lone_rank, torch.float32).values()) == {True}
+
+
+@pytest.mark.parametrize("method", attention.METHODS)
+def test_attention_of_one_rank_is_that_of_the_whole(lone_rank, method):
+    tokens, features, dtype = (16200, 64, torch.bfloat16) if lone_rank.type == "cuda" else (50, 8, torch.float32)
+    group = as_group(dist.group.WORLD)
+    *qkv, grad = torch.randn(4, 1, 4, tokens, features, device=lone_rank).to(dtype).unbind()
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    out = attention.METHODS[method](q, k, v, sizes=[tokens], group=group)
+    found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+    q, k, v = (x.float().clone().requires_grad_() for x in qkv)
+    whole = F.scaled_dot_product_attention(q, k, v)
+    expected = [whole, *torch.autograd.grad(whole, (q, k, v), grad.float())]
+    assert max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)) < 0.02
+
+
 @pytest.mark.slow("the data that the report makes for itself")
-def test_who_stops_the_report_ends_its_part(tmp_path):
-    """The first parts are real; SIGTERM, as of `timeout`."""
-    words = ["-m", "tools.gpu_report", "--device=cpu", f"--out={tmp_path}/out", f"--work={tmp_path}/work"]
-    process = popen([sys.executable, *words])
-    process.stdout.readline()
-    while not (tmp_path / "work/data-era5.log").exists():
+def test_who_stops_the_report_ends_its_command(tmp_path, monkeypatch):
+    """The first command is real; SIGTERM, as of `timeout`."""
+    env = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    monkeypatch.chdir(tmp_path)
+    process = popen([sys.executable, "-m", "tools.gpu_report", "--device=cpu", f"--out={tmp_path}/out"], env)
+    while not list(tmp_path.glob("logs/gpu_report/*/data-era5.log")):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130
-    assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(file)]
+    assert not [file for file in Path("/proc").glob("[0-9]*/cwd") if str(tmp_path / "logs") in _target(file)]
 
 
-def _read(file):
+def _target(link):
     try:
-        return file.read_text()
+        return str(link.readlink())
     except OSError:
         return ""
 
@@ -252,22 +272,22 @@ TAUGHT = {  # trainings whose words the tests above check, and which other tests
 }  # fmt: skip
 
 
-@pytest.mark.slow("the real parts of the report, at tiny sizes on the CPU, of two ranks")
+@pytest.mark.slow("the real commands of the report, at tiny sizes on the CPU, of two ranks")
 @pytest.mark.timeout(1800)
-def test_the_parts_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
+def test_the_commands_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
     programs.use_forks(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # preflight would take the GPUs of this machine
-    monkeypatch.setattr(Part, "limit", 300)
-    parts = [part for part in gpu_report.parts("cpu", 2, "h100") if part.name not in TAUGHT]
-    results = {result["part"]: result for result in gpu_report.run_parts(parts, tmp_path, 1700)}
-    skipped = {name for name, result in results.items() if result["said"] == "needs a GPU"}
-    assert skipped == {"tests", "quick/graphs", "quick/ddp_graphs"}
-    wrong = {name: r["said"] for name, r in results.items() if name not in skipped and r["status"] != "passed"}
+    todo = {name: (300, *rest) for name, (_, *rest) in gpu_report.commands("cpu", 2).items() if name not in TAUGHT}
+    *_, rows = gpu_report.run_all(todo, tmp_path, time.monotonic() + 1700)
+    results = {row["command"]: row for row in rows}
+    skipped = {name for name, row in results.items() if row["said"] == "needs a GPU"}
+    assert skipped == set(gpu_report.GPU_ONLY)
+    wrong = {name: row["said"] for name, row in results.items() if name not in skipped and row["status"] != "passed"}
     assert wrong == {} and len(results) > 10
     assert results["quick/resumed"]["figures"]["resumed at"] >= 20
-    assert results["device"]["figures"]["gloo collectives"] == 6
-    gpu_report.write_report(tmp_path / "report", {"name": "a CPU"}, list(results.values()), tmp_path)
+    plans = gpu_report.make_plans({"quick/ddp": todo["quick/ddp"]}, gpu_report.load_gpu("h100"))
+    gpu_report.write_report(tmp_path / "report", {"name": "a CPU"}, plans, rows, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert {goal["met"] for goal in report["goals"]} <= {"yes", "no"}  # every one is measured
-    (ddp,) = [row for row in report["plans"] if row["run"] == "quick/ddp"]
-    assert ddp["collectives"]["hit"] and ddp["ms a step"]["measured"]
+    (ddp,) = report["plans"]
+    assert ddp["collectives, measured"].endswith(" hit") and ddp["ms a step, measured"] != "-"

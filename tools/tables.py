@@ -46,6 +46,18 @@ def format_table(columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> s
     return "\n".join([line(columns), rule, *map(line, cells)])
 
 
+def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Lines of a Markdown table of rows with the same keys, which are its titles; '' without rows."""
+    return format_table(dict.fromkeys(rows[0], ""), [[*map(shown, row.values())] for row in rows]) if rows else ""
+
+
+def shown(value: Any) -> str:
+    """A figure with four digits, figures by name one after another, anything else as it is."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {shown(figure)}" for name, figure in value.items())
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
+
+
 def cells(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[list[str]]:
     """The cells of a table as text, '-' where a value is missing. columns: {title: "{name of a value:.2f}"}."""
 

@@ -22,6 +22,7 @@ from training.float8 import has_float8
 from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
+from utils.config import load_config
 from utils.device import empty_cache, library, peak_memory_bytes, select_device, synchronize
 from utils.errors import UsageError, first_line
 from utils.files import write_json
@@ -56,13 +57,16 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     ]
 
 
-def run(config: Config, workers: int = 2, steps: int = 10, rounds: int = 3, json: str | None = None) -> dict[str, Any]:
+def run(
+    words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3, json: str | None = None
+) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. json: a file that has the figures after every turn.
     A step that fails is left out, and named under `failed`; later ones go on from the step before. Raises UsageError
     where the first one fails, unless it lacks memory: the others rest on it.
     """
+    config = load_config(words)
     climbed = ladder(config, workers)
     options: dict[str, Any] = {}
     teams: dict[str, Team] = {}

@@ -1,29 +1,32 @@
-"""Layouts of rungs 2 and 3 on this machine: speed, memory and messages beside the planner's formulas.
+"""Layouts side by side on this machine: speed, memory and communication, beside what the planner's trace says.
 
-`dp`, weak scaling: every rank has the same local batch. The yardstick of a world size is `independent`: as many ranks
-with the same local work, started together, that send one another nothing (--noddp).
-`mp`, strong scaling: all layouts train with the same whole batch. The yardstick of a model size is one rank.
+Each preset makes groups of cases; in a group the first is what the others are compared with.
+
+dp: strategies of rung 2 on numbers of ranks, weak scaling. Every rank has the same local batch, and the first is
+`independent`: as many ranks with the same local work, started together, that send one another nothing (--noddp).
+mp: layouts of rung 3 for model sizes, strong scaling. All train with the same whole batch; the first is one rank.
+domain: layouts of rung 4 for image sizes. The same image on one device, which is the first, whole images on every
+device (DDP), or one image over several devices (domain). A forward pass and a training step are measured apart,
+because one may fit where the other does not.
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from itertools import product
-from statistics import median
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from networks.vit import patch_grid
-from tools.benchmarks.cases import HELD, STATES, compare, conditions, named_case, parse_layout
+from tools.benchmarks.cases import HELD, STATES, compare
 from tools.instruments.phases import PHASES
+from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.instruments.tracker import Messages
 from tools.pictures import HELD_COLORS, SHADES, draw_bars, finish, mark, panels, save
 from tools.tables import MIB, machine, print_tables, spread
-from training.model import build_model
 from utils.config import choices, load_config
+from utils.errors import UsageError
 from utils.layout import Layout
 
 STRATEGIES = choices("data_parallel")
@@ -31,79 +34,58 @@ LAYOUTS = (
     "tp2", "tp2,sequence_parallel", "cp2", "cp2,cp_method=ring", "cp2,cp_method=all_to_all", "pp2",
     "tp4", "cp4", "tp2xcp2", "tp2xpp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
 )  # fmt: skip
+DOMAINS = ("dp2", "domain2", "domain2,data_parallel=ddp")
+PRESETS = {"dp": (STRATEGIES, (1, 2)), "mp": (LAYOUTS, ()), "domain": (DOMAINS, (32, 64))}  # names and sizes
 INDEPENDENT, ONE = "independent", "one rank"
+OPTIONS = {  # of the config, for the size of each dimension of a layout
+    "tp": "tensor_parallel", "cp": "context_parallel", "pp": "pipeline_parallel", "domain": "domain_parallel",
+}  # fmt: skip
 NO_GPU = "hidden: the share of communication under compute is read from the kernels of a GPU; there is none here"
 
 
-def run_dp(
+def run(
     words: list[str],
-    strategies: Sequence[str] = STRATEGIES,
-    world_sizes: Sequence[int] = (1, 2),
-    steps: int = 4,
+    preset: str,
+    layouts: Sequence[str] = (),
+    sizes: Sequence[int] = (),
+    dims: int = 2,
+    memory_limit_gib: float | None = None,
+    steps: int = 3,
     rounds: int = 3,
 ) -> dict[str, Any]:
-    """Measure strategies x world sizes, and print three tables: speed, memory, messages.
+    """Measure the layouts of a preset, and print three tables: speed, memory, communication.
 
-    words: options of the config. strategies: each a value of data_parallel, with options of its own after commas:
-    'fsdp,wrap_policy=none'. steps: timed in one turn. Returns the figures, as JSON has them.
-    Raises UsageError for what cannot be run, before anything is started, and where a rank fails.
+    words: options of the config. layouts: names, with options of their own after commas: 'cp4,cp_method=ring'. sizes:
+    numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). dims: of an image, 2 or
+    3. memory_limit_gib: of a rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON
+    has them. Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
     """
-    groups = [strategy_cases(words, strategies, size) for size in sorted(set(world_sizes))]
-    device, results = compare("dp", "strategy", groups, "--world_sizes", steps, rounds)
-    config, ranks = groups[0][0].config, groups[0][0].ranks
-    parameters, batch = sum(p.numel() for p in build_model(config).parameters()), config.global_batch_size // ranks
-    for row in results:
-        efficiency = [1 / ratio for ratio in row.pop("ratio_of_rounds")]
-        alone = [one / own for one, own in zip(results[0]["seconds"], row["seconds"], strict=True)]
-        row |= {
-            "samples_per_sec": row["ranks"] * batch / median(row["seconds"]), "efficiency": median(efficiency),
-            "efficiency_of_rounds": efficiency, "of_one_rank": median(alone) if ranks == 1 else None,
-        }  # fmt: skip
-    shown = [r | in_columns(r) | {"rounds": spread(r["efficiency_of_rounds"], ".0%")} for r in results]
-    print_tables("dp", shown, shown, shown)
-    if all(r["hidden"] is None for r in results):
-        print(f"{NO_GPU}\n")
-    print(f"{parameters:,} parameters, local batch {batch}, {conditions(device, rounds, steps)}")
-    return {
-        "config": config.config, "machine": machine(device), "parameters": parameters, "local_batch_size": batch,
-        "rows": results,
-    }  # fmt: skip
-
-
-def run_mp(
-    words: list[str], layouts: Sequence[str] = LAYOUTS, embed_dims: Sequence[int] = (), steps: int = 2, rounds: int = 3
-) -> dict[str, Any]:
-    """Measure layouts x model sizes, and print three tables: time, memory, messages.
-
-    words: options of the config. layouts: sizes joined by x, as tp2xdp2, with options of their own after commas:
-    'cp4,cp_method=ring'. embed_dims: model sizes; none: that of the config. steps: timed in one turn.
-    Returns the figures, as JSON has them.
-    Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
-    """
-    models = [[f"--embed_dim={n}"] for n in embed_dims] or [[]]
-    groups = [layout_cases([*words, *own], layouts) for own in models]
-    device, results = compare("mp", "layout", groups, "--layouts", steps, rounds)
-    for row in results:
-        row |= {"step_seconds": median(row["seconds"]), "ratio": median(row["ratio_of_rounds"])}
-    shown = [
-        r | in_columns(r) | {"ms": 1000 * r["step_seconds"], "rounds": spread(r["ratio_of_rounds"], ".2f")}
-        for r in results
-    ]
+    names, usual = PRESETS[preset]
+    layouts, sizes = layouts or names, sizes or usual
+    groups: dict[str, list[Case]] = {}
+    if preset == "dp":
+        groups = {f"{size} ranks": strategy_cases(words, layouts, size) for size in sorted(set(sizes))}
+    elif preset == "mp":
+        groups = {f"embed {n}": layout_cases([*words, f"--embed_dim={n}"], layouts) for n in sizes}
+        groups = groups or {"": layout_cases(words, layouts)}
+    else:
+        for side, mode in product(sizes, ("forward", "training")):
+            size = f"{' x '.join([str(side)] * dims)}, {mode}"
+            groups[size] = domain_cases(words, layouts, [side] * dims, mode == "training")
+    device, rows = compare(groups, steps, rounds, memory_limit_gib and memory_limit_gib * 2**30)
+    shown = [row | in_columns(row) for row in rows]
     passes = [row | in_columns(row, [phase]) | {"pass": phase} for row, phase in product(shown, PHASES)]
-    sends = [row for row in passes if row["messages"][row["pass"]] or row["predicted_messages"][row["pass"]]]
-    print_tables("mp", shown, shown, sends)
-    config = groups[0][0].config
-    tokens = math.prod(patch_grid(config.img_size, config.patch_size)[0])
-    batch = f"batch {config.global_batch_size} over all ranks"
-    print(f"{config.depth} blocks, {tokens:,} tokens, {batch}, {conditions(device, rounds, steps)}")
-    return {
-        "config": config.config, "machine": machine(device), "global_batch_size": config.global_batch_size,
-        "depth": config.depth, "tokens": tokens, "rows": results,
-    }  # fmt: skip
+    print_tables("layouts", shown, shown, [row for row in passes if row["kinds"] or row["planned_kinds"]])
+    if device.type == "cpu":
+        print(f"{NO_GPU}\n")
+    config = next(iter(groups.values()))[0].config
+    shared = ", one thread per rank: more ranks than cores share them" if device.type == "cpu" else ""
+    print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device.type}{shared}")
+    return {"preset": preset, "config": config.config, "machine": machine(device), "rows": rows}
 
 
 def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> list[Case]:
-    """The cases of a world size, checked; the first is the yardstick. In one rank the strategies are all the same."""
+    """The cases of a number of ranks; in one rank the strategies are all the same."""
     config = load_config(words)
     batch = config.global_batch_size  # of one rank
     shared = {"local_batch_size": batch, "global_batch_size": batch * size}
@@ -116,19 +98,55 @@ def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> li
 
 
 def layout_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
-    """The cases of a model size, checked; the first is the yardstick, one rank."""
+    """The cases of a model size, all with the same whole batch."""
     words = ["--config=mp_quick", *words]
     cases = [named_case(ONE, "train_mp.py", words, 1)]
+    batch = f"--global_batch_size={cases[0].config.global_batch_size}"
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "dp"), "tp4 or tp2xcp2xdp2")
-        split = [
-            f"--tensor_parallel={sizes['tp']}", f"--context_parallel={sizes['cp']}",
-            f"--pipeline_parallel={sizes['pp']}", f"--global_batch_size={cases[0].config.global_batch_size}",
-        ]  # fmt: skip
         # Micro-batches for a pipeline, unless the words say otherwise.
         parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
-        cases.append(named_case(text, "train_mp.py", [*parts, *words, *split], ranks))
+        cases.append(named_case(text, "train_mp.py", [*parts, *words, *split_words(sizes), batch], ranks))
     return cases
+
+
+def domain_cases(words: list[str], layouts: Sequence[str], image: Sequence[int], training: bool) -> list[Case]:
+    """The cases of an image size; a device, or those that share an image, take one image at a time."""
+    words = ["--config=classify_quick", *words, "--img_size", *map(str, image)]
+    cases = [named_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1, training)]
+    for text in dict.fromkeys(layouts):
+        sizes, ranks = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
+        shared = [
+            f"--data_parallel={'ddp' if sizes['domain'] == '1' else 'fsdp'}",
+            f"--global_batch_size={sizes['dp']}",
+        ]
+        cases.append(named_case(text, "train_shard.py", [*words, *split_words(sizes), *shared], ranks, training))
+    return cases
+
+
+def named_case(text: str, script: str, words: Sequence[str], ranks: int, training: bool = True) -> Case:
+    """The Case of a text like 'tp2,data_parallel=fsdp': a name, then options of its own. words: options before them."""
+    return build_case(text, script, [*words, *(f"--{option}" for option in text.split(",")[1:])], ranks, training)
+
+
+def split_words(sizes: dict[str, str]) -> list[str]:
+    """The options that split a model as parse_layout says."""
+    return [f"--{OPTIONS[dim]}={size}" for dim, size in sizes.items() if dim in OPTIONS]
+
+
+def parse_layout(name: str, dims: Collection[str], example: str) -> tuple[dict[str, str], int]:
+    """Sizes and ranks of a layout: 'domain2x2xdp2' -> {'domain': '2x2', 'tp': '1', 'dp': '2'}, 8.
+
+    Raises UsageError, with an example, for anything else, and for a layout of one rank.
+    """
+    parts = [re.fullmatch(r"([a-z]+)([1-9]\d*(?:x[1-9]\d*)?)", part) for part in re.split("x(?=[a-z])", name)]
+    sizes = {part[1]: part[2] for part in parts if part and part[1] in dims}
+    if len(sizes) < len(parts) or any("x" in size for dim, size in sizes.items() if dim != "domain"):
+        raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {example}")
+    ranks = math.prod(int(number) for size in sizes.values() for number in size.split("x"))
+    if ranks == 1:
+        raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
+    return dict.fromkeys(dims, "1") | sizes, ranks
 
 
 def by_kind(messages: Messages, phases: Sequence[str] = PHASES) -> dict[str, tuple[float, float]]:
@@ -141,56 +159,40 @@ def by_kind(messages: Messages, phases: Sequence[str] = PHASES) -> dict[str, tup
 
 
 def in_columns(row: dict[str, Any], phases: Sequence[str] = PHASES) -> dict[str, Any]:
-    """The memory and the messages of a row, of some phases, as values of a table, sizes in MiB."""
-    held = {name: size / MIB for name, size in row["memory"].items()}
-    formula = {f"{name} formula": size / MIB for name, size in row["predicted_memory"].items()}
-    states, states_formula = sum(held[n] for n in STATES), sum(formula[f"{n} formula"] for n in STATES)
-    sent, sent_formula = (by_kind(row[name], phases) for name in ("messages", "predicted_messages"))
-    calls, of_formula = (
-        ", ".join(f"{calls:.0f} {kind}" for kind, (calls, _) in kinds.items()) for kinds in (sent, sent_formula)
-    )
-    return held | formula | {
-        "states": states, "states_formula": states_formula, "states_ratio": states / states_formula,
-        "kinds": ", ".join(f"{n} {kind} {size / MIB:.2f}" for kind, (n, size) in sent.items()) or "none",
-        "calls": calls or "none", "formula": of_formula or "none",
-        "sent": sum(size for _, size in sent.values()) / MIB,
-        "sent_formula": sum(size for _, size in sent_formula.values()) / MIB,
-    }  # fmt: skip
+    """The figures of a row as values of a table; messages of some phases; times in ms, sizes in MiB."""
+    columns: dict[str, Any] = {"kinds": "", "planned_kinds": ""}
+    if row["out_of_memory"]:
+        return columns | {"ms": "out of memory"}
+    columns |= {"ms": f"{1000 * row['seconds']:.1f}", "cpu_ms": 1000 * row["cpu_seconds"]}
+    if "speedup" in row:
+        columns["rounds"] = spread(row["speedup_of_rounds"], ".2f")
+    for source, before in (("memory", ""), ("planned_memory", "planned ")):
+        held = {name: size / MIB for name, size in row[source].items()}
+        columns |= {f"{before}{name}": size for name, size in held.items()}
+        columns[f"{before}states"] = sum(held[name] for name in STATES)
+    for source, before in (("messages", ""), ("planned_messages", "planned_")):
+        kinds = by_kind(row[source], phases)
+        columns[f"{before}kinds"] = ", ".join(
+            f"{calls:.0f} {kind} {size / MIB:.2f}" for kind, (calls, size) in kinds.items()
+        )
+        columns[f"{before}sent"] = sum(size for _, size in kinds.values()) / MIB
+    return columns
 
 
-def write_dp(path: str, figures: dict[str, Any]) -> None:
-    """Left: memory of a rank at the largest world size, stacked, the formula as a mark. Right: samples/s."""
-    results, title = figures["rows"], figures["config"]
-    largest = max(r["ranks"] for r in results)
-    figure, axes, labels = _memory(results, "strategy", "ranks", largest, f"{title}: memory of a rank, {largest} ranks")
-    speeds = DataFrame(results).pivot(index="strategy", columns="ranks", values="samples_per_sec")
-    draw_bars(axes, speeds.reindex(labels).add_suffix(" ranks"), SHADES, stacked=False)
-    finish(axes, title=f"{title}: samples/s of all ranks", xlabel="samples/s")
+def write_picture(path: str, figures: dict[str, Any]) -> None:
+    """Of the last size: memory of a rank by use, samples/s, and MiB that a rank sends by phase; marks: as planned."""
+    rows = [row for row in figures["rows"] if row["size"] == figures["rows"][-1]["size"] and "seconds" in row]
+    if not rows:
+        raise UsageError(f"{path}: memory ran out everywhere at the last size, there is nothing to draw")
+    labels = [row["layout"] for row in rows]
+    figure, (held, speed, sent) = panels(len(rows), 3, 16)
+    memory, planned = (DataFrame([row[part] for row in rows], labels) / MIB for part in ("memory", "planned_memory"))
+    draw_bars(held, memory[list(HELD)].fillna(0), list(HELD_COLORS.values()))
+    mark(held, planned[list(HELD)].sum(axis=1), "planned")
+    finish(held, title=f"{figures['config']}: memory of a rank", xlabel="MiB")
+    draw_bars(speed, DataFrame({"all ranks": [row["samples_per_sec"] for row in rows]}, labels), SHADES)
+    finish(speed, title="speed", xlabel="samples/s")
+    draw_bars(sent, DataFrame([{p: in_columns(row, [p])["sent"] for p in PHASES} for row in rows], labels), SHADES[:3])
+    mark(sent, [in_columns(row)["planned_sent"] for row in rows], "planned")
+    finish(sent, title="sent by a rank in a step", xlabel="MiB")
     save(figure, path)
-
-
-def write_mp(path: str, figures: dict[str, Any]) -> None:
-    """Of the last model size: memory of a rank, and MiB sent in a step, each stacked, the formula as a mark."""
-    results, size = figures["rows"], figures["rows"][-1]["embed_dim"]
-    figure, axes, labels = _memory(results, "layout", "embed_dim", size, f"memory of a rank, embed_dim {size}")
-    rows = [r for r in results if r["embed_dim"] == size]
-    sent = DataFrame([{phase: in_columns(r, [phase])["sent"] for phase in PHASES} for r in rows], labels)
-    draw_bars(axes, sent, SHADES[:3])
-    mark(axes, [in_columns(r)["sent_formula"] for r in rows], "formula")
-    finish(axes, title="sent by a rank in a step", xlabel="MiB")
-    save(figure, path)
-
-
-def _memory(rows: Sequence[dict[str, Any]], name: str, key: str, only: int, title: str) -> tuple[Figure, Axes, list]:
-    """A figure with two panels, the second one, and the labels of its bars: rows with this value of `key`.
-
-    The first panel has the memory of a rank by use, and its formula as a mark. name: the key of a row's label.
-    """
-    shown = [row for row in rows if row[key] == only]
-    labels = [row[name] for row in shown]
-    figure, (axes, other) = panels(len(shown), 2, 12)
-    memory, formula = (DataFrame([row[part] for row in shown], labels) / MIB for part in ("memory", "predicted_memory"))
-    draw_bars(axes, memory[list(HELD)].fillna(0), list(HELD_COLORS.values()))
-    mark(axes, formula.sum(axis=1), "formula")
-    finish(axes, title=title, xlabel="MiB")
-    return figure, other, labels

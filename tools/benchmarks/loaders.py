@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tools.tables import installed, machine, print_tables
 from training.tasks import build_task
+from utils.config import load_config
 from utils.data_protocol import ChannelStatistics
 from utils.device import select_device, synchronize
 from utils.schema import Config
@@ -30,13 +31,14 @@ TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a tabl
 
 
 def run(
-    config: Config, workers: Sequence[int] = (0, 1, 2), frames: int = 24, batches: int = 12, rounds: int = 3
+    words: list[str], workers: Sequence[int] = (0, 1, 2), frames: int = 24, batches: int = 12, rounds: int = 3
 ) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
     workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data,
     copied into one file. batches: timed in a turn, fewer where they take longer than TURN_SECONDS.
     """
+    config = load_config(words)
     device = select_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
         _write_frames(config, Path(folder), frames)

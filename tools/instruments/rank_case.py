@@ -2,30 +2,26 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
-from tools.instruments.memory import memory_of_a_step
 from tools.instruments.team import Case, Rank
-from tools.instruments.tracker import messages_of_a_step
 from training.assembly import build_step, random_batch
 from utils import comm
 from utils.config import SCRIPTS, load_config
 from utils.device import library, synchronize
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
-PROFILED_STEPS = 3
 Interval = tuple[float, float]  # start, end
 
 
-def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
+def build_case(name: str, script: str, words: Sequence[str], ranks: int, training: bool = True) -> Case:
     """The Case of a training script with these options. Raises UsageError where it does not fit the ranks."""
     config = load_config(words, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)
     # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
-    return Case(name, config, config.layout(ranks, max(1, ranks // 2)))
+    return Case(name, config, config.layout(ranks, max(1, ranks // 2)), training)
 
 
 class RankCase:
@@ -86,23 +82,6 @@ def held(rank: Rank, case: Case) -> RankCase:
 def seconds_of(rank: Rank, case: Case, steps: int) -> float:
     """On a rank: seconds of a step of a case that it holds."""
     return held(rank, case).times(steps)["seconds"]
-
-
-def figures_of(rank: Rank, case: Case) -> dict[str, Any]:
-    """On a rank: memory and messages of a step, and on a GPU the share of communication that computation hides."""
-    ready = held(rank, case)
-    if ready.gpu:
-        ready.gpu.reset_peak_memory_stats()
-    ready.train(1)
-    allocated = ready.gpu.max_memory_allocated() - ready.before if ready.gpu else None
-    memory: dict[str, float | None] = memory_of_a_step(ready.step, ready.x, ready.y) | {"allocated at most": allocated}
-    if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
-        memory["activations"] = None
-    return {
-        "memory": memory,
-        "messages": messages_of_a_step(ready.step, ready.x, ready.y),
-        "hidden": hidden_share_of(lambda: ready.train(PROFILED_STEPS)) if ready.gpu else None,
-    }
 
 
 def hidden_share_of(run: Callable[[], None]) -> float | None:

@@ -6,10 +6,12 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tools.preflight.rendezvous import CheckResult, Rendezvous
 from utils.files import whole_file
+from utils.rank_failure import wait_until
 
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 READ_BYTES, CHUNK = 256 << 20, 8 << 20
@@ -43,23 +45,19 @@ def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
     """Check that the other ranks soon see a file of rank 0: all of them write a checkpoint into one folder."""
     if ranks.size == 1:
         return
-    mark, began = Path(options.expdir) / ".preflight-shared", time.monotonic()
-    token = ranks.exchange("shared folder: begin", uuid.uuid4().hex)[0]
-    seen = False
-    try:
-        if ranks.rank == 0:
-            mark.write_text(token)
-        ranks.exchange("shared folder: written", True)
-        began = time.monotonic()
-        while not seen and time.monotonic() - began < min(10, ranks.patience / 2):
-            seen = mark in mark.parent.iterdir() and mark.read_text() == token  # listing the folder asks the server
-            time.sleep(0 if seen else 0.1)
-    except OSError:
-        seen = False
-    seconds = time.monotonic() - began
-    answers = ranks.exchange("shared folder: seen", seconds if seen else None)
+    folder, mark = Path(options.expdir), Path(options.expdir) / f".preflight-{uuid.uuid4().hex}"
     if ranks.rank == 0:
-        mark.unlink(missing_ok=True)
+        mark.touch()
+    name, began = ranks.exchange("shared folder: written", mark.name)[0], time.monotonic()
+
+    def seen() -> bool:
+        with suppress(OSError):
+            return folder / name in folder.iterdir()  # listing the folder asks the server
+        return False
+
+    found = wait_until(seen, min(10, ranks.patience / 2))
+    answers = ranks.exchange("shared folder: seen", time.monotonic() - began if found else None)
+    mark.unlink(missing_ok=True)
     blind = [rank for rank, answer in enumerate(answers) if answer is None]
     if blind:
         message = f"a file of rank 0 is not seen by {ranks.names(blind)}"

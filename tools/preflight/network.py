@@ -56,20 +56,18 @@ def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
     launch, device = ranks.launch, select_device(options.device, ranks.launch.local_rank)
     this_gpu = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
     cards = ranks.exchange("process group: devices", this_gpu)
-    count, here = len(set(cards)), torch.accelerator.device_count()
-    unequal, shared = None in cards, None not in cards and count < ranks.size
-    if unequal and any(cards):
-        without = [rank for rank, card in enumerate(cards) if card is None]
+    count, without = len(set(cards)), [rank for rank, card in enumerate(cards) if card is None]
+    if 0 < len(without) < ranks.size:
         yield CheckResult("FAIL", "devices", f"{ranks.names(without)} has no GPU, others have", "equal nodes")
-    elif shared:
+        device = torch.device("cpu")
+    elif not without and count < ranks.size:
         message = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
         advice = "one rank per GPU: --nproc_per_node, --ntasks-per-node, --gpus-per-task"
         yield CheckResult("FAIL", "devices", message, advice)
-    elif not unequal and launch.ranks_per_node < here:
+        device = torch.device("cpu")
+    elif launch.ranks_per_node < (here := torch.accelerator.device_count()) and not without:
         message = f"{launch.ranks_per_node} ranks on a node, {here} GPUs"
         yield CheckResult("warn", "devices", message, "as many ranks as GPUs, or some are idle")
-    if unequal or shared:
-        device = torch.device("cpu")
 
     name_gloo_interface(launch)
     backend, began = backend_for(device), time.monotonic()
@@ -83,16 +81,16 @@ def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
     ranks.device = device
     dist.all_reduce(torch.ones(1, device=device))
     synchronize(device)
-    seconds = max(ranks.exchange("process group: seconds", time.monotonic() - began))
-    yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {seconds:.1f} s")
-    routes = ranks.exchange("process group: route", route(launch.master_addr, launch.master_port))
+    here_and_now = time.monotonic() - began, route(launch.master_addr, launch.master_port)
+    seconds, routes = zip(*ranks.exchange("process group: ready", here_and_now), strict=True)
+    yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {max(seconds):.1f} s")
     for node, members in ranks.by_node(range(ranks.size)).items():
         message = f"{node}: {len(members)} rank(s), reaches rank 0 by {routes[members[0]]}"
         yield CheckResult("ok", "node", message)
 
 
 def collectives(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Check that collectives of every kind give the right numbers."""
+    """Check that collectives of every kind give the right numbers, and measure what they send, and how late."""
     device = group_device(ranks, "collectives")
     if device is None:
         return
@@ -119,10 +117,13 @@ def bandwidth(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
         parts |= {WHERE[place]: groups for place, groups in collective_speed.places(nodes).items()}
     sizes = SIZES.get(device.type, SIZES["cuda"])
     for label, groups in parts.items():
+        values, shown = {}, []
         points = collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather", "all_to_all"))
-        fits = {kind.replace("_", "-"): collective_speed.fit(measured) for kind, measured in points.items()}
-        shown = [f"{name} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us" for name, (latency, speed) in fits.items()]
-        values = {name: {"latency": latency, "bandwidth": speed} for name, (latency, speed) in fits.items()}
+        for kind, measured in points.items():
+            latency, speed = collective_speed.fit(measured)
+            name = kind.replace("_", "-")
+            values[name] = {"latency": latency, "bandwidth": speed}
+            shown.append(f"{name} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us")
         text = f"{label}, sent by a rank, up to {sizes[-1] >> 20} MiB: {'; '.join(shown)}"
         yield CheckResult("ok", "bandwidth", text, values=values)
 
@@ -131,16 +132,15 @@ def checkpoint_group(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckRe
     """Check that all ranks can join a gloo group beside their own: a checkpoint's, whatever the devices are."""
     if group_device(ranks, "checkpoint group") is None:
         return
-    interface, began = os.environ.get("GLOO_SOCKET_IFNAME", "what the host name resolves to"), time.monotonic()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "what the host name resolves to")
+    patience = datetime.timedelta(seconds=ranks.patience)
     try:
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=ranks.patience))
-        dist.all_reduce(torch.ones(1), group=group)
+        dist.monitored_barrier(dist.new_group(backend="gloo", timeout=patience), patience, wait_all_ranks=True)
     except RuntimeError as error:
         advice = "GLOO_SOCKET_IFNAME: the interface by which the other nodes reach this one"
         yield CheckResult("FAIL", "checkpoint group", f"gloo through {interface}: {first_line(error)}", advice)
         return
-    seconds = max(ranks.exchange("checkpoint group: seconds", time.monotonic() - began))
-    yield CheckResult("ok", "checkpoint group", f"gloo through {interface}, ready after {seconds:.1f} s")
+    yield CheckResult("ok", "checkpoint group", f"gloo through {interface}: all ranks have met")
 
 
 def group_device(ranks: Rendezvous, check: str) -> torch.device | None:

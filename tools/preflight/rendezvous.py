@@ -2,8 +2,7 @@
 
 A collective that hangs cannot say which rank is missing. In the store each rank writes under its own key, so a rank
 that never comes, or stops half-way, is known by its number and its node, and every wait has a time limit.
-torch's monitored_barrier needs a group for it, and with a rank missing, or an interface that gloo cannot use, there is
-none; of a rank that hangs it tells rank 0 alone.
+torch's monitored_barrier needs a group, which cannot be made while a rank is missing: it checks the groups later.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Absent(Exception):
     """Ranks did not answer in time, or could not meet at all. advice: what to do."""
 
-    def __init__(self, message: str, advice: str):
+    def __init__(self, message: str, advice: str = "its own output may say why"):
         super().__init__(message)
         self.advice = advice
 
@@ -75,64 +75,52 @@ class Rendezvous:
 
         Raises Absent with the ranks that did not come, or with the address or port that cannot be used.
         """
-        host, port = self.launch.master_addr, self.launch.master_port
+        seconds, serves = 2 * self.patience, self.rank == 0 and not agent_has_store()
         try:
-            socket.getaddrinfo(host, port)
-        except OSError as error:
-            message = f"MASTER_ADDR {host} is not known on {self.node}: {error.strerror}"
+            socket.getaddrinfo(self.launch.master_addr, self.launch.master_port)
+            self.store = open_store(self.launch, seconds)
+        except socket.gaierror as error:
+            message = f"MASTER_ADDR {self.launch.master_addr} is not known on {self.node}: {error.strerror}"
             raise Absent(message, "set MASTER_ADDR to a name or an address of rank 0's node") from None
-        serves, seconds = self.rank == 0 and not agent_has_store(), 2 * self.patience
-        try:
-            self.store = limited(2 * seconds, open_store, self.launch, seconds)
         except (OSError, RuntimeError) as error:
-            if serves or isinstance(error, RuntimeError):
-                what = "opened" if serves else "used"
-                message = f"{self.address} cannot be {what} on {self.node}: {first_line(error)}"
-                raise Absent(message, "another MASTER_PORT: another program may have this one") from None
-            message = f"{self.names([0])} did not come: {self.address} cannot be reached from {self.node}"
-            advice = "is it running? does a firewall close the port?"
-            raise Absent(f"{message} within {seconds:g} s", advice) from None
+            if not serves and isinstance(error, OSError):
+                message = f"{self.names([0])} did not come: {self.address} cannot be reached from {self.node}"
+                raise Absent(
+                    f"{message} within {seconds:g} s", "is it running? does a firewall close the port?"
+                ) from None
+            message = f"{self.address} cannot be {'opened' if serves else 'used'} on {self.node}: {first_line(error)}"
+            raise Absent(message, "another MASTER_PORT: another program may have this one") from None
         self.nodes = self.exchange("arrival", self.node)
 
     def exchange(self, key: str, value: Any, patience: float | None = None) -> list[Any]:
         """The values of all ranks, in rank order. Each key can be used once. Raises Absent."""
-        if self.size == 1:
+        if self.store is None:
             return [value]
-        patience = patience or self.patience
+        patience, store, keys = patience or self.patience, self.store, [f"{key}/{rank}" for rank in range(self.size)]
         try:
-            return limited(2 * patience + 5, self._exchange, key, value, patience)
-        except (RuntimeError, TimeoutError):  # the store is gone, or does not answer
-            message = f"{self.names([0])}, which collects the answers, is gone or stuck at '{key}'"
-            raise Absent(message, "its own output may say why") from None
-
-    def _exchange(self, key, value, patience):
-        store, keys = self.store, [f"{key}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], json.dumps(value))
-        if self.rank == 0:  # collects the values and tells all ranks the outcome
-            if wait_until(lambda: store.check(keys), patience):
-                outcome = [json.loads(v) for v in store.multi_get(keys)]
-            else:
-                outcome = {"absent": [rank for rank, name in enumerate(keys) if not store.check([name])]}
-            store.set(key, json.dumps(outcome))
-        elif not wait_until(lambda: store.check([key]), 2 * patience):
-            raise TimeoutError
-        outcome = json.loads(store.get(key))
-        if isinstance(outcome, dict):
-            what, advice = f"did not reach '{key}'", "its own output may say why"
+            return limited(2 * patience + 5, self._exchange, store, keys, value, patience)
+        except dist.DistStoreError:  # the wait is over
+            there = [store.check([name]) for name in keys]
             if key == "arrival":
-                what, advice = "did not come", "was it started? its own output may say why"
-                self.nodes = [json.loads(store.get(k)) if store.check([k]) else None for k in keys]
-            raise Absent(f"{self.names(outcome['absent'])} {what} within {patience:g} s", advice)
-        return outcome
+                self.nodes = [json.loads(store.get(k)) if come else None for k, come in zip(keys, there, strict=True)]
+            absent = self.names(rank for rank, come in enumerate(there) if not come)
+            what = "did not come" if key == "arrival" else f"did not reach '{key}'"
+            raise Absent(f"{absent} {what} within {patience:g} s") from None
+        except (RuntimeError, TimeoutError):
+            raise Absent(f"{self.names([0])}, which holds the store, is gone or stuck at '{key}'") from None
+
+    def _exchange(self, store: dist.Store, keys: list[str], value: Any, patience: float) -> list[Any]:
+        store.set(keys[self.rank], json.dumps(value))
+        store.wait(keys, timedelta(seconds=patience))
+        return [json.loads(text) for text in store.multi_get(keys)]
 
     def leave(self) -> None:
         """Leave the store. Rank 0, which holds it, leaves last; it does not wait for a rank that has failed."""
-        if self.store:
-            left = self.store.add
+        if store := self.store:
             with contextlib.suppress(RuntimeError, TimeoutError):
-                limited(LEAVE_SECONDS, left, "left", 1)
+                limited(LEAVE_SECONDS, store.add, "left", 1)
                 if self.rank == 0:
-                    wait_until(lambda: left("left", 0) >= self.size, LEAVE_SECONDS)
+                    wait_until(lambda: store.add("left", 0) >= self.size, LEAVE_SECONDS)
 
     def by_node(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """{node: its ranks}, of these ranks. A rank that never came gets its planned node."""
@@ -145,12 +133,12 @@ class Rendezvous:
         """The ranks of each node as text: 'rank 1,4-7 (node2)'."""
         return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in self.by_node(ranks).items())
 
-    def _planned_node(self, rank):
+    def _planned_node(self, rank: int) -> str:
         number = rank // self.launch.ranks_per_node
-        names = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST")]
+        names = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
         try:
             return subprocess.run(names, capture_output=True, text=True, timeout=5).stdout.split()[number]
-        except (OSError, TypeError, IndexError, subprocess.TimeoutExpired):
+        except (OSError, IndexError, subprocess.TimeoutExpired):
             return self.node if self.launch.nodes == 1 else f"node {number + 1} of {self.launch.nodes}"
 
 

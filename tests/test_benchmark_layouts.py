@@ -1,0 +1,353 @@
+"""`benchmark.py layouts` measures what the theory of each layout says, and ends whatever happens to a rank."""
+
+import json
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from pandas import DataFrame
+
+import benchmark
+from tests.support import programs
+from tests.support.launch import popen
+from tools.benchmarks import cases, layouts
+from tools.benchmarks.cases import HELD, STATES
+from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, by_kind, domain_cases, layout_cases
+from tools.instruments.counting import Collective
+from tools.instruments.phases import phases_of
+from tools.instruments.rank_case import hidden_share
+from tools.instruments.team import Teams, is_out_of_memory
+from tools.instruments.tracker import Tracker
+from tools.pictures import SHADES, draw_bars, panels
+from training.model import build_model
+from utils.errors import UsageError, run_main
+
+COMMON = ["--num_heads=2", "--device=cpu"]
+DP = ["--config=quick", "--img_size", "16", "32", "--embed_dim=64", "--depth=3", "--local_batch_size=2", *COMMON]
+UNITS = 4  # the blocks, and what is left
+# 9 x 8 patches: rows that two ranks share unequally, 5 and 4.
+MP = ["--config=mp_quick", "--img_size", "36", "32", "--depth=2", "--global_batch_size=4", *COMMON]
+LAYOUTS = [
+    "tp2", "tp2,sequence_parallel", "tp2,tp_backend=dtensor", "cp2", "cp2,cp_method=ring", "cp2,cp_method=all_to_all",
+    "pp2", "pp2,pp_schedule=gpipe", "dp2,data_parallel=zero1", "tp2xcp2", "cp2xdp2,data_parallel=fsdp",
+    "tp2xpp2,sequence_parallel",
+]  # fmt: skip
+B, L, ROWS, COLUMNS, WIDTH = 4, 2, 9, 8, 32
+DOMAIN = ["--embed_dim=32", "--depth=2", "--patch_size=4", "--num_classes=1000", *COMMON]
+DOMAINS = [*layouts.DOMAINS, "domain2,amp_mode=bf16"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Call with a preset and options: {(size, layout): row}; the command runs once, with a picture."""
+    known = {}
+
+    def rows(preset, *words):
+        if preset not in known:
+            folder = tmp_path_factory.mktemp(preset)
+            files = [f"--json={folder}/out.json", f"--png={folder}/out.png"]
+            benchmark.main(["layouts", preset, "--steps=1", *files, *words])
+            assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
+            figures = json.loads((folder / "out.json").read_text())
+            assert figures["machine"]["device"] == "cpu"
+            known[preset] = {(row["size"], row["layout"]): row for row in figures["rows"]}
+        return known[preset]
+
+    return rows
+
+
+@pytest.fixture
+def dp(measured):
+    return measured("dp", "--rounds=2", "--sizes", "4", "1", *DP)
+
+
+@pytest.fixture
+def mp(measured):
+    rows = measured("mp", "--rounds=1", "--layouts", *LAYOUTS, f"--sizes={WIDTH}", *MP)
+    return {name: row for (_, name), row in rows.items()}
+
+
+@pytest.fixture
+def domain(measured):
+    rows = measured("domain", "--rounds=1", "--layouts", *DOMAINS, "--sizes=68", *DOMAIN)
+    return {(name, size.removeprefix("68 x 68, ")): row for (size, name), row in rows.items()}
+
+
+def calls_of(row):
+    return {kind: calls for kind, (calls, _) in by_kind(row["messages"]).items()}
+
+
+def bytes_of(row, messages="messages"):
+    return {kind: size for kind, (_, size) in by_kind(row[messages]).items()}
+
+
+def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
+    assert list(dp) == [("1 ranks", INDEPENDENT), *(("4 ranks", name) for name in (INDEPENDENT, *STRATEGIES))]
+    assert list(mp) == [ONE, *LAYOUTS]
+    assert list(domain) == [(name, mode) for mode in ("forward", "training") for name in (ONE, *DOMAINS)]
+    for row in [*dp.values(), *mp.values(), *domain.values()]:
+        assert min(row["seconds"], row["cpu_seconds"], row["memory"]["peak"], row["speedup"]) > 0
+        assert row["samples_per_sec"] == pytest.approx(row["batch"] / row["seconds"])
+        assert row["hidden"] is None and not row["out_of_memory"]
+        if row["layout"] in (INDEPENDENT, ONE):
+            assert row["speedup"] == 1 and not any(row["messages"].values())
+    assert len(dp["4 ranks", "fsdp"]["speedup_of_rounds"]) == 2
+
+
+def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
+    trained = [row for (_, mode), row in domain.items() if mode == "training"]
+    for row in [*dp.values(), *mp.values(), *trained]:
+        name = row["layout"]
+        uneven = 0.12 if "all_to_all" in name else 1e-6  # the plan is of one rank, which has another share
+        for phase, kinds in row["planned_messages"].items():
+            expected = {kind: [calls, pytest.approx(size, rel=uneven)] for kind, (calls, size) in kinds.items()}
+            assert row["messages"][phase] == expected, (name, phase)
+        for part in HELD:
+            held, planned = row["memory"][part], row["planned_memory"][part]
+            if part == "activations" and "dtensor" in name:
+                assert held is None
+            else:  # zero1: a tensor is never divided
+                assert held == pytest.approx(planned, rel=0.05 if part == "activations" else 0.02), (name, part)
+
+
+def test_memory_of_four_ranks_is_within_5_percent_of_theory(dp):
+    values = dp["1 ranks", INDEPENDENT]["memory"]["parameters"]  # bytes of one number for each parameter
+    copies = {INDEPENDENT: 4, "ddp": 4, "zero1": 2 + 2 / 4, "zero2": 1 + 4 / 4, "fsdp": 4 / 4, "hsdp": 4 / 2}
+    for name, times in copies.items():
+        held = sum(dp["4 ranks", name]["memory"][part] for part in STATES)
+        assert held == pytest.approx(times * values, rel=0.05), name
+    activations = {row["memory"]["activations"] for row in dp.values()}
+    assert len(activations) == 1 and activations.pop() > 0  # the same local batch everywhere
+
+
+def test_strategies_send_what_theory_says(dp):
+    def sharded(gathered, scattered):
+        return {"all_gather": gathered, "reduce_scatter": scattered}
+
+    values = dp["1 ranks", INDEPENDENT]["memory"]["parameters"]
+    one_way = values * 3 / 4
+    hsdp, hsdp_bytes = sharded(2 * UNITS, UNITS), sharded(values, values / 2)  # two groups of two
+    for name, calls, sent in (
+        ("ddp", {"all_reduce": 1}, {"all_reduce": 2 * one_way}),
+        ("zero1", {"all_reduce": 1, "broadcast": 4}, {"all_reduce": 2 * one_way, "broadcast": values}),
+        ("zero2", sharded(UNITS, UNITS), sharded(one_way, one_way)),
+        ("fsdp", sharded(2 * UNITS, UNITS), sharded(2 * one_way, one_way)),
+        ("hsdp", hsdp | {"all_reduce": UNITS}, hsdp_bytes | {"all_reduce": values / 2}),
+    ):  # fmt: skip
+        row = dp["4 ranks", name]
+        assert calls_of(row) == calls, name
+        assert bytes_of(row) == pytest.approx(sent, rel=1e-6), name
+
+
+def test_split_models_send_what_theory_says(mp):
+    one = [2 * L, 2 * L * B * ROWS * COLUMNS * WIDTH * 4]  # an all-reduce over two ranks is worth its own size
+    assert mp["tp2"]["messages"] == {"forward": {"all_reduce": one}, "backward": {"all_reduce": one}, "update": {}}
+    row = mp["cp2"]
+    kv = [L, L * 2 * B * 5 * COLUMNS * WIDTH * 4]  # the shorter band is filled up
+    gradients = [1, row["memory"]["gradients"]]
+    assert row["messages"] == {
+        "forward": {"all_gather": kv, "all_reduce": [1, 2 * B * 4]},
+        "backward": {"reduce_scatter": kv, "all_reduce": gradients}, "update": {},
+    }  # fmt: skip
+
+
+def test_memory_is_what_tensors_hold(domain):
+    """Of one device: the weights in a forward pass; in training gradients, two moments and activations as well."""
+    (case,) = domain_cases(DOMAIN, [], [68, 68], training=True)
+    weights = 4 * sum(p.numel() for p in build_model(case.config).parameters())
+    forward, training = (domain[ONE, mode]["memory"] for mode in ("forward", "training"))
+    assert weights < forward["peak"] < 3 * weights and forward["activations"] is None
+    assert 4 * weights < training["peak"] < 5 * weights + 2 * training["activations"]
+
+
+def test_a_domain_keeps_less_than_one_device(domain):
+    """Half of the tokens' activations and, with fsdp, half of the weights, gradients and moments."""
+    one, domain2, whole_weights, half = (
+        domain[name, "training"]["memory"] for name in (ONE, *DOMAINS[1:])
+    )  # fmt: skip
+    assert domain2["activations"] == whole_weights["activations"] < 0.75 * one["activations"]
+    assert domain2["peak"] < whole_weights["peak"] < one["peak"]
+    assert half["activations"] < 0.9 * domain2["activations"]
+
+
+@pytest.mark.slow("nine variants of strategies, each trained")
+def test_a_strategy_may_have_options_of_its_own(capsys):
+    names = [
+        "fsdp", "fsdp,wrap_policy=none", "fsdp,wrap_policy=size,wrap_min_params=10000", "fsdp,gather_dtype=bf16",
+        "ddp,gradient_compression=bf16", "ddp,activation_checkpointing=full",
+        "ddp,activation_checkpointing=full,checkpointing_interval=2", "ddp,activation_checkpointing=selective",
+        "zero2,gather_dtype=bf16,gradient_accumulation=2",
+    ]  # fmt: skip
+    rows = {row["layout"]: row for row in layouts.run(DP, "dp", names, [2], steps=1, rounds=1)["rows"]}
+    values = rows[INDEPENDENT]["memory"]["parameters"]
+    most = {name: row["memory"]["parameters at most"] for name, row in rows.items()}
+    assert most[names[2]] < most["fsdp"] < most[names[1]] == pytest.approx(1.5 * values, rel=1e-3)
+    full, every_second, selective = (rows[name]["memory"]["activations"] for name in names[5:8])
+    assert full < min(every_second, selective)
+    whole = rows[INDEPENDENT]["memory"]["activations"]
+    assert max(every_second, selective) < whole
+    assert rows[names[8]]["memory"]["activations"] < 0.6 * whole  # of one of two micro-batches
+    assert bytes_of(rows[names[4]]) == {"all_reduce": values / 2}
+    for name, row in rows.items():
+        assert bytes_of(row) == pytest.approx(bytes_of(row, "planned_messages")), name
+        held = [row["memory"][part] for part in STATES]
+        assert sum(held) == pytest.approx(sum(row["planned_memory"][part] for part in STATES), rel=0.01), name
+    assert "read from the kernels of a GPU" in capsys.readouterr().out
+
+
+def test_where_memory_runs_out_the_sweep_goes_on(capsys):
+    """The larger image fits in a forward pass, not in a training step. Images have three dimensions here."""
+    options = {"sizes": (8, 20), "dims": 3, "steps": 1, "rounds": 2, "memory_limit_gib": 1.4e-3}
+    rows = layouts.run(DOMAIN, "domain", ["dp2"], **options)["rows"]
+    out = {(row["layout"], row["size"]) for row in rows if row["out_of_memory"]}
+    assert out == {(ONE, "20 x 20 x 20, training"), ("dp2", "20 x 20 x 20, training")}
+    for row in rows:
+        assert ("seconds" in row) == (not row["out_of_memory"])
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "preset, words, message",
+    [
+        ("dp", ["--layouts", "ddp", "zero9"], "data_parallel: 'zero9' should be 'ddp', 'zero1'"),
+        ("dp", ["--layouts", "fsdp,wrap_polic=none"], "unknown option '--wrap_polic' (did you mean '--wrap_policy'"),
+        ("dp", ["--layouts", "ddp", "fsdp,bucket_cap_mb=1"], "bucket_cap_mb belongs to data_parallel ddp and zero1"),
+        ("dp", ["--sizes", "2", "0"], "argument --sizes: 0 is not within"),
+        ("dp", ["--rounds", "0"], "argument --rounds: 0 is not within"),
+        ("dp", ["--sizes=2", "--layouts", "hsdp,dp_shard=3"], "2 data-parallel ranks cannot be split"),
+        ("dp", ["--gradient_accumulation=3"], "cannot be shared by 1 ranks in 3 micro-batches"),
+        ("dp", ["--num_heads=7"], "embed_dim 64 is not a multiple of num_heads 7"),
+        ("dp", ["--sizes=2", "--layouts", "fsdp,local_batch_size=4"], "is not local_batch_size 4 x 2 ranks"),
+        ("dp", ["--enable_cuda_graphs"], "needs a GPU"),  # refused by the ranks
+        ("mp", ["--layouts", "tp2xtp2"], "layout 'tp2xtp2': expected sizes of tp, cp, pp, dp"),
+        ("mp", ["--layouts", "tp0"], "layout 'tp0': expected sizes"),
+        ("mp", ["--layouts", "tp4096"], "4096 ranks are too many for "),
+        ("mp", ["--layouts", "tp1"], "layout 'tp1': it has one rank"),
+        ("mp", ["--layouts", "pp2,gradient_accumulation=1"], "pp_schedule 1f1b over 2 stages needs at least as many"),
+        ("mp", ["--layouts", "dp3"], "global_batch_size 4 cannot be shared by 3"),
+        ("mp", ["--layouts", "tp2xdp2,tp_backend=dtensor"], "tp_backend dtensor goes with data_parallel zero2"),
+        ("mp", ["--layouts", "tp2", "--tensor_parallel=2"], "1 ranks cannot be split as tp 2"),
+        ("mp", ["--config=nothing"], "config/mp.yaml: no config 'nothing'"),
+        ("mp", ["--layouts", "tp3"], "layout 'tp3': mp_quick: tensor parallel: 2 heads cannot be split over 3 ranks"),
+        ("domain", ["--layouts", "domain2xdomain2"], "layout 'domain2xdomain2': expected sizes of domain, tp, dp"),
+        ("domain", ["--sizes", "30"], "img_size [30, 30] cannot be cut into patches of [4, 4]"),
+        ("domain", ["--layouts", "domain3,domain_method=all_to_all"], "cannot split 2 heads over 3 ranks"),
+        ("domain", ["--layouts", "domain4", "--sizes", "8"], "2 rows of patches cannot be split over 4 ranks"),
+        ("domain", ["--memory_limit_gib", "0"], "argument --memory_limit_gib: 0 is not within"),
+        ("domain", ["--dims", "4"], "argument --dims: invalid choice"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_one_line_and_status_2(preset, words, message, capfd):
+    common = {"dp": DP, "mp": MP, "domain": DOMAIN}[preset]
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: benchmark.main(["layouts", preset, *common, *words]))
+    error = capfd.readouterr().err.splitlines()
+    assert end.value.code == 2 and len(error) == 1 and error[0].startswith("error: ")
+    assert message in error[0]
+
+
+def test_it_is_not_started_by_torchrun(monkeypatch):
+    launch = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UsageError, match="starts its ranks itself"):
+        layouts.run(MP, "mp")
+
+
+def test_a_rank_that_the_system_kills_is_out_of_memory_and_another_that_ends_ends_the_others():
+    case = layout_cases([*MP, "--embed_dim=32"], ["tp2"])[1]
+    with Teams(case.config) as teams:
+        assert len(cases._turn(teams, case, 1, None, False)) == 2
+        ranks = teams.running[2]
+        ranks.processes[1].kill()
+        assert cases._turn(teams, case, 1, None, False) is None
+        assert not any(process.is_alive() for process in ranks.processes)
+        assert len(cases._turn(teams, case, 1, None, False)) == 2  # by new ones
+        ranks = teams.running[2]
+        ranks.processes[1].terminate()
+        with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
+            cases._turn(teams, case, 1, None, False)
+    assert not any(process.is_alive() for process in ranks.processes)
+
+
+@pytest.mark.slow("the processes that a benchmark starts by itself, without forks for Ctrl-C, and how they end with it")
+@pytest.mark.parametrize("how", ["ctrl-c", "kill -INT", "kill -KILL"])
+def test_interrupted_it_leaves_no_process_behind(how):
+    words = ["benchmark.py", "layouts", "dp", *DP, "--layouts", "ddp", "--rounds=100000"]
+    process = popen([sys.executable, *words]) if how == "ctrl-c" else programs.start(words)
+    try:
+        family = psutil.Process(process.pid)
+        deadline = time.monotonic() + 120
+        expected = 4 if how == "ctrl-c" else 3  # 1 + 2 ranks, and a tracker where nothing is forked
+        while len(family.children(recursive=True)) < expected and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(5 if how == "ctrl-c" else 2)  # some of them train
+        children = family.children(recursive=True)
+        for one in [family, *children] if how == "ctrl-c" else [family]:
+            one.send_signal(signal.SIGKILL if how == "kill -KILL" else signal.SIGINT)
+        assert process.wait(60) == (-signal.SIGKILL if how == "kill -KILL" else 130)
+        assert not psutil.wait_procs(children, 120)[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_hidden_is_the_share_of_communication_under_compute():
+    assert hidden_share([(0, 10)], [(5, 20)]) == 0.5
+    assert hidden_share([(0, 10), (5, 10), (20, 30)], [(0, 4), (2, 4), (25, 26)]) == 0.25
+    assert hidden_share([(0, 10)], []) == 0
+    assert hidden_share([], [(0, 1)]) is None
+
+
+def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backward():
+    sent = [SimpleNamespace(tensor=torch.zeros(3))]
+    stage = SimpleNamespace(forward_one_chunk=None, get_fwd_send_ops=lambda: sent, get_bwd_send_ops=lambda: sent)
+    parallel = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage], used=[stage]))
+    step = SimpleNamespace(parallel=parallel, scaler=SimpleNamespace(step=None), loss=None)
+    listener = Tracker()
+    message = Collective("send", 12, None, [[sent[0].tensor]])
+    with phases_of(step, listener):
+        stage.get_fwd_send_ops()
+        assert listener.phase_of(message) == "forward"
+        stage.get_bwd_send_ops()
+        assert listener.phase_of(message) == "backward"
+
+
+def test_peak_memory_is_the_most_that_is_alive_at_once():
+    x = torch.ones(1000)
+    with Tracker([x]) as live:
+        y = x + 1
+        z = y.view(10, 100)  # no memory of its own
+        del y
+        w = z * 2
+        del z, w
+        x + 1
+    assert live.memory()["peak"] == 3 * 4000
+
+
+def test_what_counts_as_out_of_memory():
+    assert all(map(is_out_of_memory, (
+        MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried to allocate"),
+    )))  # fmt: skip
+    assert not is_out_of_memory(RuntimeError("size mismatch")) and not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_the_older_ways_of_the_chapter_run():
+    done = programs.run(["-m", "docs.examples.older_ways", "--devices", "cpu", "cpu"])
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
+    assert printed.count("same output True") == 2 and "place 1, cpu: blocks [3, 4, 5]" in printed
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_bars_of_a_column_have_its_colour(columns):
+    _, (axes,) = panels(2)
+    draw_bars(axes, DataFrame({f"{n} ranks": [1.0, 2.0] for n in range(columns)}, ["ddp", "fsdp"]), SHADES)
+    found = dict.fromkeys(to_hex(bar.get_facecolor()) for bar in axes.patches)
+    assert list(found) == list(SHADES[:columns])
