@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from distributed.collectives import as_group
 from distributed.halo import Fetch, bounds, halo_exchange
-from tests.support.shard_parity import domain_mesh
 from tools.instruments.counting import CollectiveCounter
 
 
@@ -113,33 +112,6 @@ def check_intervals():
 
 def test_any_interval_can_be_fetched(ranks):
     ranks(3, check_intervals)
-
-
-def check_subgroups():
-    """Halos in groups whose ranks are not 0, 1, ...: rows and columns of a 2 x 2 mesh, the corners by the way."""
-    mesh = domain_mesh((2, 2))
-    for name in mesh.mesh_dim_names:
-        check_halos([Halo((5, 3), 2, 1), Halo((0, 4), 1, 1, True)], as_group(mesh[name]))
-    heights, widths = (5, 3), (4, 6)
-    groups = [as_group(mesh[name]) for name in mesh.mesh_dim_names]
-    whole = random(8, 10).requires_grad_()
-    i, j = (group.rank for group in groups)
-    mine = whole.detach().split(heights)[i].split(widths, 1)[j].clone().requires_grad_()
-    found = halo_exchange(mine, 0, heights, groups[0], 1, 2)
-    found = halo_exchange(found, 1, widths, groups[1], 3, 1, True)
-    tiles = {
-        (i, j): rows_of(rows_of(whole, 0, a - 1, b + 2, False, 0), 1, c - 3, d + 1, True, 0)
-        for i, (a, b) in enumerate(bounds(heights))
-        for j, (c, d) in enumerate(bounds(widths))
-    }
-    assert torch.equal(found, tiles[i, j])
-    found.square().sum().backward()
-    sum(tile.square().sum() for tile in tiles.values()).backward()
-    torch.testing.assert_close(mine.grad, whole.grad.split(heights)[i].split(widths, 1)[j])
-
-
-def test_corners_of_tiles_come_by_way_of_the_neighbours(ranks):
-    ranks(4, check_subgroups)
 
 
 def count_traffic(sizes, before, after):

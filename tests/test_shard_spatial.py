@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from distributed.shard.spec import as_mesh, spec_of
-from distributed.shard_tensor import ShardTensor, local, part_of, wrap
-from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, split
+from distributed.shard_tensor import local
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, errors, evaluate, split
 from tools.instruments.counting import CollectiveCounter
 
 EVERYWHERE = [
@@ -29,33 +26,6 @@ def test_samples_or_channels_may_be_split_and_samples_may_be_missing(ranks):
     ranks(4, check_all, cases)
 
 
-def serial_results(x, weights, code, dtype):
-    """(output, gradients of input and weights) in a dtype, of the same upstream gradient."""
-    inputs = [t.to(dtype).detach().requires_grad_() for t in (x, *weights)]
-    y = evaluate(*inputs, code=code)
-    y.backward(draw(y.shape, torch.float32, 9).detach().to(dtype))
-    return [y.detach(), *(t.grad for t in inputs)]
-
-
-def bf16_errors(code, shapes, sizes):
-    """The errors of whole and of split, each against float64: the output, its input's gradient, its weights'."""
-    x, *weights = (draw(s, torch.bfloat16, i).detach() for i, s in enumerate(((2, 8, sum(sizes), 32), *shapes)))
-    exact, plain = (serial_results(x, weights, code, dtype) for dtype in (torch.float64, torch.bfloat16))
-    part = split(x.requires_grad_(), X(x.shape, (2,), {0: sizes}), domain_mesh())
-    weights = [w.requires_grad_() for w in weights]
-    y = evaluate(part, *weights, code=code)
-    upstream = draw(y.shape, torch.float32, 9).detach().bfloat16()
-    local(y).backward(part_of(upstream, y.spec))
-    gradients = [w.grad.float() for w in weights]
-    for gradient in gradients:
-        dist.all_reduce(gradient)
-    found = [y.detach().full_tensor(), ShardTensor.from_local(local(part.grad), y.mesh, y.placements).full_tensor()]
-    return [
-        tuple(((t.double() - e).norm() / e.norm()).item() for t in (a, b))
-        for a, b, e in zip(plain, [*found, *gradients], exact, strict=True)
-    ]
-
-
 BF16 = {
     "F.conv2d(x, y, z, padding=1)": ((8, 8, 3, 3), (8,)),
     "F.conv2d(x, y, z, stride=3)": ((8, 8, 3, 3), (8,)),
@@ -68,7 +38,8 @@ BF16 = {
 
 @pytest.mark.parametrize("code", BF16)
 def test_bf16_is_as_exact_as_of_the_whole(ranks, code):
-    for plain, found in ranks(2, bf16_errors, code, BF16[code], (37, 27))[0]:
+    case = Case(code, (X((2, 8, 64, 32), (2,), {0: (37, 27)}),), BF16[code], dtype=torch.bfloat16)
+    for plain, found in ranks(2, errors, case)[0]:
         assert found <= 1.2 * plain
 
 
@@ -89,31 +60,6 @@ def test_only_rows_that_windows_share_are_sent(ranks):
     one_row = 4 * 4 * 16  # of 4 channels
     found = ranks(2, bytes_sent, "F.conv2d(x, y, stride=3)", (5, 4), 3)
     assert found == [({"all_to_all": 1}, 0), ({"all_to_all": 1}, one_row)]
-
-
-def block(x, weight, bias, sizes, group):
-    """A band of an image in, a band out, through everything here."""
-    x = wrap(x, spec_of(group, (1, 4, sum(sizes), 6), [Shard(2)], {0: sizes}))
-    x = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight, bias)
-    x = F.interpolate(F.max_pool2d(x, 2), scale_factor=2, mode="bilinear")
-    x = F.conv_transpose2d(F.interpolate(x, size=(7, 5)), weight, stride=2)
-    return local(F.avg_pool2d(x, 3, 2, padding=1))
-
-
-def check_compiled(sizes):
-    mesh = as_mesh(domain_mesh())
-    x = draw((1, 4, sizes[dist.get_rank()], 6), torch.float32, dist.get_rank())
-    weight, bias = draw((4, 4, 3, 3), torch.float32, 1), draw((4,), torch.float32, 2)
-    found = []
-    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        y = function(x, weight, bias, sizes, mesh)
-        found.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, bias))))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow("convolutions, pooling and resizing in one graph")
-def test_all_of_it_compiles_without_a_graph_break(ranks):
-    ranks(2, check_compiled, (5, 4))
 
 
 UNCHANGED = [

@@ -71,12 +71,45 @@ def draw(shape, dtype, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
 
 
-def check(case):
-    """Output, gradients of the inputs and the sum of the ranks' weight gradients are those of the whole."""
-    mesh, function = domain_mesh(case.mesh), case.function
+def function_of(case):
+    function = case.function
     if isinstance(function, str):
         function = partial(evaluate, code=function)
-    function = partial(function, **case.keywords or {})
+    return partial(function, **case.keywords or {})
+
+
+def errors(case):
+    """Run on every rank: relative errors of whole tensors and of split ones against float64, both in the case's dtype.
+
+    Returns [(whole, split)] of the output, and of the gradients of the inputs and of the weights.
+    """
+    function, mesh, count = function_of(case), domain_mesh(case.mesh), len(case.inputs)
+    shapes = [*(x.shape for x in case.inputs), *case.weights]
+    tensors = [draw(shape, case.dtype, i).detach() for i, shape in enumerate(shapes)]
+
+    def results(leaves):
+        y = function(*leaves)
+        (y.float() * draw(y.shape, torch.float32, 9).detach()).sum().backward()
+        return [y.detach(), *(t.grad for t in leaves)]
+
+    exact = results([t.double().requires_grad_() for t in tensors])
+    plain = results([t.clone().requires_grad_() for t in tensors])
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    found = results([split(t, x, mesh) for t, x in zip(leaves, case.inputs, strict=False)] + leaves[count:])
+    assert all(t.dtype == case.dtype for t in found)
+    found[1 + count :] = [gradient.float() for gradient in found[1 + count :]]  # summed without a further rounding
+    for gradient in found[1 + count :]:
+        dist.all_reduce(gradient)
+    found = [ShardTensor.full_tensor(t) if isinstance(t, ShardTensor) else t for t in found]
+    return [
+        tuple(((t.double() - e).norm() / e.norm()).item() for t in (a, b))
+        for a, b, e in zip(plain, found, exact, strict=True)
+    ]
+
+
+def check(case):
+    """Output, gradients of the inputs and the sum of the ranks' weight gradients are those of the whole."""
+    mesh, function = domain_mesh(case.mesh), function_of(case)
     xs = [draw(x.shape, case.dtype, i) for i, x in enumerate(case.inputs)]
     weights = [draw(shape, case.dtype, 50 + i) for i, shape in enumerate(case.weights)]
     parts = [split(x, how, mesh) for x, how in zip(xs, case.inputs, strict=True)]
