@@ -177,26 +177,6 @@ def test_backward_computes_while_gradients_travel(ranks):
     assert ranks(2, overlapped) == [["exchange begins", "computation"]] * 2
 
 
-def compiled(x, group, sizes):
-    return halo_exchange(torch.sin(x), 1, sizes, group, 1, 2, periodic=True).square().sum()
-
-
-def check_compiled():
-    group, sizes = world(), (3, 4)
-    x = random(2, sizes[group.rank], seed=group.rank).requires_grad_()
-    y = compiled(x, group, sizes)
-    (expected,) = torch.autograd.grad(y, x)
-    with CollectiveCounter() as counted:
-        z = torch.compile(compiled, fullgraph=True, backend="aot_eager")(x, group, sizes)
-        (found,) = torch.autograd.grad(z, x)
-    torch.testing.assert_close((z, found), (y, expected))
-    assert counted.calls == {"all_to_all": 2}
-
-
-def test_compiles_without_a_graph_break(ranks):
-    ranks(2, check_compiled)
-
-
 def test_what_cannot_be_is_refused():
     group, x = as_group(None), torch.zeros(2, 5)
     with pytest.raises(ValueError, match="halo of 1 rows before and 6 after: the whole dimension has 5"):
