@@ -160,23 +160,6 @@ def test_bands_are_whole_rows_of_patches_and_make_up_the_image(ranks):
     assert all(a.stop == b.start for a, b in pairwise(bands))
 
 
-@pytest.mark.parametrize(
-    ("method", "changes", "line"),
-    [
-        ("gather", {"grid": (2, 9)}, "context parallel: 2 rows of patches cannot be split over 3 ranks"),
-        ("all_to_all", {}, "context parallel: all_to_all cannot split 4 heads over 3 ranks"),
-        (
-            "ring",
-            {"dropout": 0.1},
-            "context parallel: ring attention cannot drop out attention weights; use gather or all_to_all",
-        ),
-        ("rings", {}, "context parallel: no method 'rings', there are gather, ring, all_to_all"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_on_every_rank(ranks, method, changes, line):
-    assert ranks(3, parity.refusal, cp=3, method=method, **changes) == [line] * 3
-
-
 def attention_by_blocks(device, dtype):
     """Output and gradients of attention, as the ring makes them of two blocks of keys, and as torch does in float64."""
     q, k, v, grad = torch.randn(4, 2, 3, 70, 16, dtype=dtype, device=device).unbind()

@@ -56,19 +56,6 @@ def test_half_precision_stays_half_also_on_the_way(ranks):
         assert forward.bytes.total() == backward.bytes.total() == full / 2
 
 
-@pytest.mark.parametrize(
-    ("tp", "changes", "sequence_parallel", "line"),
-    [
-        (3, {}, False, "tensor parallel: 4 heads cannot be split over 3 ranks"),
-        (2, {"mlp_ratio": 33 / 32}, False, "tensor parallel: 33 hidden features cannot be split over 2 ranks"),
-        (4, {"grid": (3, 1)}, True, "sequence parallel: 3 tokens cannot be split over 4 ranks"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_on_every_rank(ranks, tp, changes, sequence_parallel, line):
-    lines = ranks(tp, parity.refusal, tp=tp, sequence_parallel=sequence_parallel, **changes)
-    assert lines == [line] * tp
-
-
 def dropout_masks(sequence_parallel):
     mesh = parity.make_mesh(tp=2)
     model, _ = parity.parallel_vit(parity.serial_vit(dropout=0.5), mesh, sequence_parallel=sequence_parallel)
