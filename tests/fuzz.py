@@ -12,7 +12,6 @@ import collections
 import contextlib
 import functools
 import gzip
-import io
 import itertools
 import json
 import math
@@ -20,7 +19,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +42,6 @@ from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu, of_measured
 from tools.timeline import Trace
 from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
-from training.loggers import FILE_NAME
 from training.run_folder import read_summary
 from utils.config import Config, load_config
 from utils.errors import UsageError
@@ -60,8 +57,10 @@ HOSTILE = [
     "\x1b[31m", "\x00", "é\udce9", "%s%n", "$(id)", "'\"", "auto", "cuda", "tp2", "1..2", "16..8", "1980-1979",
 ]  # fmt: skip
 ATOMS = [word.encode(errors="surrogateescape") for word in HOSTILE]
-EXAMPLE, METRICS = Path("example_logs/demo/example"), FILE_NAME.format(0)
-CHANCE_OF_A_LOST_FILE = 0.1  # of a store
+EXAMPLE = Path("example_logs/demo/example")
+CHANCE_OF_A_LOST_FILE = 0.1  # of several
+SPLITS = {"train": "train", "valid": "valid", "inf": "test"}
+STATISTICS = ("global_means", "global_stds", "time_means")
 VARIABLES = [
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "SLURM_PROCID",
     "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_ID",
@@ -103,7 +102,7 @@ def with_a_strange_value(data, chance):
 
 
 def good_files(folder):
-    """{reader's name: (a good file's bytes, read(path))}."""
+    """{kind: (what is given to the reader, {name inside it, '' for a file: bytes}, read(path))}."""
     np.save(folder / "means.npy", np.ones((1, 20, 1, 1), np.float32))
     marker = {"iteration": 3, "val_loss": 0.5, "world_size": 1, "config": {}, "trainer": {}, "files": {}}
     summary = {"config": "quick", "run": "logs/quick/00", "iterations": 3, "world_size": 1, "units": {}}
@@ -115,101 +114,57 @@ def good_files(folder):
         {"operation": "all_reduce", "group": "0", "number": 1}
     ], "traceEvents": [calls | {"name": name} for name in ("step", "forward", "gloo:all_reduce")]}  # fmt: skip
 
-    def as_marker(path):
-        shutil.copyfile(path, path.with_name(MARKER))
-        read_marker(path.parent)
+    def read_trace(path):
+        packed = path.with_suffix(".gz")
+        packed.write_bytes(gzip.compress(path.read_bytes(), 1))
+        Trace(packed)
 
-    def as_record(path):
-        shutil.copyfile(path, path.with_name("collectives-rank0.json"))
-        hang.main([str(path.parent)])
-
-    def as_skill(path):
-        shutil.copyfile(path, path.with_name("skill.json"))
-        prepare_folder(path.parent)
-
-    def of_run(name):
-        """Compares a run with the plan of its config; the damaged file is one of them."""
-
-        def as_file_of_run(path):
-            shutil.copyfile(path, folder / name)
-            for other in {"config.yaml", "summary.json", METRICS} - {name}:
-                shutil.copyfile(EXAMPLE / other, folder / other)
-            compare(folder, "a100-40gb")
-
-        return as_file_of_run
-
-    def as_trace(path):
-        path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes(), 1))
-        Trace(path.with_suffix(".gz"))
-
-    return {
+    one = {
         "config": (Path("config/ViT.yaml").read_bytes(), lambda path: load_config([f"--yaml_config={path}"])),
         "hardware": (Path("config/hardware.yaml").read_bytes(), lambda path: load_gpu("a100-40gb", path)),
         "study": (Path("config/scaling.yaml").read_bytes(), lambda path: read_study(str(path), "quick")),
         "statistics": ((folder / "means.npy").read_bytes(), lambda path: read_statistics(path, 20)),
-        "marker": (json.dumps({"sha256": digest(marker), **marker}).encode(), as_marker),
-        "summary": (json.dumps(summary).encode(), lambda path: read_summary(path, run=str, units=dict)),
-        "collectives": (json.dumps(record).encode(), as_record),
-        "skill": (b'{"files": ["a.nc"]}', as_skill),
-        "measured": (json.dumps(made()).encode(), lambda path: of_measured("measured", path)),
-        "trace": (json.dumps(trace).encode(), as_trace),
+        MARKER: ({"sha256": digest(marker), **marker}, lambda path: read_marker(path.parent)),
+        "summary": (summary, lambda path: read_summary(path, run=str, units=dict)),
+        "collectives-rank0.json": (record, lambda path: hang.main([str(path.parent)])),
+        "skill.json": ({"files": ["a.nc"]}, lambda path: prepare_folder(path.parent)),
+        "measured": (made(), lambda path: of_measured("measured", path)),
+        "trace.json": (trace, read_trace),
     }
-
-
-def read_damaged(chance, folder, name=None):
-    """One damaged file for a reader; returns the reader's name."""
-    files = good_files(folder)
-    data, read = files[name := name or chance.choice(sorted(files))]
-    path = folder / "damaged"
-    harm = with_a_strange_value if data[:1] in b"{#" and chance.random() < 0.5 else damaged
-    path.write_bytes(harm(data, chance))
-    with contextlib.redirect_stdout(None):
-        read(path)
-    return name
-
-
-def read_strange_year(chance, folder):
-    """A year file whose datasets may be of any type, size and content."""
-
-    def strange(good):
-        values = [
-            good, good[:-1], good.astype("S3"), good.astype("i8"), np.full(good.shape, np.nan), good.reshape(-1, 1),
-            good[:0], np.array(7), np.array("text", "S4"), good * 1e30, np.zeros((2, 2, 2), [("a", "f4")]),
-        ]  # fmt: skip
-        return chance.choice(values) if chance.random() < 0.5 else good
-
-    path = folder / "train" / "1979.h5"
-    path.parent.mkdir(exist_ok=True)
-    with h5py.File(path, "w") as file:
-        fields = np.ones((4, 2, 4, 8), "f4")
-        if chance.random() < 0.3:
-            fields = chance.choice([fields.astype("f8"), fields.astype("i4"), fields[0], fields[:1], fields[:, :0]])
-        if chance.random() < 0.9:
-            file.create_dataset("fields", data=fields, chunks=chance.choice([None, True]) if fields.size else None)
-        for name, good in {"latitude": np.linspace(90, -90, 4), "longitude": np.arange(8) * 45.0}.items():
-            if chance.random() < 0.8:
-                file[name] = strange(good)
-        for name in ("channel", "channel_units"):
-            if chance.random() < 0.8:
-                file[name] = chance.choice([["a", "b"], ["a"], [1, 2], "a", ["a\x1b", "b" * 5000], np.zeros((2, 2))])
-        if chance.random() < 0.5:
-            file["time"] = strange(np.arange(4))
-            file["time"].attrs["units"] = chance.choice(
-                ["hours since 1979-01-01", "hours since then", 7, ["a", "b"], ""]
-            )
-    read_year(path)
+    found = {}
+    for name, (data, read) in one.items():
+        found[name] = Path(name, name), {"": json.dumps(data).encode() if isinstance(data, dict) else data}, read
+    run = {name: (EXAMPLE / name).read_bytes() for name in ("config.yaml", "summary.json")}
+    return found | {"run": (Path("run"), run, lambda path: compare(path, "a100-40gb"))}
 
 
 @functools.cache
 def good_stores():
-    """{kind: {name inside the store, '' for a file: bytes}} of the same two days of ERA5, as others publish them."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
-        data, path = build(years=[1979]).isel(valid_time=slice(2)), Path(folder)
-        save_netcdf(data, path / "netcdf4")
-        save_netcdf(data, path / "netcdf3", "scipy")
+    """As good_files: a year as year files and Zarr stores, and two days of ERA5 as others publish them."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(action="ignore"):
+        folder = Path(name)
+        (folder / "era5").mkdir()
+        data = build(years=[1979]).isel(valid_time=slice(2))
+        save_netcdf(data, folder / "era5/netcdf4")
+        save_netcdf(data, folder / "era5/netcdf3", "scipy")
         for version in ("v2", "v3"):
-            save_zarr(data, path / f"zarr-{version}", version)
-        return {kind.name: files_of(kind) for kind in path.iterdir()}
+            save_zarr(data, folder / f"era5/zarr-{version}", version)
+        make_sample_data(folder, (8, 16), [1979], [1981], [1982], days=1, seed=1)
+        for version, compressed in itertools.product((2, 3), (False, True)):
+            zarr_years.write_store(
+                folder / "train/1979.h5", folder / f"{version}{compressed}.zarr", version, compressed
+            )
+        with h5py.File(folder / "train/1979.h5") as whole, h5py.File(folder / "pieces.h5", "w") as file:
+            for field in whole:
+                whole.copy(field, file, field)
+            del file["fields"]
+            file.create_dataset("fields", data=whole["fields"][:], chunks=(1, 1, 8, 16), compression="gzip")
+        for store in (folder / "train/1979.h5", folder / "pieces.h5", *folder.glob("*.zarr")):
+            found[store.name] = Path(store.suffix[1:], f"1979{store.suffix}"), files_of(store), read_year
+        for store in (folder / "era5").iterdir():
+            found[store.name] = Path("era5"), files_of(store), read_era5
+    return found
 
 
 def files_of(store):
@@ -217,79 +172,66 @@ def files_of(store):
     return {str(file.relative_to(store)): file.read_bytes() for file in (store, *store.rglob("*")) if file.is_file()}
 
 
-def write_damaged(store, files, chance):
-    """Write a store of which a file is damaged or gone."""
+def write_damaged(path, files, chance):
+    """Write files of which one is damaged or gone."""
     files = dict(files)
     hit = chance.choice([name for name in files if "." in name or len(files) == 1])
-    if len(files) == 1 or chance.random() >= CHANCE_OF_A_LOST_FILE:
-        files[hit] = damaged(files[hit], chance)
-    else:
+    if len(files) > 1 and chance.random() < CHANCE_OF_A_LOST_FILE:
         del files[hit]
-    shutil.rmtree(store) if store.is_dir() else store.unlink(missing_ok=True)
+    else:
+        strange = files[hit][:1] in b"{#" and len(files) == 1 and chance.random() < 0.5
+        files[hit] = (with_a_strange_value if strange else damaged)(files[hit], chance)
+    put(path, files)
+
+
+def put(path, files):
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     for name, data in files.items():
-        (store / name).parent.mkdir(parents=True, exist_ok=True)
-        (store / name).write_bytes(data)
-
-
-def read_damaged_store(chance, folder):
-    """A NetCDF file or Zarr store of ERA5, of which a file is damaged."""
-    store = folder / "store"
-    write_damaged(store, good_stores()[chance.choice(sorted(good_stores()))], chance)
-    with warnings.catch_warnings(action="ignore"):
-        era5 = Era5([store])
-        times = np.array(["1979-01-01T00", "1979-01-01T06"], "datetime64[s]")
-        era5.check(times)
-        era5.frames(times)
-
-
-@functools.cache
-def good_years():
-    """Bytes of small year files: contiguous, and in compressed pieces."""
-    years = []
-    for options in ({}, {"chunks": (1, 2, 4, 8)}, {"chunks": (1, 1, 4, 8), "compression": "gzip"}):
-        with io.BytesIO() as buffer:
-            with h5py.File(buffer, "w") as file:
-                file.create_dataset("fields", data=np.ones((4, 2, 4, 8), "f4"), **options)
-                file["latitude"], file["longitude"] = np.linspace(90, -90, 4), np.arange(8) * 45.0
-                file["channel"] = ["a", "b"]
-            years.append(buffer.getvalue())
-    return years
-
-
-def read_damaged_year(chance, folder):
-    """A year file whose bytes are damaged."""
-    path = folder / "train" / "1979.h5"
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(damaged(chance.choice(good_years()), chance))
-    read_year(path)
-
-
-@functools.cache
-def good_zarr_years():
-    """Small years as Zarr stores: {name inside the store: bytes}."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
-        path = Path(folder)
-        make_sample_data(path, (8, 16), [1979], [1981], [1982], days=1, seed=1)
-        for number, (version, compressed) in enumerate(itertools.product((2, 3), (False, True))):
-            zarr_years.write_store(path / "train/1979.h5", path / f"{number}.zarr", version, compressed)
-        return [files_of(store) for store in path.glob("*.zarr")]
-
-
-def read_damaged_zarr_year(chance, folder):
-    """A year in a Zarr store, of which a file is damaged or gone."""
-    path = folder / "zarr" / "1979.zarr"
-    write_damaged(path, chance.choice(good_zarr_years()), chance)
-    with warnings.catch_warnings(action="ignore"):
-        read_year(path)
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
 
 
 def read_year(path):
-    dataset = FieldDataset(path.parent, 2, (4, 8))
+    dataset = FieldDataset(path.parent, 2, (8, 16))
     try:
         file_times(dataset.files[0])
         dataset.read(0, np.empty(dataset.shape, np.float32))
     finally:
         dataset.close()
+
+
+def read_era5(path):
+    era5 = Era5([path])
+    times = np.array(["1979-01-01T00", "1979-01-01T06"], "datetime64[s]")
+    era5.check(times)
+    era5.frames(times)
+
+
+def read_damaged(chance, folder, kind):
+    path, files, read = (good_stores() | good_files(folder))[kind]
+    write_damaged(folder / path, files, chance)
+    with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
+        read(folder / path)
+
+
+def read_strange_year(chance, folder):
+    """A year file in which a dataset or two are of another type, size or content, or gone."""
+    path = folder / "h5/1979.h5"
+    put(path, good_stores()["1979.h5"][1])
+    with h5py.File(path, "r+") as file:
+        for name in chance.sample(["fields", "latitude", "longitude", "channel", "channel_units", "time"], 2):
+            good = file[name][()]
+            strange = [
+                good[:-1], good[:0], good.reshape(-1, 1), np.full(good.shape, np.nan), np.ones(good.shape, "i8"),
+                np.full(good.shape, 1e30), np.full(good.shape, b"a"), 7, "text", ["a\x1b", "b" * 5000],
+                np.zeros((2, 2, 2), [("a", "f4")]),
+            ]  # fmt: skip
+            del file[name]
+            if chance.random() < 0.9:
+                file[name] = chance.choice(strange)
+        if "time" in file:
+            file["time"].attrs["units"] = chance.choice(["hours since 1979-01-01", "hours since then", 7, ["a"], ""])
+    read_year(path)
 
 
 def read_strange_environment(chance, _folder):
@@ -312,8 +254,8 @@ def strange_command(chance, folder, data):
         ["train_shard.py", *tiny, "--yaml_config=config/ViT.yaml", *hostile(keys)],
         ["forecast.py", *hostile(["run_folder", "checkpoint", "dates", "starts", "lead_hours", "channel", "split"])],
         ["plan.py", *hostile(["gpus", "gpu", "top", "calibrate", "yaml_config", "config", *keys])],
-        ["benchmark.py", "layouts", "mp", "--device=cpu", *hostile(["layouts", "rounds", "steps", "sizes"])],
-        ["benchmark.py", "layouts", "dp", "--device=cpu", *hostile(["layouts", "rounds", "steps", "sizes"])],
+        ["benchmark.py", "mp", "--device=cpu", *hostile(["layouts", "rounds", "steps", "embed_dims"])],
+        ["benchmark.py", "dp", "--device=cpu", *hostile(["world_sizes", "rounds", "steps", "strategies"])],
         ["benchmark.py", "scaling", *hostile(["study", "study_file", "only"])],
         ["-m", "tools.checkpoint", "show", chance.choice(HOSTILE)],
         ["-m", "tools.hang", chance.choice(HOSTILE)],
@@ -328,25 +270,18 @@ def strange_command(chance, folder, data):
 
 
 def run_command(words, folder):
-    """Run a command; returns what is wrong with how it ended, '' if nothing is."""
+    """Run a command, which ends well or says in three lines at most what is wrong, and writes nothing here."""
     before = set(Path.cwd().rglob("*"))
     env = os.environ | {"TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = programs.run(words, env=env, timeout=60)
-    except subprocess.TimeoutExpired:
-        return "it hangs"
     finally:
         programs.end_all()
-    said = done.stderr.strip().splitlines()
     allowed = (0, 1, 2) if "tools.preflight" in words else (0, 2)  # 1: a check has failed
-    if done.returncode not in allowed or "Traceback" in done.stderr or (done.returncode == 2 and len(said) > 3):
-        return f"status {done.returncode}: {done.stderr[-2000:]}"
+    assert done.returncode in allowed and "Traceback" not in done.stderr, (words, done.returncode, done.stderr)
+    assert done.returncode != 2 or len(done.stderr.strip().splitlines()) <= 3, (words, done.stderr)
     new = [str(path) for path in set(Path.cwd().rglob("*")) - before if ".git" not in path.parts]
-    return f"it wrote {new}" if new else ""
-
-
-APART = (read_damaged_year, read_damaged_zarr_year, read_damaged_store)
-READERS = (read_damaged, read_strange_year, read_strange_environment, *APART)
+    assert not new, (words, new)
 
 
 @functools.cache
@@ -356,12 +291,14 @@ def process_apart():
 
 
 def fuzz_readers(chance, folder):
-    """One input to one reader; raises what the reader lets through. Returns the reader's name."""
-    reader = chance.choice(READERS)
+    """One input to one reader; raises what the reader lets through. Returns what was read."""
+    kind = chance.choice(["environment", "year", *good_files(folder), *good_stores()])
+    readers = {"environment": read_strange_environment, "year": read_strange_year}
+    reader = readers.get(kind, functools.partial(read_damaged, kind=kind))
     with contextlib.suppress(UsageError, CheckpointError):
-        if reader not in APART:
+        if kind != "year" and kind not in good_stores():
             reader(chance, folder)
-            return reader.__name__
+            return kind
         result = process_apart().apply_async(reader, (random.Random(chance.getrandbits(32)), folder))
         try:
             result.get(60)
@@ -369,15 +306,7 @@ def fuzz_readers(chance, folder):
             process_apart().terminate()
             process_apart.cache_clear()
             return "HDF5 loops or crashes"
-    return reader.__name__
-
-
-def data_of(folder):
-    """The options that name the sample data in a folder, which is made."""
-    make_sample_data(folder, (16, 32), [1979], [1981], [1982], days=5, seed=1)
-    parts = {"train": "train", "valid": "valid", "inf": "test"}
-    data = {f"{key}_data_path": folder / part for key, part in parts.items()}
-    return data | {f"{k}_path": folder / f"stats/{k}.npy" for k in ("global_means", "global_stds", "time_means")}
+    return kind
 
 
 def main():
@@ -385,25 +314,26 @@ def main():
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     options = parser.parse_args()
-    counts, failures, seeds = collections.Counter(), 0, itertools.count(options.seed)
+    counts = collections.Counter()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data = data_of(folder / "data")
-        end = time.monotonic() + 60 * options.minutes
-        while time.monotonic() < end:
-            for seed in itertools.islice(seeds, 50):
-                try:
-                    counts[fuzz_readers(random.Random(seed), folder)] += 1
-                except Exception as error:
-                    failures += 1
-                    print(f"--seed {seed}: {type(error).__name__}: {error}"[:1000], flush=True)
-            words = strange_command(random.Random(seed), folder, data)
-            counts["commands"] += 1
-            if wrong := run_command(words, folder):
-                failures += 1
-                print(f"--seed {seed}: {words}: {wrong}"[:3000], flush=True)
-    print(f"{dict(counts)}, {failures} failed")
-    sys.exit(1 if failures else 0)
+        folder, end = Path(name), time.monotonic() + 60 * options.minutes
+        make_sample_data(folder / "data", (16, 32), [1979], [1981], [1982], days=5, seed=1)
+        data = {f"{key}_data_path": folder / f"data/{part}" for key, part in SPLITS.items()}
+        data |= {f"{key}_path": folder / f"data/stats/{key}.npy" for key in STATISTICS}
+        for seed in itertools.count(options.seed):
+            if time.monotonic() > end:
+                break
+            chance = random.Random(seed)
+            try:
+                counts[fuzz_readers(chance, folder)] += 1
+                if seed % 50 == 0:
+                    counts["commands"] += 1
+                    run_command(strange_command(chance, folder, data), folder)
+            except Exception as error:
+                counts["failed"] += 1
+                print(f"--seed {seed}: {type(error).__name__}: {error}"[:3000], flush=True)
+    print(dict(counts))
+    sys.exit(1 if counts["failed"] else 0)
 
 
 if __name__ == "__main__":

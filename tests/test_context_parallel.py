@@ -13,7 +13,6 @@ from distributed import attention
 from distributed.collectives import as_group
 from distributed.context_parallel import l2_norms
 from tests.support import parity
-from tools.instruments.counting import CollectiveCounter
 from utils import comm
 from utils.layout import Layout
 from utils.tiles import own_window
@@ -84,24 +83,6 @@ def test_half_precision_stays_half(ranks, method):
     forward, _, *dtypes = ranks(2, block_counts, 1, 2, method, dtype=torch.bfloat16)[0]
     assert dtypes == [torch.bfloat16, torch.bfloat16]
     assert forward.bytes.total() == ranks(2, block_counts, 1, 2, method)[0][0].bytes.total() / 2
-
-
-def step_counts():
-    mesh = parity.make_mesh(cp=2)
-    model, _ = parity.parallel_vit(parity.serial_vit(), mesh)
-    x = parity.images(model)
-    with CollectiveCounter() as forward:
-        loss = parity.banded_loss(model(x), torch.ones_like(x), partial(l2_norms, group=mesh["cp"]))
-    with CollectiveCounter() as backward:
-        loss.backward()
-    return tuple(parity.Counts(counted.calls, counted.bytes) for counted in (forward, backward))
-
-
-def test_nothing_else_is_communicated_in_a_step_of_two_blocks(ranks):
-    forward, backward = ranks(2, step_counts)[0]
-    assert forward.calls == {"all_gather": 2, "all_reduce": 1}
-    assert forward.bytes["all_reduce"] == 2 * 2 * 4  # two norms of two samples
-    assert backward.calls == {"reduce_scatter": 2}
 
 
 def check_attention(method, sizes, dtype, zero_values=False):
@@ -177,23 +158,6 @@ def test_bands_are_whole_rows_of_patches_and_make_up_the_image(ranks):
     assert [(b.stop - b.start) // 8 for b in bands] == [12, 11, 11, 11]
     assert bands[0].start == 0 and bands[-1].stop == 360
     assert all(a.stop == b.start for a, b in pairwise(bands))
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "line"),
-    [
-        ("gather", {"grid": (2, 9)}, "context parallel: 2 rows of patches cannot be split over 3 ranks"),
-        ("all_to_all", {}, "context parallel: all_to_all cannot split 4 heads over 3 ranks"),
-        (
-            "ring",
-            {"dropout": 0.1},
-            "context parallel: ring attention cannot drop out attention weights; use gather or all_to_all",
-        ),
-        ("rings", {}, "context parallel: no method 'rings', there are gather, ring, all_to_all"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_on_every_rank(ranks, method, changes, line):
-    assert ranks(3, parity.refusal, cp=3, method=method, **changes) == [line] * 3
 
 
 def attention_by_blocks(device, dtype):

@@ -5,76 +5,36 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from distributed.data_parallel import sharded_units
-from tests.support.compilation import GENERATED, TRACED, compile_by
+from tests.support.compilation import TRACED
+from tests.support.layout_parity import (
+    CPU,
+    assert_serial,
+    build,
+    check_training,
+    collectives_of_a_step,
+    local,
+    overflow_on_the_last_rank,
+    train,
+    train_serially,
+)
 from tests.support.marks import slow_but
-from tools.instruments.counting import CollectiveCounter
-from training.assembly import build_step
 from training.checkpoint import collect_state, restore_state
 from training.model import build_model, initial_weights
 from training.tasks import build_task
 from utils import comm
 
-CPU = torch.device("cpu")
-STEPS = 10
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp"]
-_alone = {}  # {options: losses, weights}
-
-
-def build(config):
-    comm.build_mesh(CPU, config.layout(comm.world_size()))
-    step = build_step(config, CPU)
-    return step.parallel.model, step
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def train(config, steps=STEPS, backend=GENERATED):
-    """Losses, averaged over the ranks, and the whole weights after some steps over the same global batches.
-
-    backend: of torch.compile, where layers are compiled.
-    """
-    with compile_by(backend):
-        model, step = build(config)
-    random, losses, task = torch.Generator().manual_seed(1), [], build_task(config)
-    for i in range(steps):
-        x, y = task.random_batch(random)
-        own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
-        losses.append(step(i, x[own], y[own]))
-    losses = comm.all_reduce(torch.stack(losses)) / comm.world_size()
-    weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    return losses, weights
-
-
-def train_alone(tiny_config, options):
-    """Losses and weights of one device, computed once."""
-    key = repr(options)
-    if key not in _alone:
-        _alone[key] = train(tiny_config(**options))
-    return _alone[key]
-
-
-def assert_same_training(results, serial):
-    """Every loss and every weight is that of the serial run, on every rank."""
-    tolerance = 1e-5
-    for losses, weights in results:
-        torch.testing.assert_close(losses, serial[0], rtol=tolerance, atol=0)
-        for name, expected in serial[1].items():
-            error = (weights[name] - expected).norm() / expected.norm().clamp_min(1e-3)
-            assert error < tolerance, (name, error)
 
 
 def assert_nearly_same_training(results, serial, config, tolerance):
     """The losses, and all that the weights have moved: half precision rounds differently when a batch is split."""
     start = torch.cat([value.flatten() for _, value in initial_weights(config)])
     expected = torch.cat([serial[1][name].flatten() for name, _ in initial_weights(config)])
-    for losses, weights in results:
+    for losses, weights, *_ in results:
         torch.testing.assert_close(losses, serial[0], rtol=1e-3, atol=0)
-        found = torch.cat([weights[name].flatten() for name, _ in initial_weights(config)])
+        found = torch.cat([weights[name][0].flatten() for name, _ in initial_weights(config)])
         error = (found - expected).norm() / (expected - start).norm()
         assert error < tolerance, error
 
@@ -93,6 +53,11 @@ VARIANTS = {
 }
 
 
+def layout(strategy, size):
+    """Number of ranks, and options; hsdp shares parameters out in two groups."""
+    return size, {"data_parallel": strategy} | ({"dp_shard": size // 2} if strategy == "hsdp" else {})
+
+
 # Quick are all variants of one copied and one sharded strategy, and of the others accumulation, which has all that the
 # plain one has; on four ranks hsdp, which has groups of two there.
 CASES = list(itertools.product(STRATEGIES, (2, 4), VARIANTS))
@@ -108,10 +73,7 @@ QUICK = [
 )
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, case):
     strategy, size, variant = case
-    options = PARITY | VARIANTS[variant]
-    serial = train_alone(tiny_config, options)
-    config = tiny_config(**options, data_parallel=strategy, dp_shard=size // 2 if strategy == "hsdp" else None)
-    assert_same_training(ranks(size, train, config), serial)
+    check_training(ranks, tiny_config, layout(strategy, size), PARITY | VARIANTS[variant])
 
 
 SHARDED_OPTIONS = {
@@ -128,29 +90,22 @@ ON_FOUR_RANKS = pytest.mark.slow("sharded parameters on four ranks, also in grou
 SHARDED = [("zero2", 2), ("fsdp", 2), *(pytest.param(s, 4, marks=ON_FOUR_RANKS) for s in ("fsdp", "hsdp"))]
 
 
-def check_options(ranks, tiny_config, strategy, size, options, backend=GENERATED):
-    serial = train_alone(tiny_config, PARITY)
-    dp_shard = 2 if strategy == "hsdp" else None
-    config = tiny_config(**PARITY, **options, data_parallel=strategy, dp_shard=dp_shard)
-    assert_same_training(ranks(size, train, config, backend=backend), serial)
-
-
 @pytest.mark.parametrize("variant", SHARDED_OPTIONS)
 @pytest.mark.parametrize(("strategy", "size"), SHARDED)
 def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
-    check_options(ranks, tiny_config, strategy, size, SHARDED_OPTIONS[variant])
+    check_training(ranks, tiny_config, layout(strategy, size), PARITY, **SHARDED_OPTIONS[variant])
 
 
 @pytest.mark.slow("compiled blocks whose parameters are gathered, by every strategy that shards them")
 @pytest.mark.parametrize("variant", COMPILED_OPTIONS)
 @pytest.mark.parametrize(("strategy", "size"), SHARDED)
 def test_compiled_blocks_with_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
-    check_options(ranks, tiny_config, strategy, size, COMPILED_OPTIONS[variant], TRACED)
+    check_training(ranks, tiny_config, layout(strategy, size), PARITY, backend=TRACED, **COMPILED_OPTIONS[variant])
 
 
 @pytest.mark.slow("the code that is generated for layers that are gathered and recomputed")
 def test_generated_code_changes_no_number(ranks, tiny_config):
-    check_options(ranks, tiny_config, "fsdp", 2, COMPILED_OPTIONS["compiled, recomputed"])
+    check_training(ranks, tiny_config, layout("fsdp", 2), PARITY, **COMPILED_OPTIONS["compiled, recomputed"])
 
 
 IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in buckets")
@@ -161,14 +116,13 @@ IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in bu
 )
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, strategy, options):
-    check_options(ranks, tiny_config, strategy, 2, options, TRACED)
+    check_training(ranks, tiny_config, layout(strategy, 2), PARITY, backend=TRACED, **options)
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "hsdp"])
 def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
     options = PARITY | {"embed_dim": 34, "seed": 3}  # with 0 a gradient of one bias is rounding noise for a step
-    serial = train_alone(tiny_config, options)
-    assert_same_training(ranks(3, train, tiny_config(**options, data_parallel=strategy)), serial)
+    check_training(ranks, tiny_config, layout(strategy, 3), options)
 
 
 @pytest.mark.parametrize("amp_mode", slow_but(["fp16"], ["bf16", "fp16"], "the other half precision"))
@@ -176,8 +130,7 @@ def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):
     options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.1}
-    serial = train_alone(tiny_config, options)
-    config = tiny_config(**options, data_parallel=strategy, dp_shard=size // 2 if strategy == "hsdp" else None)
+    serial, config = train_serially(tiny_config, options, 10), tiny_config(**options, **layout(strategy, size)[1])
     assert_nearly_same_training(ranks(size, train, config), serial, config, tolerance=0.02)
 
 
@@ -185,29 +138,12 @@ def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config
     "options", [{"data_parallel": "fsdp", "gather_dtype": "bf16"}, {"gradient_compression": "bf16"}]
 )
 def test_halved_messages_train_nearly_the_same(ranks, tiny_config, options):
-    serial = train_alone(tiny_config, PARITY)
+    serial = train_serially(tiny_config, PARITY, 10)
     config = tiny_config(**PARITY, **options)
     results = ranks(2, train, config)
     assert_nearly_same_training(results, serial, config, tolerance=0.05)
     with pytest.raises(AssertionError):  # they are halved
-        assert_same_training(results, serial)
-
-
-def overflow_on_the_last_rank(config):
-    """Whether this rank's weights change in a step in which only the last rank's part of a gradient overflows."""
-    model, step = build(config)
-    before = [p.detach().to_local().clone() for p in model.parameters()]
-    update = step.scaler.step
-
-    def overflow(optimizer):
-        if comm.rank() == comm.world_size() - 1:
-            model.blocks[0].mlp.fc1.weight.grad.to_local()[0, 0] = torch.inf
-        update(optimizer)
-
-    step.scaler.step = overflow
-    step(0, *torch.randn(2, 2, 20, *config.img_size))
-    unchanged = all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
-    return unchanged, step.scaler.get_scale()
+        assert_serial(results, serial)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
@@ -219,21 +155,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, tiny_config, strat
 
 def test_without_the_reduction_ranks_train_apart(ranks, tiny_config):
     results = ranks(2, train, tiny_config(**PARITY, noddp=True))
-    name = "blocks.0.mlp.fc1.weight"
-    assert not torch.equal(results[0][1][name], results[1][1][name])
     with pytest.raises(AssertionError):
-        assert_same_training(results, train(tiny_config(**PARITY)))
+        assert_serial(results, train_serially(tiny_config, PARITY, 10))
 
 
 def shared_parts(config):
     """What this rank keeps of each parameter and of its optimizer state, in numbers."""
-    model, step = build(config)
+    step = build(config)
     step(0, *torch.randn(2, 2, 20, *config.img_size))
     optimizer = getattr(step.optimizer, "optim", step.optimizer)
     states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states)]
-    count = len(list(model.parameters()))
-    return sum(t.numel() for t in local[:count]), sum(t.numel() for t in local[count:])
+    return tuple(sum(local(t).numel() for t in tensors) for tensors in (step.parallel.model.parameters(), states))
 
 
 def test_each_strategy_keeps_what_it_says(ranks, tiny_config):
@@ -257,17 +189,6 @@ def test_units_are_the_blocks_or_modules_of_a_size(tiny_config):
     large = [part for block in model.blocks for part in (block.attn, block.mlp.fc1, block.mlp.fc2)]
     assert sharded_units(model, "size", 4100) == [model.patch_embed.proj, *large, model.head.proj]
     assert sharded_units(model, "size", 12_000) == [model.patch_embed, *model.blocks][1:]
-
-
-def collectives_of_a_step(config):
-    """Calls by kind in the fifth optimizer step, when everything has settled."""
-    _, step = build(config)
-    x, y = torch.randn(2, config.global_batch_size // comm.get_size("dp"), 20, *config.img_size)
-    for i in range(4):
-        step(i, x, y)
-    with CollectiveCounter() as counted:
-        step(4, x, y)
-    return dict(counted.calls), dict(counted.bytes)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -302,25 +223,24 @@ def test_hsdp_reduces_inside_a_group_then_between_groups(ranks, tiny_config):
 
 
 def weights_after_a_resume(config, settle):
-    """All weights after 6 steps, without and with a stop after 3."""
+    """Whether weights after 6 steps are the same without and with a stop after 3."""
     batch = torch.Generator().manual_seed(comm.rank())
     batches = torch.randn(6, 2, 1, 20, *config.img_size, generator=batch)
 
     def trained(step, numbers):
         for i in numbers:
             step(i, *batches[i])
-        return {name: whole(p.detach()).clone() for name, p in step.parallel.model.named_parameters()}
+        return [local(p).clone() for p in step.parallel.model.parameters()]
 
-    model, step = build(config)
+    step = build(config)
     trained(step, range(3))
-    kept = copy.deepcopy(collect_state(model, step.optimizer))
+    kept = copy.deepcopy(collect_state(step.parallel.model, step.optimizer))
     expected = trained(step, range(3, 6))
-    model, step = build(config)
-    restore_state(kept, model, step.optimizer)
+    step = build(config)
+    restore_state(kept, step.parallel.model, step.optimizer)
     if settle:
         step.settle(*batches[3])
-    found = trained(step, range(3, 6))
-    return all(torch.equal(found[name], value) for name, value in expected.items())
+    return all(map(torch.equal, trained(step, range(3, 6)), expected))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
@@ -332,8 +252,7 @@ def test_a_resumed_run_of_four_ranks_goes_on_bit_for_bit(ranks, tiny_config, str
 
 
 def validate(config):
-    parallel = build(config)[1].parallel
-    task = build_task(config)
+    parallel, task = build(config).parallel, build_task(config)
     train_loader, valid_loader = task.build_loaders(CPU)
     result = task.build_validator(valid_loader).run(parallel)
     train_loader.close()

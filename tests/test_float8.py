@@ -10,7 +10,8 @@ import torch
 
 from networks.vit import ViT
 from tests.support.compilation import TRACED, compile_by
-from tests.test_data_parallel import CPU, assert_nearly_same_training, build, train
+from tests.support.layout_parity import CPU, build, train, train_serially
+from tests.test_data_parallel import assert_nearly_same_training
 from tools.benchmarks.ladder import ladder
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
@@ -43,7 +44,7 @@ def test_the_loss_stays_within_two_percent_of_bf16(tiny_config):
 
 @torchao
 def test_linear_layers_of_blocks_round_to_8_bits_and_nothing_else_does(tiny_config):
-    model, _ = build(tiny_config(**SIZES, amp_mode="fp8"))
+    model = build(tiny_config(**SIZES, amp_mode="fp8")).parallel.model
     changed = {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
     names = "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"
     assert changed == {f"blocks.{i}.{name}" for i in range(2) for name in names}
@@ -56,7 +57,7 @@ def test_linear_layers_of_blocks_round_to_8_bits_and_nothing_else_does(tiny_conf
 @torchao
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_trains_data_parallel_as_on_one_device(ranks, tiny_config, strategy):
-    serial = train(tiny_config(**SIZES, amp_mode="fp8"))
+    serial = train_serially(tiny_config, SIZES | {"amp_mode": "fp8"}, 10)
     config = tiny_config(**SIZES, amp_mode="fp8", data_parallel=strategy)
     assert_nearly_same_training(ranks(2, train, config), serial, config, tolerance=0.25)
 

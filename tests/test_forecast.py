@@ -1,10 +1,7 @@
 """forecast.py: the rollout is that of calling the model by hand, in every layout; its scores, files and refusals."""
 
-import contextlib
-import io
 import json
 import math
-import os
 import shutil
 import unittest.mock
 
@@ -19,18 +16,18 @@ from PIL import Image
 import forecast
 import train
 import training.pictures
-from tests.conftest import TINY
+from tests.conftest import words_of
 from tests.support import programs
+from tests.support.launch import outcome
 from tools.checkpoint import load_weights
 from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
-from tools.forecasting.rollout import LeadTimeSkill, own_batches
+from tools.forecasting.rollout import LeadTimeSkill
 from tools.forecasting.skill_report import useful_hours
 from training.model import build_model
 from training.pictures import animate
 from training.rollout import Rollout
-from utils import comm
-from utils.errors import UsageError, run_main
+from utils.errors import UsageError
 from weather.channels import CHANNELS
 from weather.grid import Grid
 
@@ -39,21 +36,11 @@ START = np.datetime64("1982-01-02T06")
 FIRST, LAST = "1982-01-01T00", "1982-01-05T18"  # of the test data
 
 
-def words_of(settings):
-    words = ["--config=quick", "--yaml_config=config/ViT.yaml"]
-    for name, value in settings.items():
-        words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    return words
-
-
 @pytest.fixture(scope="module")
-def settings(sample_folder, tmp_path_factory):
-    """Options of train.py for a tiny run on the sample data."""
-    splits = {"train": "train", "valid": "valid", "inf": "test"}
-    paths = {f"{key}_data_path": sample_folder / name for key, name in splits.items()}
-    stats = {f"{k}_path": sample_folder / f"stats/{k}.npy" for k in ("global_means", "global_stds", "time_means")}
+def settings(tiny_settings, tmp_path_factory):
+    """Settings of a tiny run on the sample data."""
     own = {"expdir": tmp_path_factory.mktemp("logs"), "num_iters": 12, "warmup": 2, "checkpoint_every": 9, "lr": 3e-3}
-    return TINY | paths | stats | own
+    return tiny_settings | {"yaml_config": "config/ViT.yaml"} | own
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +50,13 @@ def run(settings):
     return settings["expdir"] / "quick/00"
 
 
-@contextlib.contextmanager
+DRAWN = ("skill_figure", "lead_time_figure", "spectra_figure", "animate")
+
+
 def no_pictures():
     """Forecasts draw nothing: drawing takes longer than all the rest."""
-    with (
-        unittest.mock.patch.object(skill_report, "skill_figure", lambda *_: Figure()),
-        unittest.mock.patch.object(skill_report, "lead_time_figure", lambda *_: Figure()),
-        unittest.mock.patch.object(skill_report, "spectra_figure", lambda *_: Figure()),
-        unittest.mock.patch.object(skill_report, "animate", lambda *_: None),
-    ):
-        yield
+    nothing = {name: lambda *_: Figure() for name in DRAWN}
+    return unittest.mock.patch.multiple(skill_report, **nothing)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,7 +68,7 @@ def _no_pictures():
 @pytest.fixture(name="pictures")
 def _pictures(monkeypatch):
     """Forecasts of this test draw pictures."""
-    for name in ("skill_figure", "lead_time_figure", "spectra_figure", "animate"):
+    for name in DRAWN:
         monkeypatch.setattr(skill_report, name, getattr(training.pictures, name))
 
 
@@ -160,22 +144,9 @@ def test_scores_of_a_case_computed_by_hand():
     assert scores["acc"]["persistence"]["a"] == pytest.approx([-1 / math.sqrt(2)] * 2)  # anomalies 0 0 0 4
 
 
-def outcome(words):
-    """Exit status of forecast.py on this rank, which a launcher is pretended to have started, and what it says."""
-    launcher = {
-        "RANK": comm.rank(), "LOCAL_RANK": comm.rank(), "WORLD_SIZE": comm.world_size(), "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 1,
-    }  # fmt: skip
-    said = io.StringIO()
-    with (
-        unittest.mock.patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}),
-        unittest.mock.patch.object(comm, "init", return_value=torch.device("cpu")),
-        contextlib.redirect_stderr(said),
-        no_pictures(),
-        pytest.raises(SystemExit) as end,
-    ):
-        run_main(lambda: forecast.main(words))
-    return end.value.code, said.getvalue()
+def outcome_of(words):
+    with no_pictures():
+        return outcome("forecast", words)
 
 
 OTHER = pytest.mark.slow("a forecast by each of the other kinds of parallelism")
@@ -199,7 +170,7 @@ OTHER = pytest.mark.slow("a forecast by each of the other kinds of parallelism")
 def test_any_layout_gives_the_forecast_of_one_device(ranks, run, serial, tmp_path, size, options):
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words += ["--run", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--starts", "3"]
-    assert ranks(size, outcome, words) == [(None, "")] * size
+    assert ranks(size, outcome_of, words) == [(None, "")] * size
     skill, found = results_in(tmp_path)
     assert found.keys() == serial[1].keys()
     for start, expected in serial[1].items():
@@ -356,18 +327,6 @@ def test_a_rollout_that_breaks_down_says_where(run, tmp_path, capsys):
     assert skill["rmse"]["model"]["u10"][1:] == [None, None]
 
 
-def test_every_start_is_forecast_once_by_some_rank(monkeypatch):
-    starts, size = np.arange(7), {"dp": 3}
-    monkeypatch.setattr(comm, "get_size", size.__getitem__)
-    seen, batches = [], []
-    for rank in range(3):
-        monkeypatch.setattr(comm, "get_rank", lambda _, rank=rank: rank)
-        own = list(own_batches(starts, 2))
-        batches.append(len(own))
-        seen += [start for dates, count in own for start in dates[:count]]
-    assert sorted(seen) == list(starts) and len(set(batches)) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -463,7 +422,7 @@ def test_a_refusal_is_the_same_line_on_every_rank(ranks, run, tmp_path):
         (["--domain_parallel", "3"], "2 ranks cannot be split as domain 3 x dp"),
         (["--domain_parallel", "2", "--patch_size", "16"], f"{run}: was trained with patch_size 4, not 16"),
     ):
-        for status, said in ranks(2, outcome, words + extra):
+        for status, said in ranks(2, outcome_of, words + extra):
             assert status == 2 and said.startswith(f"error: {line}") and said.count("\n") == 1, said
 
 

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from distributed.collectives import as_group
 from distributed.halo import Fetch, bounds, halo_exchange
-from tests.support.shard_parity import domain_mesh
 from tools.instruments.counting import CollectiveCounter
 
 
@@ -115,33 +114,6 @@ def test_any_interval_can_be_fetched(ranks):
     ranks(3, check_intervals)
 
 
-def check_subgroups():
-    """Halos in groups whose ranks are not 0, 1, ...: rows and columns of a 2 x 2 mesh, the corners by the way."""
-    mesh = domain_mesh((2, 2))
-    for name in mesh.mesh_dim_names:
-        check_halos([Halo((5, 3), 2, 1), Halo((0, 4), 1, 1, True)], as_group(mesh[name]))
-    heights, widths = (5, 3), (4, 6)
-    groups = [as_group(mesh[name]) for name in mesh.mesh_dim_names]
-    whole = random(8, 10).requires_grad_()
-    i, j = (group.rank for group in groups)
-    mine = whole.detach().split(heights)[i].split(widths, 1)[j].clone().requires_grad_()
-    found = halo_exchange(mine, 0, heights, groups[0], 1, 2)
-    found = halo_exchange(found, 1, widths, groups[1], 3, 1, True)
-    tiles = {
-        (i, j): rows_of(rows_of(whole, 0, a - 1, b + 2, False, 0), 1, c - 3, d + 1, True, 0)
-        for i, (a, b) in enumerate(bounds(heights))
-        for j, (c, d) in enumerate(bounds(widths))
-    }
-    assert torch.equal(found, tiles[i, j])
-    found.square().sum().backward()
-    sum(tile.square().sum() for tile in tiles.values()).backward()
-    torch.testing.assert_close(mine.grad, whole.grad.split(heights)[i].split(widths, 1)[j])
-
-
-def test_corners_of_tiles_come_by_way_of_the_neighbours(ranks):
-    ranks(4, check_subgroups)
-
-
 def count_traffic(sizes, before, after):
     group = world()
     x = torch.randn(2, sizes[group.rank], 4, requires_grad=True)  # rows of 32 bytes
@@ -203,26 +175,6 @@ def overlapped():
 
 def test_backward_computes_while_gradients_travel(ranks):
     assert ranks(2, overlapped) == [["exchange begins", "computation"]] * 2
-
-
-def compiled(x, group, sizes):
-    return halo_exchange(torch.sin(x), 1, sizes, group, 1, 2, periodic=True).square().sum()
-
-
-def check_compiled():
-    group, sizes = world(), (3, 4)
-    x = random(2, sizes[group.rank], seed=group.rank).requires_grad_()
-    y = compiled(x, group, sizes)
-    (expected,) = torch.autograd.grad(y, x)
-    with CollectiveCounter() as counted:
-        z = torch.compile(compiled, fullgraph=True, backend="aot_eager")(x, group, sizes)
-        (found,) = torch.autograd.grad(z, x)
-    torch.testing.assert_close((z, found), (y, expected))
-    assert counted.calls == {"all_to_all": 2}
-
-
-def test_compiles_without_a_graph_break(ranks):
-    ranks(2, check_compiled)
 
 
 def test_what_cannot_be_is_refused():

@@ -141,12 +141,6 @@ def test_a_rank_that_cannot_tell_the_others_says_what_is_wrong_itself(tiny_optio
     assert status == 2 and output.count("\n") == 1 and output.startswith("error: rank 0: config/ViT.yaml: no config")
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_refused_on_every_rank(tiny_options):
-    statuses, output = finish_all(start_ranks(["train.py", *tiny_options(global_batch_size=3)]))
-    assert statuses == [2, 2]
-    assert output.count("error: ") == 1 and "global_batch_size 3 cannot be shared by 2 ranks" in output
-
-
 def test_a_stuck_rank_leaves_the_stacks_of_all(tiny_options, tmp_path):
     ranks = train_on_two(tiny_options(num_iters=100_000, watchdog_timeout=4, validate_every=10_000))
     wait_for(tmp_path / "logs/quick/00/out.log", "Time taken for epoch 1 ", ranks[0])
@@ -223,29 +217,6 @@ def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, sha
     statuses, output = finish_all(start("train_mp.py", pipeline_parallel=2, gradient_accumulation=2))
     assert statuses == [0, 0] and "on 2 x cpu: pp 2" in output, output
     same_losses(summary(tmp_path, "moved"), shared(1), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "line"),
-    [
-        ({"tensor_parallel": 3}, "2 ranks cannot be split as tp 3 x dp: 2 is not a multiple of 3"),
-        ({"tensor_parallel": 2, "num_heads": 1}, "quick: tensor parallel: 1 heads cannot be split over 2 ranks"),
-        (
-            {"context_parallel": 2, "patch_size": 16},
-            "quick: context parallel: 1 rows of patches cannot be split over 2",
-        ),
-        ({"pipeline_parallel": 2, "depth": 3, "gradient_accumulation": 2}, "3 blocks cannot be shared by 2 stages"),
-        (
-            {"tensor_parallel": 2, "parallel_order": "tp-zz"},
-            "parallel_order 'tp-zz': name each of dp, cp, domain, tp, pp",
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
-)
-def test_a_layout_that_does_not_fit_ends_every_rank_with_one_line(tiny_options, layout, line):
-    statuses, output = finish_all(train_on_two(tiny_options(**layout), "train_mp.py"))
-    assert statuses == [2, 2]
-    assert output.count("\n") == 1 and output.startswith("error: rank 0: ") and line in output
 
 
 def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):

@@ -11,15 +11,14 @@ from tests.support.layout_parity import (
     COMPILED,
     CPU,
     RECOMPUTED,
-    build,
     check_chain,
     check_mixed_precision,
     check_training,
-    own_part,
+    collectives_of_a_step,
+    overflow_on_the_last_rank,
     train,
 )
 from tests.support.marks import slow_but
-from tools.instruments.counting import CollectiveCounter
 from training.tasks import build_task
 from utils import comm
 from weather.dataset import FieldDataset
@@ -176,46 +175,21 @@ def test_a_sample_is_read_once_by_the_ranks_that_share_it_and_each_band_by_its_r
     assert [read for _, read in bands] == [size // 2, size // 4, size // 4]  # 4 rows of patches: 2, 1, 1
 
 
-def overflow_on_the_last_rank(config):
-    """Whether this rank's weights change in a step in which only the last rank's gradient overflows; its loss scale."""
-    step = build(config)
-    before = [p.detach().clone() for p in step.parallel.model.parameters()]
-    unscale = step.scaler.unscale_
-
-    def overflow(optimizer):
-        if comm.rank() == comm.world_size() - 1:
-            step.parallel.model.blocks[0].mlp.fc1.weight.grad[0, 0] = torch.inf
-        unscale(optimizer)
-
-    step.scaler.unscale_ = overflow
-    batch = torch.randn(2, config.global_batch_size, 20, *config.img_size)
-    step(0, *(own_part(part, config) for part in batch))
-    unchanged = all(map(torch.equal, before, step.parallel.model.parameters()))
-    return unchanged, step.scaler.get_scale()
-
-
 def test_an_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all(ranks, tiny_config):
     config = tiny_config(**SIZES, tensor_parallel=2, amp_mode="fp16")
     assert ranks(2, overflow_on_the_last_rank, config) == [(True, 2.0**15)] * 2
-
-
-def collectives_of_a_step(config):
-    step = build(config)
-    x, y = (own_part(t, config) for t in torch.randn(2, config.global_batch_size, 20, *config.img_size))
-    for i in range(4):
-        step(i, x, y)
-    with CollectiveCounter() as counted:
-        step(4, x, y)
-    return dict(counted.calls)
 
 
 def test_collectives_of_a_whole_step(ranks, tiny_config):
     depth = SIZES["depth"]
 
     def counted(size, **options):
-        return ranks(size, collectives_of_a_step, tiny_config(**SIZES, **options))[0]
+        return ranks(size, collectives_of_a_step, tiny_config(**SIZES, **options))[0][0]
 
     assert counted(2, tensor_parallel=2) == {"all_reduce": 4 * depth}
+    # Besides the blocks': one gather after the last norm, one of the gradient before the first block, one reduction.
+    sequence = {"all_gather": 4 * depth + 2, "reduce_scatter": 4 * depth, "all_reduce": 1}
+    assert counted(2, tensor_parallel=2, sequence_parallel=True) == sequence
     # Context: keys and values, the gradients once, and the norms of the loss.
     assert counted(2, context_parallel=2) == {"all_gather": depth, "reduce_scatter": depth, "all_reduce": 1 + 1}
     # Gradients are reduced once over dp and cp together.

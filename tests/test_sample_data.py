@@ -4,7 +4,6 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.support import programs
 from utils.errors import UsageError
 from weather import atmosphere, grid, year_files
 from weather.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
@@ -365,10 +364,3 @@ def test_years_are_read_as_ranges_and_lists():
     for text in ("", "1980-1979", "1979-", "79", "1979--1980", "all"):
         with pytest.raises(UsageError, match="years"):
             parse_years(text)
-
-
-def test_the_command_says_one_line_and_exits_2(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    run = programs.run(["-m", "weather.sample_data", file, "--img_size", "8", "16", "--days", "1"])
-    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1

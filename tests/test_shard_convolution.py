@@ -10,67 +10,59 @@ from torch.nn import functional as F
 from distributed.collectives import as_group
 from distributed.shard.rules import convolution
 from distributed.shard.rules.convolution import convolve
-from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
-from tests.support.spatial_cases import BANDS, check_all_of, images
+from tests.support.shard_parity import X, domain_mesh, draw, split
+from tests.support.spatial_cases import BANDS, check_on_images
 from tools.instruments.counting import CollectiveCounter
 
-CONVOLUTIONS = [
-    {"kernel": 3, "padding": 1},
-    {"kernel": 3, "stride": 3},
-    {"kernel": 3, "stride": 2, "padding": 1},
-    {"kernel": 5, "stride": 5, "padding": 2},
-    {"kernel": 7, "stride": 7, "padding": 3},
-    {"kernel": 7, "padding": 3},
-    {"kernel": 5, "padding": 4, "dilation": 2},
-    {"kernel": 2, "padding": "same"},
-    {"kernel": 4, "stride": 2, "padding": 1},
-    {"kernel": 2, "stride": 2},
-    {"kernel": 1, "stride": 3, "padding": 2},
-    {"kernel": 3, "padding": "valid", "groups": 2},
-]
+CONVOLUTIONS = [  # kernel, options
+    (3, "padding=1"), (3, "stride=3"), (3, "stride=2, padding=1"), (5, "stride=5, padding=2"),
+    (7, "stride=7, padding=3"), (7, "padding=3"), (5, "padding=4, dilation=2"), (2, "padding='same'"),
+    (4, "stride=2, padding=1"), (2, "stride=2"), (1, "stride=3, padding=2"), (3, "padding='valid', groups=2"),
+]  # fmt: skip
 TRANSPOSED = [
-    {"kernel": 2, "stride": 2},
-    {"kernel": 4, "stride": 2, "padding": 1},
-    {"kernel": 3, "stride": 2, "padding": 1, "output_padding": 1},
-    {"kernel": 3, "padding": 1},
-    {"kernel": 3, "padding": 0, "dilation": 2, "groups": 2},
-    {"kernel": 1, "stride": 3, "output_padding": 2},
-    {"kernel": 5, "stride": 3, "padding": 3, "output_padding": 1},
-]
+    (2, "stride=2"), (4, "stride=2, padding=1"), (3, "stride=2, padding=1, output_padding=1"), (3, "padding=1"),
+    (3, "padding=0, dilation=2, groups=2"), (1, "stride=3, output_padding=2"),
+    (5, "stride=3, padding=3, output_padding=1"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_convolution(ranks, world):
-    options = {"conv1d": CONVOLUTIONS[2:6], "conv2d": CONVOLUTIONS, "conv3d": CONVOLUTIONS[1:4]}
-    check_all_of(ranks, world, options)
+    operations = []
+    for count, table in ((1, CONVOLUTIONS[2:6]), (2, CONVOLUTIONS), (3, CONVOLUTIONS[1:4])):
+        for kernel, options in table:
+            weight = 6, 2 if "groups" in options else 4, *[kernel] * count
+            operations.append((count, f"F.conv{count}d(x, y, z, {options})", weight, (6,)))
+    check_on_images(ranks, world, operations)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_transposed_convolution(ranks, world):
-    options = {f"conv_transpose{n}d": TRANSPOSED[i:] for n, i in ((1, 4), (2, 0), (3, 5))}
-    check_all_of(ranks, world, options)
+    operations = []
+    for count, table in ((1, TRANSPOSED[4:]), (2, TRANSPOSED), (3, TRANSPOSED[5:])):
+        for kernel, options in table:
+            weight = 4, 3 if "groups" in options else 6, *[kernel] * count
+            operations.append((count, f"F.conv_transpose{count}d(x, y, z, {options})", weight, (6,)))
+    check_on_images(ranks, world, operations)
 
 
-def circular(x, weight, bias, count, kernel):
+def circular(x, weight, bias):
     """As nn.Conv of padding_mode circular does it."""
+    count, kernel = weight.dim() - 2, weight.shape[-1]
     layer = getattr(nn, f"Conv{count}d")(4, 6, kernel, padding=kernel // 2, padding_mode="circular")
     return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_circular_convolution_keeps_the_sizes(ranks, world):
-    found = []
-    for count, kernel in ((1, 5), (2, 3), (3, 3)):
-        for x, mesh in images(world, count):
-            weights = ((6, 4, *[kernel] * count), (6,))
-            found.append(Case(circular, (x,), weights, mesh, keywords={"count": count, "kernel": kernel}))
-    ranks(world, check_all, found)
+    kernels = (1, (5,)), (2, (3, 3)), (3, (3, 3, 3))
+    check_on_images(ranks, world, [(count, circular, (6, 4, *kernel), (6,)) for count, kernel in kernels])
     assert ranks(world, sizes_of_circular, BANDS[world][0]) == [BANDS[world][0]] * world
 
 
 def sizes_of_circular(sizes):
     x = split(torch.randn(1, 4, sum(sizes), 6), X((), (2,), {0: sizes}), domain_mesh())
-    return circular(x, torch.randn(6, 4, 3, 3), torch.randn(6), 2, 3).spec.split(2)[0]
+    return circular(x, torch.randn(6, 4, 3, 3), torch.randn(6)).spec.split(2)[0]
 
 
 def check_overlap(sizes, overlaps):

@@ -8,11 +8,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from distributed import collectives
 from distributed.shard import fallback
 from distributed.shard_tensor import ShardTensor, local, scatter_tensor, set_fallback
-from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
-from tests.test_shard_rules import evaluate
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, split, without
 from tools.instruments.counting import CollectiveCounter
 
 ROWS = X((4, 6, 5), (1,))
@@ -54,9 +52,7 @@ def gathering(function, *args):
 def cases(size):
     mesh = (2, 2) if size == 4 else ()
     for x in SPLITS[size]:
-        for code in WHOLE:
-            weights = ((5, 6),) if "y" in code.replace("array", "") else ()
-            yield Case(evaluate, (x,), weights, mesh, torch.float64, {"code": code})
+        yield from (Case(code, (x,), ((5, 6),), mesh, torch.float64) for code in WHOLE)
         yield from (Case(in_place, (x,), (), mesh, torch.float64, {"code": code}) for code in IN_PLACE)
 
 
@@ -66,15 +62,12 @@ def test_what_has_no_rule_is_exact_on_whole_tensors(ranks, size):
 
 
 def renormed_and_counted(x):
+    part = split(draw(x.shape, torch.float32, 0), x, domain_mesh())
     with CollectiveCounter() as counter:
-        y = split(draw(x.shape, torch.float32, 0), x, domain_mesh()).renorm(2, 1, 0.5)
+        y = part.renorm(2, 1, 0.5)
         (y * y).sum().backward()
-    assert isinstance(y, ShardTensor) and y.spec.dims[1] == x_dims(x)
+    assert isinstance(y, ShardTensor) and y.spec.dims == part.spec.dims
     return dict(counter.calls), dict(counter.bytes), fallback.report()
-
-
-def x_dims(x):
-    return split(draw(x.shape, torch.float32, 0), x, domain_mesh()).spec.dims[1]
 
 
 def test_a_fallback_gathers_once_forward_and_once_backward_and_says_so(ranks):
@@ -84,18 +77,13 @@ def test_a_fallback_gathers_once_forward_and_once_backward_and_says_so(ranks):
     assert said == "renorm: 1 calls, 0.5 MB gathered"
 
 
-def without_the_gather():
-    gather, collectives._all_gather = collectives._all_gather, lambda x, group, dim, sizes: torch.cat([x] * 2, dim)
-    try:
-        check(Case(evaluate, (ROWS,), keywords={"code": "x.renorm(2, 1, 0.5)"}))
-    except AssertionError as error:
-        return str(error)
-    finally:
-        collectives._all_gather = gather
+def own_part_alone(x, group, dim, sizes):
+    return torch.cat([x] * len(sizes), dim)
 
 
 def test_a_missing_gather_is_noticed(ranks):
-    assert any(found for found in ranks(2, gathering, without_the_gather))
+    case = Case("x.renorm(2, 1, 0.5)", (ROWS,))
+    assert all(ranks(2, gathering, without, "distributed.collectives._all_gather", own_part_alone, case))
 
 
 def drawn_on_whole():
@@ -177,36 +165,19 @@ def partial_hooked(x):
 
 def module_hooks(x, w):
     layer = torch.nn.Linear(5, 5, bias=False).to(w.dtype)
-    layer.weight = torch.nn.Parameter(w.detach())
     layer.register_full_backward_pre_hook(lambda module, out: (out[0] / out[0].norm(),))
     layer.register_full_backward_hook(lambda module, into, out: (into[0] - into[0].mean() + out[0].sum(),))
-    return layer(x * 2).sin()
+    return torch.func.functional_call(layer, {"weight": w}, (x * 2,)).sin()
 
 
-def gradient_cases(size):
-    mesh = (2, 2) if size == 4 else ()
-    for x in SPLITS[size]:
-        for function, weights in [(custom, ((5,),)), (unused_output, ((5,),)), (identity, ()), (hooked, ()),
-                                  (partial_hooked, ())]:  # fmt: skip
-            yield Case(function, (x,), weights, mesh, torch.float64)
-        yield Case(module_hooks, (x,), ((5, 5),), mesh, torch.float64, gradients=True)
+FUNCTIONS = [(custom, (5,)), (unused_output, (5,)), (identity,), (hooked,), (partial_hooked,), (module_hooks, (5, 5))]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_hooks_and_functions_see_gradients_of_the_whole(ranks, size):
-    found = [case for case in gradient_cases(size) if case.function is not module_hooks]
-    ranks(size, check_all, found)
-    ranks(size, check_inputs, [case for case in gradient_cases(size) if case.function is module_hooks])
-
-
-def check_inputs(cases):
-    """As check_all; the weight is copied by the function and has no gradient here."""
-    for case in cases:
-        mesh, x, w = domain_mesh(case.mesh), draw(case.inputs[0].shape, case.dtype, 0), draw((5, 5), case.dtype, 1)
-        part = split(x, case.inputs[0], mesh)
-        case.function(x, w).sum().backward()
-        case.function(part, w).sum().backward()
-        torch.testing.assert_close(ShardTensor.full_tensor(part.grad), x.grad, msg=str(case))
+    mesh, splits = (2, 2) if size == 4 else (), SPLITS[size]
+    cases = [Case(function, (x,), weights, mesh, torch.float64) for x in splits for function, *weights in FUNCTIONS]
+    ranks(size, check_all, cases)
 
 
 class PlainGradient(Same):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from distributed.shard.spec import part_of
 from distributed.shard_tensor import ShardTensor, local
 from tests.support.parity import error
-from tests.support.shard_parity import Case, X, check_all, close, domain_mesh, draw, split
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, split
 from tools.instruments.counting import CollectiveCounter
 from training.losses import relative_l2
 
@@ -61,60 +61,45 @@ def test_weights_have_a_gradient_on_ranks_without_elements(ranks):
         ranks(2, gradients_on_empty_ranks, x)
 
 
-def loss(prediction, target):
-    return relative_l2(prediction, target).mean()
+LOSS = {"relative_l2": relative_l2}
 
 
 def test_relative_l2_loss_is_that_of_the_whole(ranks):
-    image = (3, 2, 5, 7)
-    cases = [Case(loss, (X(image, (2,)), X(image, (2,)))), Case(loss, (X(image, (3,), {0: (0, 7)}), X(image)))]
-    cases += [Case(loss, (X(image, (2,)),), (image,)), Case(loss, (X(image, (2,)), X(image, (3,))))]
-    cases += [Case(loss, (X((1, *image[1:]), (3,)),) * 2), Case(loss, (X(image, (0,)), X(image, (0,))))]
+    image, one = (3, 2, 5, 7), X((1, 2, 5, 7), (3,))
+    pairs = [(X(image, (2,)), X(image, (2,))), (X(image, (3,), {0: (0, 7)}), X(image)), (one, one)]
+    pairs += [(X(image, (2,)), X(image, (3,))), (X(image, (0,)), X(image, (0,)))]
+    cases = [Case("relative_l2(x, y).mean()", pair, keywords=LOSS) for pair in pairs]
+    cases.append(Case("relative_l2(x, y).mean()", (X(image, (2,)),), (image,), keywords=LOSS))
     ranks(2, check_all, cases)
-    ranks(4, check_all, [Case(loss, (X(image, (2, 3)), X(image, (2, 3))), mesh=(2, 2))])
+    ranks(4, check_all, [Case("relative_l2(x, y).mean()", (X(image, (2, 3)),) * 2, mesh=(2, 2), keywords=LOSS)])
 
 
-def counted(function, x, mesh=(), **keywords):
-    """(calls, bytes of the forward pass) and calls of the backward pass."""
+def counted(code, x, mesh):
+    """Calls of the forward and of the backward pass, and bytes of the forward pass."""
     part = split(draw(x.shape, torch.float32, 0), x, domain_mesh(mesh))
     with CollectiveCounter() as forward:
-        out = function(part, **keywords)
-        out = out.sum() if out.dim() else out
+        out = evaluate(part, code=code, **LOSS).sum()
     with CollectiveCounter() as backward:
         local(out).backward()
     return dict(forward.calls), dict(backward.calls), sum(forward.bytes.values())
 
 
-def loss_of_itself(x):
-    return relative_l2(x, x.detach() * 0.5).mean()
-
-
-def normalized(x, name):
-    if name == "group":
-        return F.group_norm(x, 2)
-    if name == "batch":
-        return F.batch_norm(x, None, None, training=True)
-    return getattr(F, name)(x, x.shape[1:])
-
-
-def softmax(x):
-    return x.softmax(-1)
-
-
-def two_means(x):
-    return (2 * x.mean((1, 2, 3)) - x.sum((1, 2, 3)) + x.mean((1, 2, 3))).square()
-
-
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_few_collectives(ranks, mesh):
     x, size = X((3, 4, 6, 8), (3, 2)[: len(mesh)]), 2 * len(mesh)
-    one = {"all_reduce": 1}
-    assert ranks(size, counted, loss_of_itself, x, mesh)[0] == (one, {}, 2 * 2 * 3 * 4 * (size - 1) // size)
-    for name in ("layer_norm", "group", "batch"):
-        assert ranks(size, counted, normalized, x, mesh, name=name)[0][:2] == ({"all_gather": 1}, one)
-    assert ranks(size, counted, normalized, x, mesh, name="rms_norm")[0][:2] == (one, one)
-    assert ranks(size, counted, softmax, x, mesh)[0][:2] == ({"all_gather": 1}, one)
-    assert ranks(size, counted, two_means, x, mesh)[0][:2] == (one, {})
+    reduced, gathered = {"all_reduce": 1}, {"all_gather": 1}
+    norms = 2 * 2 * 3 * 4 * (size - 1) // size  # bytes
+    assert ranks(size, counted, "relative_l2(x, x.detach() * 0.5).mean()", x, mesh)[0] == (reduced, {}, norms)
+    for code, forward in (
+        ("F.layer_norm(x, x.shape[1:])", gathered),
+        ("F.group_norm(x, 2)", gathered),
+        ("F.batch_norm(x, None, None, training=True)", gathered),
+        ("F.rms_norm(x, x.shape[1:])", reduced),
+        ("x.softmax(-1)", gathered),
+    ):
+        assert ranks(size, counted, code, x, mesh)[0][:2] == (forward, reduced), code
+    means = "(2 * x.mean((1, 2, 3)) - x.sum((1, 2, 3)) + x.mean((1, 2, 3))).square()"
+    assert ranks(size, counted, means, x, mesh)[0][:2] == (reduced, {})
 
 
 def zero_error():
@@ -127,68 +112,63 @@ def test_a_perfect_prediction_has_a_gradient_of_zero(ranks):
     assert ranks(2, zero_error) == [0.0, 0.0]
 
 
-def compiled(x, sizes, mesh=()):
+def einsum(x, y):
+    return torch.einsum("bchw,bchk->bk", x, y).sum()
+
+
+def of_any_rule(x, weight, bias):
+    y = F.layer_norm(x.softmax(-1), x.shape[-1:], weight, bias)
+    y = y + x.std((-1, -2), keepdim=True) + F.group_norm(y, 2) * x.amax(-1, keepdim=True)
+    y = y + F.batch_norm(y, None, None, training=True) + F.normalize(x, dim=-1).cumsum(-1) * x[..., 2:3]
+    y = torch.cat([y[..., 1:], y[..., :1]], -1).roll(2, -1) @ x.mT
+    y = y + F.cross_entropy(x, x.detach().argmax(1) * 0) * F.mse_loss(x, x.flip(1), weight=x.detach().square())
+    y = y + sum(part.norm() for part in x.chunk(2, -1)) + einsum(x, y)
+    return y.mean() + F.mse_loss(x, x.flip(-2)) + relative_l2(x, y[..., :1] * 2 - x).mean()
+
+
+def of_images(x, weight, bias):
+    x = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight, bias)
+    x = F.interpolate(F.max_pool2d(x, 2), scale_factor=2, mode="bilinear")
+    x = F.conv_transpose2d(F.interpolate(x, size=(7, 5)), weight, stride=2)
+    return F.avg_pool2d(x, 3, 2, padding=1).square().mean().sqrt()  # of all ranks
+
+
+def compiled(function, x, shapes):
     """A compiled region takes local tensors, makes ShardTensors of them and computes over split dimensions."""
-    full, mesh = draw(x.shape, torch.float32, 0), domain_mesh(mesh)
+    full, mesh = draw(x.shape, torch.float32, 0), domain_mesh()
     spec = split(full, x, mesh).spec
-    weights = [draw(x.shape[-1:], torch.float32, seed).detach().requires_grad_() for seed in (1, 2)]
-
-    def einsum(x, y):
-        return torch.einsum("bchw,bchk->bk", x, y).sum()
-
-    def work(x, weight, bias):
-        y = F.layer_norm(x.softmax(-1), x.shape[-1:], weight, bias)
-        y = y + x.std((-1, -2), keepdim=True) + F.group_norm(y, 2) * x.amax(-1, keepdim=True)
-        y = y + F.batch_norm(y, None, None, training=True) + F.normalize(x, dim=-1).cumsum(-1) * x[..., 2:3]
-        y = torch.cat([y[..., 1:], y[..., :1]], -1).roll(2, -1) @ x.mT
-        y = y + F.cross_entropy(x, x.detach().argmax(1) * 0) * F.mse_loss(x, x.flip(1), weight=x.detach().square())
-        y = y + sum(part.norm() for part in x.chunk(2, -1)) + einsum(x, y)
-        return y.mean() + F.mse_loss(x, x.flip(-2)) + relative_l2(x, y[..., :1] * 2 - x).mean()
+    weights = [draw(shape, torch.float32, seed) for seed, shape in enumerate(shapes, 1)]
 
     def region(part, *weights):
-        return local(work(ShardTensor.from_local(part, mesh, spec.placements, sizes), *weights))
+        return local(function(ShardTensor.from_local(part, mesh, spec.placements, x.sizes), *weights))
 
-    expected = work(full, *weights)
-    expected.backward()
-    whole = [w.grad for w in (full, *weights)]
-    for w in weights:
-        w.grad = None
+    expected = function(full, *weights)
+    whole, *gradients = torch.autograd.grad(expected, [full, *weights])
     part = part_of(full, spec).detach().clone().requires_grad_()
     found = torch.compile(region, fullgraph=True, backend="aot_eager")(part, *weights)
     found.backward()
     assert error(found, expected) < 1e-5
-    assert error(part.grad, part_of(whole[0], spec)) < 1e-5
-    for w, grad in zip(weights, whole[1:], strict=True):
+    assert error(part.grad, part_of(whole, spec)) < 1e-5
+    for w, gradient in zip(weights, gradients, strict=True):
         dist.all_reduce(w.grad)
-        assert error(w.grad, grad) < 1e-5
+        assert error(w.grad, gradient) < 1e-5
 
 
 @pytest.mark.slow("what the compiler makes of the rules")
 def test_rules_compile_in_one_graph(ranks):
-    ranks(2, compiled, X((2, 4, 6, 7), (3,), {0: (3, 4)}), {0: (3, 4)})
+    ranks(2, compiled, of_any_rule, X((2, 4, 6, 7), (3,), {0: (3, 4)}), [(7,), (7,)])
+    ranks(2, compiled, of_images, X((1, 4, 9, 6), (2,), {0: (5, 4)}), [(4, 4, 3, 3), (4,)])
 
 
-def rearranged():
-    einops = pytest.importorskip("einops")
-    full, x = draw((2, 3, 8, 6), torch.float32, 0), X((2, 3, 8, 6), (2,), {0: (2, 6)})
-    part = split(full, x, domain_mesh())
-    for function, pattern, sizes in [
-        ("rearrange", "b c h w -> b (h w) c", {}),
-        ("rearrange", "b c (h p) (w q) -> b (h w) (c p q)", {"p": 2, "q": 3}),
-        ("rearrange", "b c h w -> (b c) h w", {}),
-        ("reduce", "b c h w -> b c", {"reduction": "mean"}),
-        ("reduce", "b c (h p) (w q) -> b c h w", {"reduction": "max", "p": 2, "q": 2}),
-        ("repeat", "b c h w -> b c (h r) w", {"r": 2}),
-        ("einsum", "b c h w, b d h w -> b c d", {}),
-    ]:
-        if function == "einsum":
-            found, expected = einops.einsum(part, part, pattern), einops.einsum(full, full, pattern)
-        else:
-            found, expected = (getattr(einops, function)(y, pattern, **sizes) for y in (part, full))
-        close(found.full_tensor(), expected, Case(None, ()), pattern)
-    return True
+EINOPS = [
+    "rearrange(x, 'b c h w -> b (h w) c')", "rearrange(x, 'b c (h p) (w q) -> b (h w) (c p q)', p=2, q=3)",
+    "rearrange(x, 'b c h w -> (b c) h w')", "reduce(x, 'b c h w -> b c', 'mean')",
+    "reduce(x, 'b c (h p) (w q) -> b c h w', 'max', p=2, q=2)", "repeat(x, 'b c h w -> b c (h r) w', r=2)",
+    "einsum(x, x, 'b c h w, b d h w -> b c d')",
+]  # fmt: skip
 
 
 def test_einops_works_on_them(ranks):
-    pytest.importorskip("einops")
-    assert ranks(2, rearranged) == [True, True]
+    einops = pytest.importorskip("einops")
+    names = {name: getattr(einops, name) for name in ("rearrange", "reduce", "repeat", "einsum")}
+    ranks(2, check_all, [Case(code, (X((2, 3, 8, 6), (2,), {0: (2, 6)}),), keywords=names) for code in EINOPS])

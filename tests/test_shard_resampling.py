@@ -6,49 +6,33 @@ from torch.nn import functional as F
 
 from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check_all
-from tests.support.spatial_cases import cases, check_all_of, images
+from tests.support.spatial_cases import check_on_images, images
 
-MAX = [
-    {"kernel_size": 2},
-    {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2},
-    {"kernel_size": 3, "stride": 2, "ceil_mode": True},
-    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
-]
-AVG = [
-    {"kernel_size": 2},
-    {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False, "ceil_mode": True},
-    {"kernel_size": 5, "stride": 3, "padding": 2, "ceil_mode": True},
-    {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
-]
-ADAPTIVE = [{"output_size": n} for n in (1, 2, 5, 12)]
-SCALES = [{"size": 5}, {"size": 23}, {"scale_factor": 2}, {"scale_factor": 1.7}, {"scale_factor": 0.6}]
-SCALES += [{"scale_factor": 1.3, "recompute_scale_factor": True}]
-PADS = [
-    {"pad": (0, 0, 2, 1)},
-    {"pad": (1, 2, -1, -2), "value": 3.0},
-    {"pad": (0, 0, 3, 4, 1, 0)},
-    *({"pad": (1, 1, 2, 1), "mode": mode} for mode in ("circular", "reflect", "replicate")),
-    *({"pad": (0, 0, 7, 7), "mode": mode} for mode in ("circular", "reflect", "replicate")),
-]
+MAX = ["2", "3, 2, 1", "3, 1, 1, dilation=2", "3, 2, ceil_mode=True", "2, 3, 1, ceil_mode=True"]
+AVG = ["2", "3, 2, 1", "3, 2, 1, ceil_mode=True, count_include_pad=False", "5, 3, 2, True", "2, 3, 1, ceil_mode=True"]
+ADAPTIVE = {1: [1, 2], 2: [1, 2, 5, 12, (None, 4)], 3: [5]}
+SCALES = ["size=5", "size=23", "scale_factor=2", "scale_factor=1.7", "scale_factor=0.6"]
+SCALES += ["scale_factor=1.3, recompute_scale_factor=True"]
+MODES = ["mode='nearest'", "mode='nearest-exact'", "mode='area'"]
+LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+PADS = ["(0, 0, 2, 1)", "(1, 2, -1, -2), value=3.0", "(0, 0, 3, 4, 1, 0)"]
+PADS += [f"{pad}, mode='{m}'" for pad in ((1, 1, 2, 1), (0, 0, 7, 7)) for m in ("circular", "reflect", "replicate")]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_pooling(ranks, world):
-    options = {
-        f"{kind}_pool{n}d": them[i:] for kind, them in (("max", MAX), ("avg", AVG)) for n, i in ((1, 1), (2, 0), (3, 2))
-    }
-    options["avg_pool2d"] = [*AVG, {"kernel_size": 3, "padding": 1, "divisor_override": 5}]
-    check_all_of(ranks, world, options)
+    operations = [(2, "F.avg_pool2d(x, 3, padding=1, divisor_override=5)")]
+    for count, first in ((1, 1), (2, 0), (3, 2)):
+        operations += [(count, f"F.max_pool{count}d(x, {options})") for options in MAX[first:]]
+        operations += [(count, f"F.avg_pool{count}d(x, {options})") for options in AVG[first:]]
+    check_on_images(ranks, world, operations)
 
 
+@pytest.mark.parametrize("kind", ["avg", "max"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_adaptive_pooling(ranks, world):
-    them = {1: ADAPTIVE[:2], 2: [*ADAPTIVE, {"output_size": (None, 4)}], 3: ADAPTIVE[2:3]}
-    options = {f"adaptive_{kind}_pool{n}d": them[n] for kind in ("avg", "max") for n in (1, 2, 3)}
-    options["adaptive_avg_pool2d"] = [*them[2], {"output_size": 1}]
-    check_all_of(ranks, world, options)
+def test_adaptive_pooling(ranks, world, kind):
+    operations = [(n, f"F.adaptive_{kind}_pool{n}d(x, {size})") for n, sizes in ADAPTIVE.items() for size in sizes]
+    check_on_images(ranks, world, operations)
 
 
 def pooled_and_put_back(x, name, **options):
@@ -80,15 +64,14 @@ def test_places_of_maxima_are_those_in_the_whole_image_and_lead_back(ranks, worl
 
 @pytest.mark.parametrize("world", slow_but([3], [2, 3, 4], "other numbers of ranks"))
 def test_interpolation(ranks, world):
-    found = []
-    for count, name in ((1, "linear"), (2, "bilinear"), (3, "trilinear")):
+    operations = []
+    for count, name in LINEAR.items():
+        modes = MODES + [f"mode='{name}', align_corners={align}" for align in (False, True)]
         scales = SCALES if count == 2 else SCALES[1:4:2]
-        options = [{"mode": mode} | s for mode in ("nearest", "nearest-exact", "area") for s in scales]
-        options += [{"mode": name, "align_corners": align} | s for align in (False, True) for s in scales]
-        found += cases(world, "interpolate", *options, count=count)
-    ranks(world, check_all, found)
+        operations += [(count, f"F.interpolate(x, {scale}, {mode})") for mode in modes for scale in scales]
+    check_on_images(ranks, world, operations)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_padding(ranks, world):
-    ranks(world, check_all, list(cases(world, "pad", *PADS, count=2)))
+    check_on_images(ranks, world, [(2, f"F.pad(x, {pad})") for pad in PADS])

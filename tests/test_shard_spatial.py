@@ -2,144 +2,79 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from distributed.shard.spec import as_mesh, spec_of
-from distributed.shard_tensor import ShardTensor, local, wrap
-from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
-from tests.support.spatial_cases import operation
+from distributed.shard_tensor import local
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, errors, evaluate, split
 from tools.instruments.counting import CollectiveCounter
+
+EVERYWHERE = [
+    "F.max_pool2d(x, 3, 2, 1)", "F.avg_pool2d(x, 3, 2, 1)", "F.adaptive_avg_pool2d(x, (4, 5))",
+    "F.pad(x, (1, 2, 0, 3), mode='circular')", "F.pad(x, (1, 2, 0, 1, 2, 1))",
+]  # fmt: skip
 
 
 def test_samples_or_channels_may_be_split_and_samples_may_be_missing(ranks):
     samples, channels = X((3, 4, 9, 6), (0, 2), {0: (2, 1), 1: (5, 4)}), X((2, 4, 9, 6), (1, 3), {1: (4, 2)})
     unbatched = X((4, 9, 6), (1, 2), {0: (5, 4), 1: (4, 2)})
-    found = []
-    for x in (samples, channels, unbatched):
-        for keywords in (
-            {"name": "max_pool2d", "kernel_size": 3, "stride": 2, "padding": 1},
-            {"name": "avg_pool2d", "kernel_size": 3, "stride": 2, "padding": 1},
-            {"name": "adaptive_avg_pool2d", "output_size": (4, 5)},
-            {"name": "pad", "pad": (1, 2, 0, 3), "mode": "circular"},
-            {"name": "pad", "pad": (1, 2, 0, 1, 2, 1)},
-        ):
-            found.append(Case(operation, (x,), (), (2, 2), keywords=keywords))
-        if x is not unbatched:
-            found.append(Case(operation, (x,), (), (2, 2), keywords={"name": "interpolate", "scale_factor": 1.5}))
-        if x is not channels:
-            keywords = {"name": "conv2d", "stride": 2, "padding": 1}
-            found.append(Case(operation, (x,), ((6, 4, 3, 3), (6,)), (2, 2), keywords=keywords))
-    ranks(4, check_all, found)
+    cases = [Case(code, (x,), (), (2, 2)) for x in (samples, channels, unbatched) for code in EVERYWHERE]
+    cases += [Case("F.interpolate(x, scale_factor=1.5)", (x,), (), (2, 2)) for x in (samples, channels)]
+    code, weights = "F.conv2d(x, y, z, stride=2, padding=1)", ((6, 4, 3, 3), (6,))
+    cases += [Case(code, (x,), weights, (2, 2)) for x in (samples, unbatched)]
+    ranks(4, check_all, cases)
 
 
-def serial_error(x, weights, keywords, dtype):
-    """(output, input gradient, weight gradients) in a dtype, of the same upstream gradient."""
-    inputs = [t.to(dtype).detach().requires_grad_() for t in (x, *weights)]
-    y = operation(*inputs, **keywords)
-    y.backward(draw(y.shape, torch.float32, 9).detach().to(dtype))
-    return [y.detach(), *(t.grad for t in inputs)]
+BF16 = {
+    "F.conv2d(x, y, z, padding=1)": ((8, 8, 3, 3), (8,)),
+    "F.conv2d(x, y, z, stride=3)": ((8, 8, 3, 3), (8,)),
+    "F.conv_transpose2d(x, y, z, stride=2, padding=1)": ((8, 8, 4, 4), (8,)),
+    "F.avg_pool2d(x, 3, 2, 1)": (),
+    "F.adaptive_avg_pool2d(x, (7, 5))": (),
+    "F.interpolate(x, scale_factor=1.7, mode='bilinear')": (),
+}
 
 
-def bf16_errors(keywords, shapes, sizes):
-    """The errors of whole and of split, each against float64: the output, its input's gradient, its weights'."""
-    x, *weights = (draw(s, torch.bfloat16, i).detach() for i, s in enumerate(((2, 8, sum(sizes), 32), *shapes)))
-    exact, plain = (serial_error(x, weights, keywords, dtype) for dtype in (torch.float64, torch.bfloat16))
-    how = X(x.shape, (2,), {0: sizes})
-    part = split(x.requires_grad_(), how, domain_mesh())
-    weights = [w.requires_grad_() for w in weights]
-    y = operation(part, *weights, **keywords)
-    upstream = draw(y.shape, torch.float32, 9).detach().bfloat16()
-    local(y).backward(local(split(upstream, X((), (2,), {0: y.spec.split(2)[0]}), domain_mesh())))
-    gradients = [w.grad.float() for w in weights]
-    for gradient in gradients:
-        dist.all_reduce(gradient)
-    found = [y.detach().full_tensor(), ShardTensor.from_local(local(part.grad), y.mesh, y.placements).full_tensor()]
-    return [
-        tuple(((t.double() - e).norm() / e.norm()).item() for t in (a, b))
-        for a, b, e in zip(plain, [*found, *gradients], exact, strict=True)
-    ]
-
-
-BF16 = [
-    ({"name": "conv2d", "padding": 1}, ((8, 8, 3, 3), (8,))),
-    ({"name": "conv2d", "stride": 3}, ((8, 8, 3, 3), (8,))),
-    ({"name": "conv_transpose2d", "stride": 2, "padding": 1}, ((8, 8, 4, 4), (8,))),
-    ({"name": "avg_pool2d", "kernel_size": 3, "stride": 2, "padding": 1}, ()),
-    ({"name": "adaptive_avg_pool2d", "output_size": (7, 5)}, ()),
-    ({"name": "interpolate", "scale_factor": 1.7, "mode": "bilinear"}, ()),
-]
-
-
-@pytest.mark.parametrize(("keywords", "shapes"), BF16)
-def test_bf16_is_as_exact_as_of_the_whole(ranks, keywords, shapes):
-    for plain, found in ranks(2, bf16_errors, keywords, shapes, (37, 27))[0]:
+@pytest.mark.parametrize("code", BF16)
+def test_bf16_is_as_exact_as_of_the_whole(ranks, code):
+    case = Case(code, (X((2, 8, 64, 32), (2,), {0: (37, 27)}),), BF16[code], dtype=torch.bfloat16)
+    for plain, found in ranks(2, errors, case)[0]:
         assert found <= 1.2 * plain
 
 
-def count(keywords, shapes, x):
-    part, weights = split(torch.randn(x.shape), x, domain_mesh()), [torch.randn(shape) for shape in shapes]
+def bytes_sent(code, sizes, kernel):
+    part = split(torch.randn(1, 4, sum(sizes), 16), X((), (2,), {0: sizes}), domain_mesh())
     with CollectiveCounter() as counted:
-        operation(part, *weights, **keywords)
+        evaluate(part, torch.randn(6, 4, kernel, kernel), code=code)
     return dict(counted.calls), counted.bytes["all_to_all"]
 
 
 def test_only_rows_that_windows_share_are_sent(ranks):
-    patches = {"name": "conv2d", "stride": 8}, ((6, 4, 8, 8),), X((1, 4, 40, 16), (2,), {0: (24, 16)})
-    assert ranks(2, count, *patches) == [({}, 0)] * 2
-    unaligned = {"name": "conv2d", "stride": 3}, ((6, 4, 3, 3),), X((1, 4, 9, 16), (2,), {0: (5, 4)})
-    assert ranks(2, count, *unaligned) == [
-        ({"all_to_all": 1}, sent) for sent in (0, 4 * 4 * 16)
-    ]  # one row of 4 channels
-    doubled = {"name": "interpolate", "scale_factor": 2}, (), X((1, 4, 9, 16), (2,), {0: (5, 4)})
-    assert ranks(2, count, *doubled) == [({}, 0)] * 2
-    pooled = {"name": "max_pool2d", "kernel_size": 2}, (), X((1, 4, 10, 16), (2,), {0: (6, 4)})
-    assert ranks(2, count, *pooled) == [({}, 0)] * 2
+    for code, sizes, kernel in (
+        ("F.conv2d(x, y, stride=8)", (24, 16), 8),
+        ("F.interpolate(x, scale_factor=2)", (5, 4), 1),
+        ("F.max_pool2d(x, 2)", (6, 4), 1),
+    ):
+        assert ranks(2, bytes_sent, code, sizes, kernel) == [({}, 0)] * 2
+    one_row = 4 * 4 * 16  # of 4 channels
+    found = ranks(2, bytes_sent, "F.conv2d(x, y, stride=3)", (5, 4), 3)
+    assert found == [({"all_to_all": 1}, 0), ({"all_to_all": 1}, one_row)]
 
 
-def block(x, weight, bias, sizes, group):
-    """A band of an image in, a band out, through everything here."""
-    x = wrap(x, spec_of(group, (1, 4, sum(sizes), 6), [Shard(2)], {0: sizes}))
-    x = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight, bias)
-    x = F.interpolate(F.max_pool2d(x, 2), scale_factor=2, mode="bilinear")
-    x = F.conv_transpose2d(F.interpolate(x, size=(7, 5)), weight, stride=2)
-    return local(F.avg_pool2d(x, 3, 2, padding=1))
-
-
-def check_compiled(sizes):
-    mesh = as_mesh(domain_mesh())
-    x = draw((1, 4, sizes[dist.get_rank()], 6), torch.float32, dist.get_rank())
-    weight, bias = draw((4, 4, 3, 3), torch.float32, 1), draw((4,), torch.float32, 2)
-    found = []
-    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        y = function(x, weight, bias, sizes, mesh)
-        found.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, bias))))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow("convolutions, pooling and resizing in one graph")
-def test_all_of_it_compiles_without_a_graph_break(ranks):
-    ranks(2, check_compiled, (5, 4))
+UNCHANGED = [
+    "F.pad(x, (0, 0, 1, 1))", "F.pad(x, (0, 0, 1, 1), mode='reflect')", "F.pad(x, (0, 0, 1, 1), mode='replicate')",
+    "F.interpolate(x, (12, 3))", "F.interpolate(x, (12, 3), mode='bilinear')", "F.adaptive_avg_pool2d(x, (12, 3))",
+    "F.avg_pool2d(x, 1)",
+]  # fmt: skip
 
 
 def check_results_are_new():
     """Also where a rank's part of the result is what it had: its input stays when the result changes in place."""
-    sizes = (4, 4, 4)
-    for keywords in (
-        {"name": "pad", "pad": (0, 0, 1, 1)},
-        {"name": "pad", "pad": (0, 0, 1, 1), "mode": "reflect"},
-        {"name": "pad", "pad": (0, 0, 1, 1), "mode": "replicate"},
-        {"name": "interpolate", "size": (12, 3)},
-        {"name": "interpolate", "size": (12, 3), "mode": "bilinear"},
-        {"name": "adaptive_avg_pool2d", "output_size": (12, 3)},
-        {"name": "avg_pool2d", "kernel_size": 1},
-    ):
-        x = split(torch.zeros(1, 2, 12, 3), X((), (2,), {0: sizes}), domain_mesh())
-        local(operation(x, **keywords)).add_(1)
-        assert not local(x).any(), keywords
+    for code in UNCHANGED:
+        x = split(torch.zeros(1, 2, 12, 3), X((), (2,), {0: (4, 4, 4)}), domain_mesh())
+        local(evaluate(x, code=code)).add_(1)
+        assert not local(x).any(), code
 
 
 def test_results_share_no_memory_with_the_input(ranks):
@@ -185,7 +120,7 @@ def drawn_cases(draw_):
     shape = (number(1, 2), 2, sum(sizes), *[number(1, 6)] * (count - 1))
     kinds = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool", "interpolate"
     kind = draw_(st.sampled_from(kinds))
-    kernel, weights, keywords = number(1, 5), (), {"name": f"{kind}{count}d"}
+    kernel, weights, name, keywords = number(1, 5), (), f"{kind}{count}d", {}
     if "conv" in kind or kind in ("max_pool", "avg_pool"):
         keywords |= {"stride": number(1, 5), "padding": number(0, kernel // 2 if "pool" in kind else 4)}
     if kind in ("conv", "conv_transpose", "max_pool"):
@@ -202,16 +137,17 @@ def drawn_cases(draw_):
         keywords["output_size"] = number(1, 12)
     if kind == "interpolate":
         mode = draw_(st.sampled_from(["nearest", "nearest-exact", ("linear", "bilinear")[count - 1]]))
-        keywords = {"name": kind, "mode": mode, "size": [number(1, 20) for _ in range(count)]}
+        name, keywords = kind, {"mode": mode, "size": [number(1, 20) for _ in range(count)]}
         if "linear" in mode:
             keywords["align_corners"] = draw_(st.booleans())
-    return Case(operation, (X(shape, (2,), {0: sizes}),), weights, (), keywords=keywords)
+    given = "".join(f", {option}={value!r}" for option, value in keywords.items())
+    return Case(f"F.{name}(x{', y, z' if weights else ''}{given})", (X(shape, (2,), {0: sizes}),), weights)
 
 
 def allowed(case):
     """Whether the plain operation takes the case."""
     try:
-        y = operation(*(torch.randn(shape) for shape in (case.inputs[0].shape, *case.weights)), **case.keywords)
+        y = evaluate(*(torch.randn(shape) for shape in (case.inputs[0].shape, *case.weights)), code=case.function)
         return y.numel() > 0 and bool(y.isfinite().all())  # a window of dilated max pooling may see nothing
     except (RuntimeError, ValueError):
         return False

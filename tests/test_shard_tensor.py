@@ -77,20 +77,6 @@ def test_other_sizes_of_one_dimension_cost_one_all_to_all(ranks):
     assert ranks(3, rebalanced, (8, 4, 0), (0, 1, 11))[0] == {"all_to_all": 1}
 
 
-def sends_of_means():
-    mesh, full = domain_mesh(), draw((2, 3, 7, 5), torch.float32, 1).detach()
-    x, y = laid_out(full, mesh, [Shard(2)]), laid_out(full, mesh, [Shard(2)])
-    with CollectiveCounter() as counter:
-        x.mean((2, 3))  # partial
-        assert not counter.calls  # nothing was sent
-        (x.mean(2) - 2 * y.mean(2)).abs()  # one all-reduce, before abs
-    return dict(counter.calls)
-
-
-def test_a_partial_mean_sends_nothing_until_it_is_added_up(ranks):
-    assert ranks(3, sends_of_means)[0] == {"all_reduce": 1}
-
-
 def collectives_of(source, target):
     x = laid_out(draw((6, 7, 5), torch.float32, 1).detach(), domain_mesh(), source).detach()
     with CollectiveCounter() as counter:
@@ -195,43 +181,11 @@ def test_it_answers_for_the_whole_and_refuses_what_it_cannot_do(ranks):
     ranks(2, answers)
 
 
-# One function for each way in which operands meet.
-
-
-def add(x, y):
-    return x + y
-
-
-def chain(x, y):
-    return (x.exp() * 2 - y / 3).tanh().clamp(-0.4, 0.5).abs() ** 1.5
-
-
-def scaled(x, w):
-    return x * w + w
-
-
-def where(x, y):
-    return torch.where(x > y, x, 2 * y)
-
-
 def in_place(x, y):
     z = x * 1
     z += y
     z.mul_(3).clamp_(-1, 2)
     return z
-
-
-def partial_sums(x, y):
-    total = x.sum(1, keepdim=True) * 2 + y.sum(1, keepdim=True)
-    return total - y.mean(), total.exp()
-
-
-def masked(x):
-    return x.masked_fill(x > 0, 1.0), F.gelu(x, approximate="tanh"), x.bfloat16().float()
-
-
-def tokens(x, weight, bias):
-    return F.linear(x.flatten(2).transpose(1, 2), weight, bias)
 
 
 def mean_head(x, weight, bias):
@@ -251,33 +205,32 @@ def there_and_back(x):
     return y.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], x.shape[1] // 4, 2 * x.shape[2], 2 * x.shape[3])
 
 
+OF_TWO = [
+    "x + y", "(x.exp() * 2 - y / 3).tanh().clamp(-0.4, 0.5).abs() ** 1.5", "torch.where(x > y, x, 2 * y)",
+    "x.sum(1, keepdim=True) * 2 + y.sum(1, keepdim=True) - y.mean()",
+]  # fmt: skip
+OF_ONE = ["x.masked_fill(x > 0, 1.0)", "F.gelu(x, approximate='tanh')", "x.bfloat16().float()", there_and_back]
+LINEAR = ["F.linear(x.flatten(2).transpose(1, 2), y, z)", mean_head, recomputed]
 BANDS = [X((2, 4, 7, 3), (2,)), X((2, 4, 7, 3), (3,)), X((3, 4, 7, 3), (2,), {0: "first"}), X((1, 4, 7, 3), (0,))]
 TILES = [X((2, 4, 7, 5), (2, 3)), X((1, 4, 7, 5), (3, 2)), X((2, 4, 2, 5), (3, None)), X((2, 4, 7, 5), (None, 2))]
 
 
 def cases(size):
+    """Inputs split alike, differently and not at all; weights of each shape that spreads over an image."""
     mesh = (2, 2) if size == 22 else ()
     count = 4 if mesh else size
     for x in TILES if mesh else BANDS:
         if x.sizes:
             x = x._replace(sizes={0: (x.shape[2],) + (0,) * (count - 1)})
-        whole, row, image = X(x.shape), X((x.shape[3],)), x.shape[2:]
+        whole, image = X(x.shape), x.shape[2:]
         other = x._replace(splits=(1,), sizes=None)
-        for function in (add, chain, where, partial_sums):
-            yield Case(function, (x, x), mesh=mesh)
-            yield Case(function, (x, other), mesh=mesh)
-            yield Case(function, (x, whole), mesh=mesh)
-        yield Case(add, (x, row), mesh=mesh)
-        yield Case(add, (x, X((x.shape[1], 1, 1), (0,))), mesh=mesh)
-        yield Case(in_place, (x, whole), mesh=mesh)
-        yield Case(masked, (x,), mesh=mesh)
-        for shape in (x.shape, image, (image[0], 1), (4, 1, 1), ()):
-            yield Case(scaled, (x,), (shape,), mesh=mesh)
-            yield Case(scaled, (whole,), (shape,), mesh=mesh)  # the weight's gradient counts once
-        for function in (tokens, mean_head, recomputed):
-            yield Case(function, (x,), ((6, 4), (6,)), mesh=mesh)
-            yield Case(function, (whole,), ((6, 4), (6,)), mesh=mesh)
-        yield Case(there_and_back, (x,), mesh=mesh)
+        found = [(function, (x, y)) for function in OF_TWO for y in (x, other, whole)]
+        found += [("x + y", (x, X(image[1:]))), ("x + y", (x, X((4, 1, 1), (0,)))), (in_place, (x, whole))]
+        found += [(function, (x,)) for function in OF_ONE]
+        for y in (x, whole):  # the gradient of a weight counts once
+            found += [("x * y + y", (y,), shape) for shape in (x.shape, image, (image[0], 1), (4, 1, 1), ())]
+            found += [(function, (y,), (6, 4), (6,)) for function in LINEAR]
+        yield from (Case(function, inputs, weights, mesh) for function, inputs, *weights in found)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 22])
@@ -318,20 +271,3 @@ def test_axes_keep_what_a_rank_holds_together():
     assert merged([split_rows, Axis(5)]) == (Axis(20, 0, (15, 5)),)
     assert merged([Axis(5), split_rows]) == (Axis(5), split_rows)
     assert merged([Axis(2), Axis(1), Axis(3)]) == (Axis(6),)
-
-
-def without_the_reduction():
-    """A mean whose parts are not added up must not pass for one."""
-    from distributed import collectives
-
-    reduce, collectives._all_reduce = collectives._all_reduce, lambda x, group: x.clone()
-    try:
-        check_all([Case(mean_head, (X((2, 4, 7, 3), (2,)),), ((6, 4), (6,)))])
-    except AssertionError as error:
-        return str(error)
-    finally:
-        collectives._all_reduce = reduce
-
-
-def test_a_missing_collective_is_noticed(ranks):
-    assert all("output 0: error" in found for found in ranks(2, without_the_reduction))

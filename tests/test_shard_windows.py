@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distributed import halo
 from distributed.shard.rules.attention import set_attention_method
-from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter
 
 
@@ -97,20 +96,6 @@ def test_only_pieces_that_do_not_fit_cost_one_all_to_all(ranks):
     one = {"all_to_all": 1}
     assert ranks(2, messages, (8, 4))[0] == ({}, {})
     assert ranks(2, messages, (7, 5))[0] == (one, one)
-
-
-def without_the_exchange():
-    wait, halo.wait = halo.wait, lambda coming: wait(coming) * 0
-    try:
-        check(Case(swin, (X((2, 12, 10, 4), (1,), {0: (7, 5)}),), ((12, 4), (2, 16, 16))))
-    except AssertionError as error:
-        return str(error)
-    finally:
-        halo.wait = wait
-
-
-def test_a_missing_exchange_is_noticed(ranks):
-    assert all("output 0" in found for found in ranks(2, without_the_exchange))
 
 
 def classify(x, token, positions, qkv, registers=0):

@@ -5,11 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from distributed.collectives import shard, shard_sizes
-from distributed.tensor_parallel import reduce_partial_gradients, tensor_parallel
+from distributed.collectives import shard_sizes
 from tests.support import parity
-from tests.support.marks import slow_but
-from tools.instruments.counting import CollectiveCounter
 
 SERIAL = {"all_reduce": 2}
 SEQUENCE = {"all_gather": 2, "reduce_scatter": 2}
@@ -57,75 +54,6 @@ def test_half_precision_stays_half_also_on_the_way(ranks):
         forward, backward, *dtypes = ranks(2, block_counts, sequence_parallel, autocast=True)[0]
         assert dtypes == [torch.float32, torch.float32]  # of the residual
         assert forward.bytes.total() == backward.bytes.total() == full / 2
-
-
-def step_counts(sequence_parallel):
-    mesh = parity.make_mesh(tp=2)
-    model, _ = parity.parallel_vit(parity.serial_vit(), mesh, sequence_parallel=sequence_parallel)
-    with CollectiveCounter() as counted:
-        model(parity.images(model)).square().sum().backward()
-        reduce_partial_gradients(model, mesh["tp"])
-    return counted.calls
-
-
-def test_nothing_else_is_communicated_in_a_step_of_two_blocks(ranks):
-    assert ranks(2, step_counts, False)[0] == {"all_reduce": 8}
-    # Besides the blocks': one gather after the last norm, one of the gradient before the first block, one reduction.
-    assert ranks(2, step_counts, True)[0] == {"all_gather": 10, "reduce_scatter": 8, "all_reduce": 1}
-
-
-def whole_weights(steps, sequence_parallel):
-    mesh = parity.make_mesh(tp=2)
-    model, dims = parity.parallel_vit(parity.serial_vit((3, 5)), mesh, sequence_parallel=sequence_parallel)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(steps):
-        (model(parity.images(model, seed=step)) - parity.images(model, seed=999)).square().mean().backward()
-        reduce_partial_gradients(model, mesh["tp"])
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters() if name not in dims}
-
-
-@pytest.mark.parametrize("sequence_parallel", slow_but([True], [False, True], "without sequence parallelism"))
-def test_whole_weights_are_the_same_to_the_bit_after_200_steps(ranks, sequence_parallel):
-    first, second = ranks(2, whole_weights, 200, sequence_parallel)
-    assert len(first) == 3 + 2 * 6 + 4  # embeddings; norms and biases of two blocks; last norm and head
-    assert first == second
-
-
-def from_the_meta_device():
-    mesh, serial = parity.make_mesh(tp=2), parity.serial_vit()
-    with torch.device("meta"):
-        model = parity.serial_vit()
-    dims = tensor_parallel(model, mesh["tp"])
-    model.to_empty(device="cpu")
-    rank = mesh["tp"].get_local_rank()
-    for name, whole in serial.state_dict().items():
-        piece = shard(whole, dims[name], rank, 2) if name in dims else whole
-        model.get_parameter(name).data.copy_(piece)
-    kept, kept_dims = parity.parallel_vit(serial, mesh)
-    assert dims == kept_dims
-    assert sum(p.numel() * p.element_size() for p in kept.parameters()) == sum(
-        p.untyped_storage().nbytes() for p in kept.parameters()
-    )  # the whole weights are let go
-    torch.testing.assert_close(model(parity.images(serial)), kept(parity.images(serial)), rtol=0, atol=0)
-
-
-def test_a_model_on_the_meta_device_takes_its_weights_later(ranks):
-    ranks(2, from_the_meta_device)
-
-
-@pytest.mark.parametrize(
-    ("tp", "changes", "sequence_parallel", "line"),
-    [
-        (3, {}, False, "tensor parallel: 4 heads cannot be split over 3 ranks"),
-        (2, {"mlp_ratio": 33 / 32}, False, "tensor parallel: 33 hidden features cannot be split over 2 ranks"),
-        (4, {"grid": (3, 1)}, True, "sequence parallel: 3 tokens cannot be split over 4 ranks"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_on_every_rank(ranks, tp, changes, sequence_parallel, line):
-    lines = ranks(tp, parity.refusal, tp=tp, sequence_parallel=sequence_parallel, **changes)
-    assert lines == [line] * tp
 
 
 def dropout_masks(sequence_parallel):
@@ -183,19 +111,3 @@ def replayed_dropout(sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_activation_checkpointing_replays_dropout(ranks, sequence_parallel):
     ranks(2, replayed_dropout, sequence_parallel)
-
-
-@torch.no_grad()
-def moments_with_dropout(draws):
-    """Mean and variance over dropout of a block's output, serial and split."""
-    serial = parity.serial_vit(dropout=0.3)
-    model, _ = parity.parallel_vit(serial, parity.make_mesh(tp=2))
-    x = torch.randn(1, 90, 32)
-    return [torch.var_mean(torch.stack([m.blocks[0](x) for _ in range(draws)]), 0) for m in (serial, model)]
-
-
-def test_dropout_has_the_moments_of_the_serial_model(ranks):
-    (variance, mean), (split_variance, split_mean) = ranks(2, moments_with_dropout, 300)[0]
-    z = (split_mean - mean) / ((variance + split_variance) / 300).sqrt()
-    assert z.square().mean() == pytest.approx(1, abs=0.3)
-    assert split_variance.mean() == pytest.approx(variance.mean().item(), rel=0.05)

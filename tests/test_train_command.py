@@ -1,7 +1,6 @@
 """train.py as a user runs it: exit status, one line for bad input, signals."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -145,26 +144,6 @@ def test_statistics_of_the_change_are_made_for_data_that_came_without(tmp_path, 
     np.testing.assert_allclose(expected[0, :, 0, 0], np.sqrt(np.concatenate(squares).mean((0, 2, 3))), rtol=1e-6)
     with pytest.raises(UsageError, match="nothing: holds no .h5, .nc or .zarr"):
         year_files.main([str(tmp_path / "nothing"), str(tmp_path)])
-
-
-def test_mis_shaped_statistics_are_refused(refused, tmp_path, sample_folder):
-    np.save(tmp_path / "stats.npy", np.ones((1, 20, 8, 8), np.float32))
-    refused(
-        r"stats.npy: expected shape \(1, 20, 16, 32\), found \(1, 20, 8, 8\)", time_means_path=tmp_path / "stats.npy"
-    )
-    np.save(tmp_path / "stats.npy", np.zeros((1, 20, 1, 1), np.float32))
-    refused("not positive", global_stds_path=tmp_path / "stats.npy")
-
-
-def test_damaged_data_is_refused(refused, tmp_path, sample_folder):
-    shutil.copytree(sample_folder / "train", tmp_path / "train")
-    os.truncate(tmp_path / "train/1980.h5", 100_000)
-    refused("1980.h5: HDF5 .truncated or damaged.. cannot be read", train_data_path=tmp_path / "train")
-    (tmp_path / "empty").mkdir()
-    refused("empty: holds no .h5, .nc or .zarr", valid_data_path=tmp_path / "empty")
-    with h5py.File(tmp_path / "empty/1979.h5", "w") as file:
-        file["other"] = np.zeros(3)
-    refused("1979.h5: expected a dataset 'fields'", valid_data_path=tmp_path / "empty")
 
 
 def test_a_log_folder_that_cannot_be_written_is_refused(refused, tmp_path):

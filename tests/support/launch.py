@@ -1,13 +1,21 @@
 """Launches as users make them, where these are tested; tests/support/programs.py starts programs in milliseconds."""
 
 import contextlib
+import importlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import unittest.mock
 
 import psutil
+import pytest
+import torch
+
+from utils import comm
+from utils.errors import run_main
 
 
 def torchrun(words, ranks=2, restarts=0, script="train.py", **variables):
@@ -43,3 +51,20 @@ def rank_pids(process):
                 if {"train.py", "train_mp.py", "train_shard.py"} & set(child.cmdline()):
                     pids.append(child.pid)
     return pids
+
+
+def outcome(script, words):
+    """Exit status of a script on this rank, which a launcher is pretended to have started, and what it says."""
+    launcher = {
+        "RANK": comm.rank(), "LOCAL_RANK": comm.rank(), "WORLD_SIZE": comm.world_size(), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }  # fmt: skip
+    said, main = io.StringIO(), importlib.import_module(script).main
+    with (
+        unittest.mock.patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}),
+        unittest.mock.patch.object(comm, "init", return_value=torch.device("cpu")),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as end,
+    ):
+        run_main(lambda: main(words))
+    return end.value.code, said.getvalue()

@@ -8,7 +8,7 @@ from distributed.collectives import shard
 from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
-from tests.test_data_parallel import train as train_data_parallel
+from tools.instruments.counting import CollectiveCounter
 from training.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.tasks import build_task, task_of
@@ -85,7 +85,8 @@ def train_serially(tiny_config, options, steps):
     """Losses and weights of one device, computed once."""
     key = repr(sorted(options.items())), steps
     if key not in _serial:
-        _serial[key] = train_data_parallel(tiny_config(**options), steps)
+        losses, weights, *_ = train(tiny_config(**options), steps)
+        _serial[key] = losses, {name: value for name, (value, _) in weights.items()}
     return _serial[key]
 
 
@@ -131,3 +132,35 @@ def check_chain(ranks, tiny_config, layouts, options, folder):
     for part, (size, own) in enumerate(layouts):
         losses.append(ranks(size, train_from, tiny_config(**options, **own), folder, 3 * part, 3 * part + 3)[0])
     torch.testing.assert_close(torch.cat(losses), serial, rtol=1e-5, atol=0)
+
+
+def overflow_on_the_last_rank(config):
+    """Whether weights change in a step in which only the last rank's part of a gradient overflows; the loss scale."""
+    step = build(config)
+    parameters = list(step.parallel.model.parameters())
+    before, unscale = [local(p).clone() for p in parameters], step.scaler.unscale_
+
+    def overflow(optimizer):
+        if comm.rank() == comm.world_size() - 1:
+            local(step.parallel.model.blocks[0].mlp.fc1.weight.grad)[0, 0] = torch.inf
+        unscale(optimizer)
+
+    step.scaler.unscale_ = overflow
+    step(0, *(own_part(part, config) for part in torch.randn(2, config.global_batch_size, 20, *config.img_size)))
+    return all(torch.equal(a, local(b)) for a, b in zip(before, parameters, strict=True)), step.scaler.get_scale()
+
+
+def local(tensor):
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def collectives_of_a_step(config):
+    """Calls and bytes by kind in the fifth optimizer step, when everything has settled."""
+    step = build(config)
+    x, y = (own_part(t, config) for t in torch.randn(2, config.global_batch_size, 20, *config.img_size))
+    for i in range(4):
+        step(i, x, y)
+    with CollectiveCounter() as counted:
+        step(4, x, y)
+    return dict(counted.calls), dict(counted.bytes)

@@ -53,14 +53,6 @@ def parallel_vit(serial, mesh, method="gather", sequence_parallel=False):
     return model, tensor_parallel(model, mesh["tp"], sequence_parallel)
 
 
-def refusal(tp=1, cp=1, method="gather", sequence_parallel=False, **changes):
-    """The line with which this rank refuses a layout."""
-    try:
-        parallel_vit(serial_vit(**changes), make_mesh(tp, cp), method, sequence_parallel)
-    except ValueError as refused:
-        return str(refused)
-
-
 def error(found, expected):
     """Relative error of a tensor as a whole."""
     expected = expected.detach().double()
