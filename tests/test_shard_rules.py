@@ -38,7 +38,7 @@ VIEWS = [
     "x.movedim(0, -1)", "torch.movedim(x, (0, 1), (1, 0))", "x.unsqueeze(-1).expand(-1, -1, -1, 3)",
     "x.expand(2, 3, 7, 4)",
     "x[:1].expand_as(x)", "torch.broadcast_to(x, (2, 3, 7, 4))", "torch.broadcast_tensors(x[:1], x)",
-    "x[:, :, :1].squeeze(2)",
+    "x[:, :, :1].squeeze(2)", "x[:1, 3:4].squeeze(1)", "x[:1].narrow(1, 2, 1).squeeze(-2)",
     "x[:1].squeeze()", "x.unsqueeze(0).squeeze((0,))", "x.movedim(1, 0).reshape(7, 12)",
     "x.repeat(1, 2, 1).flatten(1) * 2",
     "F.pixel_shuffle(x.permute(2, 0, 1), 2)", "x.repeat_interleave(2, 0)[:, :, :2].unflatten(0, (1, 6))",
