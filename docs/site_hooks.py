@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
 
 
 def _tabs(found: re.Match[str]) -> str:
-    here, slurm = (re.sub(r"^(?=.)", "    ", text.strip(), flags=re.M) for text in (found[2], found[4]))
+    here, slurm = (re.sub(r"^(?=.)", "    ", text.strip("\n"), flags=re.M) for text in (found[2], found[4]))
     return f'## Run it\n\n=== "{found[1]}"\n\n{here}\n\n=== "{found[3]}"\n\n{slurm}\n\n'
 
 

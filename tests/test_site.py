@@ -80,6 +80,7 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
         text = page.read_text()
         assert not re.search(r"<(script|link|img|iframe)\b[^>]*(src|href)=\"?(https?:)?//", text), page
         assert "[[[cog" not in text, page
+        assert not re.search(r"<p>\s*(torchrun|sbatch|python|make) ", text), f"{page}: a command is no paragraph"
     lesson = (site / "data_parallel.html").read_text()
     assert "Run it on Slurm</label>" in lesson  # a tab
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
