@@ -98,7 +98,8 @@ def compare(
 
 def _row(case: Case, figures: Sequence[dict[str, Any]], device: torch.device) -> dict[str, Any]:
     hidden = [figure["hidden"] for figure in figures if figure["hidden"] is not None]
-    traces = trace_step(case.config, case.layout, device.type)
+    ranks = {*case.layout.groups("cp")[0], *case.layout.groups("pp")[0]}  # the others are like these
+    traces = trace_step(case.config, case.layout, device.type, ranks)
     predicted = most([trace.held for trace in traces])
     if case.config.enable_jit:  # code that is traced is not compiled
         predicted["activations"] = math.nan
