@@ -141,31 +141,33 @@ def test_attention_is_read_by_tokens_and_size_of_heads_not_by_their_number():
     assert seconds(8e6, 8e4, "attention", "attention", head=48) == pytest.approx(8 * one)
 
 
+def step_of(*words, phase="forward", operations=0, messages=(), ranks=1, script="train.py", entry=None, **changes):
+    """StepTime on the made machine of so many products of a millisecond. messages: (kind, number of 2 ms each)."""
+    config, layout = settings_of(*words, ranks=ranks, script=script)
+    counted = Counter({Operation(phase, "matmul", 1e6, 1e4, torch.float32, "mm"): operations})
+    sent = Counter({Message(phase, kind, "dp", 10**6): calls for kind, calls in messages})
+    trace = Trace({}, {}, 0, counted, sent, {"dp": (0, 1)} if sent else {})
+    return step_time([trace], config, layout, gpu_of("made", entry or made(**changes)))
+
+
 def test_on_a_cpu_the_host_and_messages_come_on_top_of_computing():
-    config, layout = settings_of("--config=quick", ranks=2)
-    operation = Operation("backward", "matmul", 1e6, 1e4, torch.float32, "mm")
-    message = Message("backward", "all_reduce", "dp", 10**6)
-    trace = Trace({}, {}, 0, Counter({operation: 3}), Counter({message: 2}), {"dp": (0, 1)})
-    found = step_time([trace], config, layout, gpu_of("made", made(wrappers={"ddp": 0.5})))
+    case = {"phase": "backward", "operations": 3, "messages": [("all_reduce", 2)], "ranks": 2}
+    found = step_of("--config=quick", **case, wrappers={"ddp": 0.5})
     expected = {"matmul": 3e-3, "launch": 3e-5 + 0.5, "communication dp": 2 * (1e-3 + 1e-3)}
     assert {name: s for name, s in found.parts.items() if s} == pytest.approx(expected)
-    hidden = step_time([trace], config, layout, gpu_of("made", made(overlap=1.0)))
+    assert found.phases == pytest.approx({"forward": 0, "backward": found.seconds, "update": 0})
+    hidden = step_of("--config=quick", **case, overlap=1.0)
     assert hidden.parts["communication dp"] < found.parts["communication dp"]
 
 
 def test_a_step_of_several_ranks_takes_as_long_as_the_slowest_computes():
-    operation = Operation("forward", "matmul", 1e9, 1e7, torch.float32, "mm")
-    trace, gpu = Trace({}, {}, 0, Counter({operation: 3}), Counter(), {}), gpu_of("made", made(slowest=1.5))
-    one, two = (step_time([trace], *settings_of("--config=quick", ranks=n), gpu).parts["matmul"] for n in (1, 2))
-    assert one == pytest.approx(1.5) and two == pytest.approx(1.5 * one)
+    one, two = (step_of("--config=quick", operations=3, ranks=n, slowest=1.5).parts["matmul"] for n in (1, 2))
+    assert one == pytest.approx(3e-3) and two == pytest.approx(1.5 * one)
 
 
 def test_on_a_cpu_fully_shard_waits_for_each_of_its_messages():
-    config, layout = settings_of("--config=quick", "--data_parallel=fsdp", ranks=2)
-    operation = Operation("forward", "matmul", 1e9, 1e7, torch.float32, "mm")
-    message = Message("forward", "all_gather", "dp", 10**6)
-    trace = Trace({}, {}, 0, Counter({operation: 3}), Counter({message: 2}), {"dp": (0, 1)})
-    found = step_time([trace], config, layout, gpu_of("made", made(overlap=1.0)))
+    words = "--config=quick", "--data_parallel=fsdp"
+    found = step_of(*words, operations=300, messages=[("all_gather", 2)], ranks=2, overlap=1.0)
     assert found.parts["communication dp"] == pytest.approx(2 * (1e-3 + 1e-3))
 
 
@@ -174,25 +176,17 @@ def test_on_a_cpu_fully_shard_waits_for_each_of_its_messages():
     [((), 2), (("--checkpointing_interval=2",), 1), (("--local_batch_size=4", "--gradient_accumulation=2"), 4)],
 )
 def test_a_block_that_is_computed_again_costs_the_host_what_was_measured(words, blocks):
-    config, layout = settings_of("--config=quick", "--activation_checkpointing=selective", *words)
-    plain, more = (
-        step_time([Trace({}, {}, 0, Counter(), Counter(), {})], config, layout, gpu_of("made", made(wrappers=own)))
-        for own in ({}, {"selective": 0.25})
-    )
-    assert more.seconds - plain.seconds == pytest.approx(0.25 * blocks)
+    words = "--config=quick", "--activation_checkpointing=selective", *words
+    assert step_of(*words, wrappers={"selective": 0.25}).seconds == pytest.approx(0.25 * blocks)
 
 
 def test_a_stage_that_works_alone_is_as_fast_as_one_rank_alone():
     words = "--config=mp_quick", "--pipeline_parallel=2", "--gradient_accumulation=2"
-    config, layout = settings_of(*words, ranks=2, script="train_mp.py")
-    trace = Trace(
-        {}, {}, 0, Counter({Operation("backward", "matmul", 1e6, 1e4, torch.float32, "mm"): 4}), Counter(), {}
-    )
-    alike, alone = made(), made()
-    ((size, moved, seconds), last) = alone["measured"]["compute"]["1"]["operations"]["mm"]["float32"]
-    alone["measured"]["compute"]["1"] = json.loads(json.dumps(alone["measured"]["compute"]["1"]))
-    alone["measured"]["compute"]["1"]["operations"]["mm"]["float32"] = [[size, moved, seconds / 2], last]
-    busy, free = (step_time([trace], config, layout, gpu_of("made", own)).parts for own in (alike, alone))
+    alone = json.loads(json.dumps(made()))  # the parts of made() are shared
+    point = alone["measured"]["compute"]["1"]["operations"]["mm"]["float32"][0]
+    point[-1] /= 2
+    case = {"phase": "backward", "operations": 4, "ranks": 2, "script": "train_mp.py"}
+    busy, free = (step_of(*words, **case, entry=entry).parts for entry in (made(), alone))
     idle = 4e-3 + 4e-5  # of a micro-batch of two
     assert busy["matmul"] == free["matmul"] == pytest.approx(4e-3)
     assert busy["bubble"] == pytest.approx(idle / 2) and free["bubble"] == pytest.approx(idle / 2 - 2 * 2e-3 / 2)

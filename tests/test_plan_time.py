@@ -150,24 +150,21 @@ def test_operations_take_the_longer_of_arithmetic_and_traffic():
     assert step.seconds == pytest.approx(4.5) and step.bound == "compute"
 
 
-def test_tf32_is_used_in_float32_products_alone_and_where_it_is_enabled():
-    product = made([(Operation("forward", "matmul", 10**15, 0, torch.float32), 1)])
-    plain, tf32 = (step_time([product], *settings("--config=base", *w), A100).seconds for w in ([], ["--enable_tf32"]))
-    assert plain / tf32 == pytest.approx(A100.tf32 / A100.fp32)
-    half = made([(Operation("forward", "matmul", 10**15, 0, torch.float16), 1)])
-    assert step_time([half], *settings("--config=base"), A100).seconds == pytest.approx(tf32 / 2)
+RATES = [  # kind, type, options, others with which it is so many times as fast
+    ("matmul", torch.float32, [], ["--enable_tf32"], A100.tf32 / A100.fp32),
+    ("matmul", torch.float16, [], ["--enable_tf32"], 1),
+    ("attention", torch.float16, ["--embed_dim=384"], ["--embed_dim=512"], 64 / 48),  # heads of 48 are padded to 64
+    ("pointwise", torch.float32, [], ["--enable_jit"], 2),
+]
 
 
-def test_heads_are_padded_to_the_sizes_of_the_attention_kernels():
-    heads = made([(Operation("forward", "attention", 10**15, 0, torch.float16), 1)])
-    of_48, of_64 = (step_time([heads], *settings("--config=base", f"--embed_dim={8 * n}"), A100) for n in (48, 64))
-    assert of_48.seconds / of_64.seconds == pytest.approx(64 / 48)
-
-
-def test_compiled_pointwise_operations_move_less():
-    moves = made([(Operation("forward", "pointwise", 0, 10**11, torch.float32), 1)])
-    plain, compiled = (step_time([moves], *settings("--config=base", *w), A100) for w in ([], ["--enable_jit"]))
-    assert compiled.seconds == pytest.approx(plain.seconds / 2) and plain.bound == "memory bandwidth"
+@pytest.mark.parametrize(("kind", "dtype", "before", "after", "times"), RATES)
+def test_options_make_an_operation_faster_where_the_kernels_do(kind, dtype, before, after, times):
+    flops, moved = (0, 10**11) if kind == "pointwise" else (10**15, 0)
+    trace = made([(Operation("forward", kind, flops, moved, dtype), 1)])
+    slow, fast = (step_time([trace], *settings("--config=base", *words), A100) for words in (before, after))
+    assert slow.seconds / fast.seconds == pytest.approx(times)
+    assert slow.bound == ("memory bandwidth" if kind == "pointwise" else "compute")
 
 
 def reduced(seconds, buckets, *words, group="dp", phase="backward", kind="all_reduce"):
@@ -349,12 +346,8 @@ def test_published_throughputs_lie_in_the_stated_band(name):
 def test_calibrated_on_one_gpu_the_published_throughputs_are_met(name):
     step = step_time(*traced(name), gpu_of(name), factor())
     samples, published = traced(name)[1].global_batch_size, PUBLISHED[name][0]
-    assert samples / step.seconds == pytest.approx(published, rel=0.2)
+    assert samples / step.seconds == pytest.approx(published, rel=0.2) and 0.8 < factor() < 1.25
     assert abs(samples / published / step.seconds - 1) <= step.error
-
-
-def test_the_calibration_is_a_small_correction():
-    assert 0.8 < factor() < 1.25
 
 
 @pytest.mark.parametrize("dtype", slow_but(["bf16"], ["bf16", "fp16"], "the order in the other precision"))
@@ -367,15 +360,11 @@ def test_context_parallel_beats_tensor_parallel_as_it_did(dtype):
     assert context.parts["communication cp"] < tensor.parts["communication tp"]
 
 
-def test_a_newer_gpu_is_faster():
-    seconds = [step_time(*traced(ONE), load_gpu(name)).seconds for name in ("a100-40gb", "a100-80gb", "h100", "h200")]
-    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[-1]
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_parts_add_up_and_nothing_sent_is_lost(name):
     traces, config, layout = traced(name)
     step = step_time(traces, config, layout, A100)
     assert step.seconds == pytest.approx(sum(step.parts.values())) and min(step.parts.values()) >= 0
+    assert step.seconds == pytest.approx(sum(step.phases.values()))
     sent = sum(message.sent * calls for message, calls in traces[0].messages.items())
     assert sum(c["bytes"] for c in step.collectives) == pytest.approx(sent, abs=10)

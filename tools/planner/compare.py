@@ -16,20 +16,25 @@ from utils.config import check_config, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
 
+ROWS = {  # {key of planned_figures: (title, its unit)}
+    "step_time_s": ("step, without its data, ms", 1e-3), "forward_s": ("forward, ms", 1e-3),
+    "backward_s": ("backward, ms", 1e-3), "pipeline_s": ("forward and backward, ms", 1e-3),
+    "update_s": ("update, ms", 1e-3), "peak_allocated_bytes": ("memory at most, GiB", 2**30),
+    "calls": ("collectives of a step", 1),
+}  # fmt: skip
 OFF = 0.15  # share by which a figure may differ without a reason
 Mean = Callable[..., float]  # seconds of phases of a step, added up
 
 
-def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float | None], **more: Mapping) -> str:
+def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float], **more: Mapping[str, str]) -> str:
     """Planned figures beside measured ones, and the ratio of measured to planned, as a table.
 
-    planned, measured: {name of a row: figure}; None or 0: not measured. more: {title: {name of a row: text}}
+    planned, measured: {name of a row: figure}. more: {title: {name of a row: text}} of further columns.
     """
     rows = []
     for name, plan in planned.items():
-        value = measured.get(name) or None
-        ratio = value / plan if value and plan else None
-        rows.append((name, plan, value, ratio, *(column[name] for column in more.values())))
+        ratio = measured[name] / plan if plan else None
+        rows.append((name, plan, measured[name], ratio, *(column[name] for column in more.values())))
     columns = {title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}
     return format_table(columns | dict.fromkeys(more, ""), rows)
 
@@ -44,30 +49,20 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     if not file.exists():
         raise UsageError(f"{folder}: has no {file.name}: no run has finished here")
     name, readings = read_summary(file, config=str)["config"], _steady(folder)
-    first, last, mean = readings[0], readings[-1], _means(readings)
+    first, last = readings[0], readings[-1]
     gpu, ranks, where = gpu_of_run(gpu_name, last["device"]), last["ranks"], folder / "config.yaml"
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
     plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
-
-    planned = {"step, without its data, ms": plan["step_time_s"] * 1e3}
-    found = {"step, without its data, ms": run["step_time_s"] * 1e3}
-    phases = {"forward": ("forward",), "backward": ("backward", "reduce"), "update": ("optimizer",)}
-    for phase, spans in phases.items():
-        planned[f"{phase}, ms"], found[f"{phase}, ms"] = plan[f"{phase}_s"] * 1e3, mean(*spans) * 1e3
-    if mean("pipeline"):
-        planned["forward and backward, ms"] = planned.pop("forward, ms") + planned.pop("backward, ms")
-        found["forward and backward, ms"] = mean("pipeline", "reduce") * 1e3
-    if last["device"] != "cpu":  # there the run knows its resident set alone, with Python and its libraries in it
-        planned["memory at most, GiB"] = plan["peak_allocated_bytes"] / 2**30
-        found["memory at most, GiB"] = run["peak_allocated_bytes"] / 2**30
-    planned["collectives of a step"], found["collectives of a step"] = plan["calls"], run["calls"]
-
-    ratios = {name.split(",")[0]: found[name] / plan for name, plan in planned.items() if plan and found[name]}
+    planned, found = {}, {}
+    for key, (title, unit) in ROWS.items():
+        if run[key] is not None:
+            planned[title], found[title] = plan[key] / unit, run[key] / unit
+    ratios = {title.split(",")[0]: found[title] / value for title, value in planned.items() if value}
     lines = [
         f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
         f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
         f"{beside('', planned, found)}\n",
-        *(f"- {reason}" for reason in _reasons(gpu, config, last, ratios, mean)),
+        *(f"- {reason}" for reason in _reasons(gpu, config, last, ratios, _means(readings))),
         f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(file))}",
     ]
     return "\n".join(lines)
@@ -86,15 +81,20 @@ def gpu_of_run(name: str | None, device: str) -> Gpu:
 
 def planned_figures(plan: Plan) -> dict[str, Any]:
     """A plan as JSON, also with its config, its seconds by phase, and its number of collectives."""
-    return plan.to_json() | {
-        "settings": plan.config.model_dump(),
-        "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
-        **{f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()},
-    }
+    phases = {f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()}
+    return (
+        plan.to_json()
+        | phases
+        | {
+            "settings": plan.config.model_dump(),
+            "pipeline_s": phases["forward_s"] + phases["backward_s"],
+            "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
+        }
+    )
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """{key of planned_figures: what the run in a folder says of it}: a step without its data, memory, collectives.
+    """{key of planned_figures: what the run in a folder says of it}: a step without its data, phases, memory, messages.
 
     None: not measured. Raises UsageError where the run has no reading.
     """
@@ -102,9 +102,15 @@ def measured(folder: Path) -> dict[str, Any]:
     mean, last = _means(readings), readings[-1]
     counts = [r["messages"] for r in readings if r.get("messages")]
     calls = next((n for n in counts if n % 1 == 0), None)  # a fraction: a CUDA graph was captured meanwhile
+    pipeline = bool(mean("pipeline"))
     return {
         "step_time_s": mean("step") - mean("data"),
-        "peak_allocated_bytes": last["memory/most_bytes"],
+        "forward_s": None if pipeline else mean("forward") or None,
+        "backward_s": None if pipeline else mean("backward", "reduce") or None,
+        "pipeline_s": mean("pipeline", "reduce") if pipeline else None,
+        "update_s": mean("optimizer") or None,
+        # Of a CPU the run knows its resident set alone, with Python and its libraries in it.
+        "peak_allocated_bytes": last["memory/most_bytes"] if last["device"] != "cpu" else None,
         "calls": 0 if calls is None and last["ranks"] == 1 else calls,
     }
 

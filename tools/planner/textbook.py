@@ -23,6 +23,7 @@ from utils.schema import Config
 
 MODELS = "vit", "classifier"  # that the formulas describe
 FULL = 4  # bytes of a float32 number
+Groups = dict[str, tuple[int, ...]]  # by name: the ranks among which messages travel
 
 
 def textbook_traces(config: Config, layout: Layout) -> list[Trace]:
@@ -209,11 +210,11 @@ def operations_of(share: Share) -> Counter[Operation]:
     return counted
 
 
-def messages_of(share: Share) -> tuple[Counter[Message], dict[str, tuple[int, ...]]]:
-    """(messages of a step, {group: the ranks among which they travel})."""
+def messages_of(share: Share) -> tuple[Counter[Message], Groups]:
+    """(messages of a step, groups in which they travel)."""
     config, layout, c, passes = share.config, share.layout, share.c, share.passes
     messages: Counter[Message] = Counter()
-    groups: dict[str, tuple[int, ...]] = {}
+    groups: Groups = {}
     places = np.arange(layout.world_size).reshape(*layout.mesh_dims.values())
 
     def add(phase: str, kind: str, group: str, size: float, calls: float) -> None:

@@ -6,7 +6,7 @@ linear in the number of blocks of a stage.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -66,18 +66,18 @@ class Trace:
     groups: dict[str, tuple[int, ...]]
 
 
-def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
-    """Traces of the ranks that may hold or do most: the first and the last of a pipeline, else rank 0.
+def trace_step(
+    config: Config, layout: Layout, device_type: str = "cuda", ranks: Iterable[int] | None = None
+) -> list[Trace]:
+    """Traces of some ranks, by default of those that may hold or do most: the ends of a pipeline, else rank 0.
 
     config: of this layout. device_type: whose kernels and mixed precision are traced.
     Raises ValueError where the model cannot be split so.
     """
     if config.data_parallel == "zero1":
         import torch.distributed.optim  # noqa: F401  it compiles code that reads what fake_rank replaces
-    ranks = [0]
-    if layout.pp > 1:
-        ranks.append(int(layout.groups("pp")[0][-1]))
-    return [_deep(config, layout, rank, device_type) for rank in ranks]
+    ranks = ranks or sorted({0, layout.groups("pp")[0][-1]})
+    return [_deep(config, layout, int(rank), device_type) for rank in ranks]
 
 
 def _deep(config, layout, rank, device_type):
