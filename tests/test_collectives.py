@@ -7,8 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed import collectives as c
 from tools.instruments.counting import CollectiveCounter
-from utils import comm
-from utils.layout import Layout
 
 SIZES = [(3, 3, 3), (4, 3, 3), (5, 0, 2)]
 
@@ -134,16 +132,3 @@ def test_the_counter_sees_ddp_and_plain_collectives(ranks):
     sent = {"all_reduce": 24, "broadcast": 24, "all_gather": 48, "reduce_scatter": 12, "all_to_all": 12, "barrier": 0}
     assert first[2:] == (both | {"send": 1}, sent | {"send": 24})
     assert second[2:] == (both | {"recv": 1}, sent | {"recv": 0})
-
-
-def more_groups(layout):
-    """How many of this rank's process groups are of combined dimensions alone."""
-    comm.build_mesh(torch.device("cpu"), layout)
-    one, several = ({comm.get_group(name).group_name for name in names} for names in (layout.mesh_dims, comm.COMBINED))
-    return len(several - one)
-
-
-@pytest.mark.parametrize(("parallel", "more"), [({}, 0), ({"tp": 2}, 1), ({"domain": (2, 1)}, 0)], ids=str)
-def test_combined_dimensions_share_the_group_of_the_only_one_that_has_ranks(ranks, parallel, more):
-    """More: that of dp_shard_image, which hsdp asks for by its name."""
-    assert ranks(2, more_groups, Layout(2, **parallel)) == [more, more]

@@ -1,6 +1,5 @@
 """Settings: inheritance, options, and a clear line for whatever does not fit."""
 
-
 import pytest
 
 from training.optimizer import peak_learning_rate
@@ -227,13 +226,6 @@ def test_named_configs_of_the_repository_are_all_valid():
     for name in yaml().load(open("config/ViT.yaml")):
         load_config([f"--config={name}"])
         assert read_named_config("config/ViT.yaml", name)
-
-
-def test_a_run_shorter_than_the_warmup_of_its_config_shortens_the_warmup_and_says_so():
-    config = load_config(["--config=quick", "--num_iters=20"])
-    assert config.warmup == 10
-    assert config.notes == ["num_iters 20 is less than the warmup of 100 iterations: warmup shortened to 10"]
-    assert load_config(["--config=quick", "--num_iters=200"]).warmup == 100
 
 
 def test_the_suggested_micro_batches_work():

@@ -20,20 +20,6 @@ from utils.tiles import own_window
 METHODS = ["gather", "ring", "all_to_all"]
 
 
-@pytest.mark.parametrize("grid", [parity.UNEVEN, parity.EVEN])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cp", [2, 3, 4])
-def test_numbers_are_those_of_the_serial_model(ranks, cp, method, grid):
-    changes = {"num_heads": 6, "embed_dim": 48} if cp == 3 else {}
-    ranks(cp, parity.check_parity, cp=cp, method=method, grid=grid, **changes)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_numbers_with_heads_over_tp_and_tokens_over_cp(ranks, method, sequence_parallel):
-    ranks(4, parity.check_parity, tp=2, cp=2, method=method, sequence_parallel=sequence_parallel)
-
-
 def block_counts(tp, cp, method, compiled=False, dtype=torch.float32, sequence_parallel=False):
     mesh = parity.make_mesh(tp, cp)
     serial = parity.serial_vit(parity.EVEN, dtype, num_heads=4)

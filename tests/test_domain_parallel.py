@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.compilation import TRACED
 from tests.support.layout_parity import (
@@ -204,23 +203,3 @@ def test_an_image_and_its_tiles_are_the_same_points(tiny_config):
     )
     assert torch.equal(labels, same) and torch.equal(parts, images[:, :, 4:8, 3:7])
     assert len(set(labels.tolist())) > 3
-
-
-def test_made_images_reach_the_device_as_a_few_numbers(tiny_config):
-    """Whole images copied from the host would hold the device up in every step."""
-    waves = made_images(tiny_config, [64, 64], [(0, 64), (0, 64)], "meta")
-    with Copies() as copies:
-        images, _ = waves.batch(range(2))
-    assert images.shape == (2, 2, 64, 64) and images.device == torch.device("meta")
-    assert 0 < copies.numbers < 10
-
-
-class Copies(TorchDispatchMode):
-    """Counts the numbers that are copied from the host to another device."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
-            self.numbers += args[0].numel()
-        return func(*args, **kwargs or {})

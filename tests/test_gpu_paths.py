@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from distributed import attention
 from distributed.shard.spec import as_mesh
-from tests.support import programs
 from training import checkpoint, profiling
 from training.profiling import build_profiler
 from training.tasks import build_task
@@ -248,23 +247,6 @@ def test_ring_attention_takes_the_flash_kernel_where_a_gpu_has_it(monkeypatch, c
     monkeypatch.setattr(torch.version, "hip", hip)
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 64, 32))
     assert attention.kernel(q, None) is found
-
-
-@pytest.mark.parametrize(("hip", "length"), [(None, 64), ("7.1", 50)])
-def test_the_log_sum_exp_is_padded_for_nvidia_alone(monkeypatch, hip, length):
-    taken = []
-    monkeypatch.setattr(torch.version, "hip", hip)
-    backward = lambda grad, q, k, v, mask, out, lse, *others: taken.append(lse.shape[2]) or (q, k, v)  # noqa: E731
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention_backward", backward, raising=False)
-    x = torch.zeros(1, 2, 50, 8)
-    attention.CudaEfficient.backward(x, x, x, x, x, torch.zeros(1, 2, 50))
-    assert taken == [length]
-
-
-def test_the_line_of_a_gpu_job_without_gpus_ends_the_run_at_once(tiny_options):
-    words = ["train.py", *tiny_options(device="auto")]
-    done = programs.run(words, env=programs.os.environ | {"SLURM_GPUS_ON_NODE": "2"})
-    assert done.returncode == 2 and done.stderr.startswith("error: Slurm gave this job GPUs"), done.stderr
 
 
 def test_the_host_is_at_most_two_batches_ahead_of_a_gpu(monkeypatch):

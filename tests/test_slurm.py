@@ -350,16 +350,3 @@ def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_pa
     assert "Resuming at iteration" in cluster.output(broken)
     assert lost not in cluster.run("scontrol", "show", "hostnames", cluster.field(broken, "NodeList")).split()
     assert losses("broken") == losses("whole")
-
-
-@pytest.mark.slow("two jobs of Slurm in one run folder")
-def test_of_two_jobs_in_one_run_folder_one_trains(cluster, tiny_options):
-    def submit():
-        return cluster.submit("submit_pm.sh", *tiny_options(num_iters=800, run_num="both"), options=["-n", "2"])
-
-    first = submit()
-    cluster.until(first, "Starting training")
-    second = submit()
-    assert cluster.end(second) == ("FAILED", 2)
-    assert f"is in use: job {first}, process" in cluster.output(second)
-    assert cluster.end(first) == ("COMPLETED", 0), cluster.output(first)

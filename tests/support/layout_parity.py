@@ -160,7 +160,8 @@ def local(tensor):
 def collectives_of_a_step(config):
     """Calls and bytes by kind in the fifth optimizer step, when everything has settled."""
     step = build(config)
-    x, y = (own_part(t, config) for t in torch.randn(2, config.global_batch_size, 20, *config.img_size))
+    batch = build_task(config).random_batch(torch.Generator().manual_seed(1))
+    x, y = (own_part(part, config).clone() for part in batch)
     for i in range(4):
         step(i, x, y)
     with CollectiveCounter() as counted:
