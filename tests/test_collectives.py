@@ -63,34 +63,6 @@ def test_each_collective_and_its_transpose(ranks, sizes, dim, dtype):
     ranks(3, check_values_and_gradients, sizes, dim, dtype)
 
 
-def check_all_to_all(table):
-    """table[i][j]: rows that rank i sends to rank j."""
-    group = world()
-    sent, received = table[group.rank], [row[group.rank] for row in table]
-    xs = [random(sum(row), 2, seed=i) for i, row in enumerate(table)]
-    upstream = random(sum(received), 2, seed=9)
-    y, gradient = run(lambda x: c.all_to_all(x, sent, received, group), xs[group.rank], upstream)
-    torch.testing.assert_close(y, torch.cat([x.split(row)[group.rank] for x, row in zip(xs, table, strict=True)]))
-    torch.testing.assert_close(
-        c.all_to_all(gradient, sent, received, group), upstream
-    )  # it goes back where it was from
-
-
-def test_all_to_all_of_uneven_rows(ranks):
-    ranks(3, check_all_to_all, [[1, 2, 3], [0, 2, 4], [2, 0, 0]])
-
-
-def check_shift():
-    group = world()
-    arrive = c.start_shift(torch.full((2, group.rank + 1), float(group.rank)), (2, (group.rank - 1) % 3 + 1), group)
-    before = (group.rank - 1) % 3
-    torch.testing.assert_close(arrive(), torch.full((2, before + 1), float(before)))
-
-
-def test_shift_passes_blocks_of_any_size_round_the_ring(ranks):
-    ranks(3, check_shift)
-
-
 def test_a_group_of_one_communicates_nothing():
     alone, x = c.as_group(None), torch.randn(4, 3)
     with CollectiveCounter() as counted:

@@ -25,11 +25,9 @@ from tools.forecasting.dated_frames import run_config
 from tools.forecasting.rollout import LeadTimeSkill
 from tools.forecasting.skill_report import useful_hours
 from training.model import build_model
-from training.pictures import animate
 from training.rollout import Rollout
 from utils.errors import UsageError
 from weather.channels import CHANNELS
-from weather.grid import Grid
 
 NAMES = [channel.name for channel in CHANNELS]
 START = np.datetime64("1982-01-02T06")
@@ -304,14 +302,6 @@ def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(pic
     assert Image.open(tmp_path / "t2m.gif").n_frames == 5
     for name in ("t2m.png", "skill.png", "spectra.png"):
         assert min(Image.open(tmp_path / name).size) > 100
-
-
-def test_equal_fields_are_still_frames_of_their_own(tmp_path):
-    fields = np.zeros((7, 4, 8), "f4")
-    animate(
-        tmp_path / "a.gif", fields, fields, range(7), Grid(np.arange(4), np.arange(8)), lambda lead: f"+{lead} h", "K"
-    )
-    assert Image.open(tmp_path / "a.gif").n_frames == 7
 
 
 def test_a_rollout_that_breaks_down_says_where(run, tmp_path, capsys):

@@ -136,28 +136,19 @@ def test_several_nodes_do_not_use_the_loopback_of_rank_0(monkeypatch, addresses,
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl")])
 def test_ranks_ask_for_the_backend_of_their_devices_and_gloo_for_what_is_offloaded(monkeypatch, kind, backend):
     """The backends that are asked for; no GPU is there to use them."""
-    asked = {}
-    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == backend)
-    monkeypatch.setenv("RANK", "0")
-    for name, value in {"LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(comm, "select_device", lambda *_: torch.device(kind, 0))
-    monkeypatch.setattr(comm, "physical_name", lambda _: "")
-    monkeypatch.setattr(comm, "check_devices", lambda *_: None)
-    monkeypatch.setattr(comm, "open_store", lambda *_: dist.PrefixStore("", dist.HashStore()))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **others: asked.update(others, backend=backend))
-    monkeypatch.setattr(comm, "FailureListener", lambda *_: None)
-    monkeypatch.setattr(comm, "_listener", None)
-    monkeypatch.setattr(comm, "_patience", comm._patience)
-    monkeypatch.setattr(dist.PrefixStore, "clone", lambda self: self, raising=False)
+    device = torch.device(kind, 0)
+    there = {"read_launch": Launch(0, 0, 2), "select_device": device, "backend_for": backend}
+    for name in ("physical_name", "check_devices", "open_store", "FailureListener", "_listener", "_patience"):
+        monkeypatch.setattr(comm, name, mock.Mock())
+    for name, value in there.items():
+        monkeypatch.setattr(comm, name, mock.Mock(return_value=value))
+    monkeypatch.setattr(dist, "init_process_group", asked := mock.Mock())
     comm.init(kind, 60, cpu_offload=True)
-    assert (
-        asked["backend"] == f"cpu:gloo,{kind}:{backend}"
-        and asked["device_id"] is None
-        and asked["timeout"] == datetime.timedelta(seconds=60)
-    )
     comm.init(kind, 60)
-    assert asked["backend"] == backend and asked["device_id"] == torch.device(kind, 0)
+    offloaded, plain = asked.call_args_list
+    assert offloaded.args == (f"cpu:gloo,{kind}:{backend}",) and offloaded.kwargs["device_id"] is None
+    assert plain.args == (backend,) and plain.kwargs["device_id"] == device
+    assert plain.kwargs["timeout"] == datetime.timedelta(seconds=60)
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("xpu", "xccl"), ("mps", "gloo"), ("meta", "library")])

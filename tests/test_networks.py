@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from networks.classifier import Classifier
 from networks.convnet import ConvNet
-from networks.neighborhood import NeighborhoodAttention, attend_windows, neighborhood_attention, window_starts
-from networks.vit import Block
+from networks.neighborhood import attend_windows, neighborhood_attention
 
 SMALL = {"in_channels": 3, "num_classes": 7, "embed_dim": 16, "depth": 2, "num_heads": 4}
 MODELS = {
@@ -118,15 +116,6 @@ def test_neighborhood_attention_is_dense_attention_under_a_mask(spatial, kernel_
         torch.testing.assert_close(own, other)
 
 
-def test_every_query_sees_as_many_keys_also_at_the_edges():
-    assert window_starts(6, 3) == [0, 0, 1, 2, 3, 3]
-    assert window_starts(7, 3, 2) == [0, 1, 0, 1, 2, 1, 2]
-    for length, kernel, dilation in [(6, 5, 1), (7, 7, 1), (13, 3, 4), (15, 5, 3)]:
-        assert (seen_keys(length, kernel, dilation).sum(1) == kernel).all()
-        first = seen_keys(length, kernel, dilation).int().argmax(1)
-        assert window_starts(length, kernel, dilation) == first.tolist()
-
-
 def test_windows_that_do_not_fit_are_refused():
     x = torch.randn(1, 1, 6, 8, 4)
     for kernel, dilation, line in [
@@ -139,24 +128,6 @@ def test_windows_that_do_not_fit_are_refused():
             neighborhood_attention(x, x, x, kernel, dilation)
     with pytest.raises(ValueError, match="6 windows from 0 to 8 for 6 queries, 6 keys"):
         attend_windows(x, x, x, 3, [[0, 1, 2, 3, 4, 6], [0] * 8])
-
-
-@pytest.mark.parametrize("spatial", [(11,), (6, 9), (4, 5, 6)])
-def test_the_block_mixes_points_within_reach_only(spatial):
-    block = Block(NeighborhoodAttention(8, 2, kernel_size=3), 8, 4, 0.0)
-    x = torch.randn(2, *spatial, 8, requires_grad=True)
-    y = block(x)
-    assert y.shape == x.shape
-    grad = torch.autograd.grad(y[0, *(0 for _ in spatial)].sum(), x)[0].abs().sum(-1)
-    assert (grad[0, *(slice(0, 3) for _ in spatial)] > 0).all() and (grad > 0).sum() == 3 ** len(spatial)
-    assert isinstance(block.norm1, nn.LayerNorm)
-
-
-def test_the_block_compiles_whole():
-    torch.manual_seed(0)
-    block, x = Block(NeighborhoodAttention(8, 2, kernel_size=3), 8, 4, 0.0), torch.randn(2, 6, 9, 8)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), block(x))
 
 
 class CountingCopies(TorchDispatchMode):
