@@ -150,6 +150,11 @@ def collect(batches):
     return [tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in batch) for batch in batches]
 
 
+def same(batches, others):
+    pairs = zip(batches, others, strict=True)
+    return all(torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]) for one, two in pairs)
+
+
 def test_batches_are_the_normalised_fields(tiny_config, sample_folder):
     config = tiny_config(n_out_channels=5)
     loader = train_loader(config)
@@ -167,8 +172,7 @@ def test_worker_threads_change_nothing(tiny_config, workers):
     serial, threaded = (
         train_loader(c) for c in (tiny_config(num_data_workers=0), tiny_config(num_data_workers=workers))
     )
-    for a, b in zip(collect(serial.train(3, 0, 25)), collect(threaded.train(3, 0, 25)), strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    assert same(collect(serial.train(3, 0, 25)), collect(threaded.train(3, 0, 25)))
     threaded.close()
 
 
@@ -189,7 +193,7 @@ def test_a_run_that_starts_in_mid_epoch_sees_the_same_batches(tiny_config):
     config = tiny_config(num_data_workers=2)
     loader = train_loader(config)
     whole, rest = collect(loader.train(0, 0, 15)), collect(loader.train(0, 7, 15))
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[7:], rest, strict=True))
+    assert same(whole[7:], rest)
 
 
 def test_a_loader_left_early_can_be_used_again(tiny_config):
@@ -200,7 +204,7 @@ def test_a_loader_left_early_can_be_used_again(tiny_config):
         batches = loader.train(0, 0, 6)
         next(batches)
         batches.close()
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(expected, collect(loader.train(0, 0, 6)), strict=True))
+    assert same(expected, collect(loader.train(0, 0, 6)))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 7, 19, 30])

@@ -9,7 +9,6 @@ import pytest
 from tests.support.era5_examples import (
     FRAMES,
     LEVELS,
-    SETTINGS,
     TRUTH,
     YEARS,
     C,
@@ -25,14 +24,12 @@ from tests.support.era5_examples import (
     wb2_hourly,
     wb2_regridded,
 )
-from utils.errors import UsageError
 from weather import prepare_era5, year_files
 from weather.atmosphere import GRAVITY
 from weather.channels import CHANNELS
 from weather.dataset import FieldDataset, read_statistics
 from weather.era5_store import relative_humidity
 from weather.prepare_era5 import Era5
-from weather.sample_data import make_sample_data
 
 
 def read(out, year):
@@ -203,16 +200,6 @@ def test_a_further_year_needs_only_its_own_source(tmp_path):
     convert(paths[:2], tmp_path / "out", valid_years=(), test_years=())
     assert convert(paths[2:], tmp_path / "out") == 2
     assert np.array_equal(read(tmp_path / "out", 1982), TRUTH[1982])
-
-
-def test_sample_data_and_real_data_never_replace_each_other(tmp_path):
-    sources, sample = wb2_regridded(tmp_path), {**SETTINGS, "img_size": (8, 16)}
-    make_sample_data(tmp_path / "sample", **sample)
-    convert(sources, tmp_path / "real")
-    with pytest.raises(UsageError, match="choose another folder"):
-        convert(sources, tmp_path / "sample", overwrite=True)
-    with pytest.raises(UsageError, match="choose another folder"):
-        make_sample_data(tmp_path / "real", **sample, overwrite=True)
 
 
 def test_the_command_line_converts(tmp_path):

@@ -272,22 +272,6 @@ def test_data_of_others_is_never_touched(tmp_path, name):
     assert path.read_bytes() == b"observations"
 
 
-def test_an_interrupted_run_leaves_no_half_file_and_can_be_repeated(tmp_path, monkeypatch):
-    real = Atmosphere.frames
-
-    def stop_in_1980(self, year, start, count):
-        if year == 1980:
-            raise KeyboardInterrupt
-        return real(self, year, start, count)
-
-    monkeypatch.setattr(Atmosphere, "frames", stop_in_1980)
-    with pytest.raises(KeyboardInterrupt):
-        make_sample_data(tmp_path, **SMALL)
-    assert [path.name for path in tmp_path.rglob("*.*")] == ["1979.h5"]
-    monkeypatch.undo()
-    assert make_sample_data(tmp_path, **SMALL) == 3
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

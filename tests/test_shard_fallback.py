@@ -1,14 +1,10 @@
 """Operations on whole tensors, and what may never see a rank's part alone: hooks, functions, transforms, scripts."""
 
-import gc
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
 
 from distributed.shard import fallback
-from distributed.shard_tensor import ShardTensor, scatter_tensor, set_fallback
+from distributed.shard_tensor import ShardTensor, set_fallback
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, split, without
 from tools.instruments.counting import CollectiveCounter
 
@@ -243,22 +239,3 @@ def with_a_constant(x):
 
 def test_plain_tensors_are_as_they_were(ranks):
     ranks(2, still_plain)
-
-
-def own_meshes():
-    """A Mesh lives as long as its Specs, and the next one of a DeviceMesh sends nothing."""
-    from distributed.shard import spec
-
-    x = scatter_tensor(torch.ones(4, 4), 0, domain_mesh((2, 2)), [Shard(0), Replicate()])
-    mesh = id(x.mesh)
-    assert spec._meshes[mesh]()
-    del x
-    gc.collect()
-    assert spec._meshes[mesh]() is None
-    with CollectiveCounter() as counter:
-        spec.as_mesh(domain_mesh((2, 2)))
-    return dict(counter.calls), dist.get_world_size()
-
-
-def test_groups_are_not_kept_alive(ranks):
-    assert ranks(4, own_meshes)[0] == ({}, 4)

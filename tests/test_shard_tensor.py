@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from distributed.shard.spec import Axis, Spec, as_mesh, merged, part_of, spec_of
+from distributed.shard.spec import Spec, as_mesh, part_of, spec_of
 from distributed.shard_tensor import ShardTensor, local, scatter_tensor
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter
@@ -264,10 +264,3 @@ def test_dropout_is_the_same_on_copies_and_different_on_parts(ranks, splits):
         assert torch.equal(y, results[0][0]) and torch.equal(z, results[0][2])
         assert torch.equal(grad, y)
     assert not torch.equal(kept[:, :32], kept[:, 33:])
-
-
-def test_axes_keep_what_a_rank_holds_together():
-    split_rows = Axis(4, 0, (3, 1))
-    assert merged([split_rows, Axis(5)]) == (Axis(20, 0, (15, 5)),)
-    assert merged([Axis(5), split_rows]) == (Axis(5), split_rows)
-    assert merged([Axis(2), Axis(1), Axis(3)]) == (Axis(6),)

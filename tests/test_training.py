@@ -215,12 +215,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_iteration_and_checkpoi
     [
         {"amp_mode": "bf16"},
         {"amp_mode": "fp16"},
-        {"enable_fused": True},
         {"clip_grad_norm": 0.1},
         {"optimizer": "AdamW"},
         {"lr_schedule": "constant"},
-        {"enable_channels_last": True},
-        {"activation_checkpointing": "full"},
         {"n_out_channels": 4},
         {"n_in_channels": 3, "n_out_channels": 5},
     ],
