@@ -7,8 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed import collectives as c
 from tools.instruments.counting import CollectiveCounter
-from utils import comm
-from utils.layout import Layout
 
 SIZES = [(3, 3, 3), (4, 3, 3), (5, 0, 2)]
 
@@ -65,34 +63,6 @@ def test_each_collective_and_its_transpose(ranks, sizes, dim, dtype):
     ranks(3, check_values_and_gradients, sizes, dim, dtype)
 
 
-def check_all_to_all(table):
-    """table[i][j]: rows that rank i sends to rank j."""
-    group = world()
-    sent, received = table[group.rank], [row[group.rank] for row in table]
-    xs = [random(sum(row), 2, seed=i) for i, row in enumerate(table)]
-    upstream = random(sum(received), 2, seed=9)
-    y, gradient = run(lambda x: c.all_to_all(x, sent, received, group), xs[group.rank], upstream)
-    torch.testing.assert_close(y, torch.cat([x.split(row)[group.rank] for x, row in zip(xs, table, strict=True)]))
-    torch.testing.assert_close(
-        c.all_to_all(gradient, sent, received, group), upstream
-    )  # it goes back where it was from
-
-
-def test_all_to_all_of_uneven_rows(ranks):
-    ranks(3, check_all_to_all, [[1, 2, 3], [0, 2, 4], [2, 0, 0]])
-
-
-def check_shift():
-    group = world()
-    arrive = c.start_shift(torch.full((2, group.rank + 1), float(group.rank)), (2, (group.rank - 1) % 3 + 1), group)
-    before = (group.rank - 1) % 3
-    torch.testing.assert_close(arrive(), torch.full((2, before + 1), float(before)))
-
-
-def test_shift_passes_blocks_of_any_size_round_the_ring(ranks):
-    ranks(3, check_shift)
-
-
 def test_a_group_of_one_communicates_nothing():
     alone, x = c.as_group(None), torch.randn(4, 3)
     with CollectiveCounter() as counted:
@@ -134,16 +104,3 @@ def test_the_counter_sees_ddp_and_plain_collectives(ranks):
     sent = {"all_reduce": 24, "broadcast": 24, "all_gather": 48, "reduce_scatter": 12, "all_to_all": 12, "barrier": 0}
     assert first[2:] == (both | {"send": 1}, sent | {"send": 24})
     assert second[2:] == (both | {"recv": 1}, sent | {"recv": 0})
-
-
-def more_groups(layout):
-    """How many of this rank's process groups are of combined dimensions alone."""
-    comm.build_mesh(torch.device("cpu"), layout)
-    one, several = ({comm.get_group(name).group_name for name in names} for names in (layout.mesh_dims, comm.COMBINED))
-    return len(several - one)
-
-
-@pytest.mark.parametrize(("parallel", "more"), [({}, 0), ({"tp": 2}, 1), ({"domain": (2, 1)}, 0)], ids=str)
-def test_combined_dimensions_share_the_group_of_the_only_one_that_has_ranks(ranks, parallel, more):
-    """More: that of dp_shard_image, which hsdp asks for by its name."""
-    assert ranks(2, more_groups, Layout(2, **parallel)) == [more, more]

@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from distributed import attention
-from distributed.collectives import as_group
 from distributed.context_parallel import l2_norms
 from tests.support import parity
 from utils import comm
@@ -18,20 +16,6 @@ from utils.layout import Layout
 from utils.tiles import own_window
 
 METHODS = ["gather", "ring", "all_to_all"]
-
-
-@pytest.mark.parametrize("grid", [parity.UNEVEN, parity.EVEN])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cp", [2, 3, 4])
-def test_numbers_are_those_of_the_serial_model(ranks, cp, method, grid):
-    changes = {"num_heads": 6, "embed_dim": 48} if cp == 3 else {}
-    ranks(cp, parity.check_parity, cp=cp, method=method, grid=grid, **changes)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_numbers_with_heads_over_tp_and_tokens_over_cp(ranks, method, sequence_parallel):
-    ranks(4, parity.check_parity, tp=2, cp=2, method=method, sequence_parallel=sequence_parallel)
 
 
 def block_counts(tp, cp, method, compiled=False, dtype=torch.float32, sequence_parallel=False):
@@ -83,54 +67,6 @@ def test_half_precision_stays_half(ranks, method):
     forward, _, *dtypes = ranks(2, block_counts, 1, 2, method, dtype=torch.bfloat16)[0]
     assert dtypes == [torch.bfloat16, torch.bfloat16]
     assert forward.bytes.total() == ranks(2, block_counts, 1, 2, method)[0][0].bytes.total() / 2
-
-
-def check_attention(method, sizes, dtype, zero_values=False):
-    """Attention split into pieces of any sizes against all of it; returns the largest relative error."""
-    group = as_group(dist.group.WORLD)
-    random = torch.Generator().manual_seed(3)
-    q, k, v, upstream = (torch.randn(2, 6, sum(sizes), 8, generator=random).double() for _ in range(4))
-    v = v * (not zero_values)
-    whole = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*whole)
-    out.backward(upstream)
-    start = sum(sizes[: group.rank])
-    rows = slice(start, start + sizes[group.rank])
-    split = [t[:, :, rows].to(dtype).requires_grad_() for t in (q, k, v)]
-    found = attention.METHODS[method](*split, sizes=sizes, group=group)
-    found.backward(upstream[:, :, rows].to(dtype))
-    pairs = [(found, out[:, :, rows]), *((a.grad, b.grad[:, :, rows]) for a, b in zip(split, whole, strict=True))]
-    for ours, theirs in pairs:
-        assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
-        assert ours.isfinite().all()
-    return max((ours - theirs).norm().item() / max(1e-3, theirs.norm().item()) for ours, theirs in pairs)
-
-
-EMPTY = [(method, sizes) for method in ("ring", "all_to_all") for sizes in ((5, 0, 2), (0, 3, 0))]
-
-
-@pytest.mark.parametrize(("method", "sizes"), [(m, s) for m in METHODS for s in ((4, 4, 4), (7, 1, 3))] + EMPTY)
-def test_attention_over_pieces_of_any_size(ranks, method, sizes):
-    assert max(ranks(3, check_attention, method, sizes, torch.float32)) < parity.TOLERANCE
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_attention_that_is_exactly_zero_has_no_nan(ranks, method):
-    assert max(ranks(3, check_attention, method, (4, 3, 3), torch.float32, zero_values=True)) < parity.TOLERANCE
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_attention_in_half_precision_is_as_exact_as_its_inputs(ranks, method):
-    assert max(ranks(3, check_attention, method, (4, 3, 3), torch.bfloat16)) < 0.02
-
-
-def check_plain_kernel(sizes):
-    with mock.patch.object(attention, "kernel", lambda q, mask: attention.Plain):
-        return check_attention("ring", sizes, torch.float32)
-
-
-def test_the_ring_without_a_fused_kernel(ranks):
-    assert max(ranks(3, check_plain_kernel, (7, 0, 3))) < parity.TOLERANCE
 
 
 def perfect_prediction():

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from tests.support import programs
@@ -203,17 +202,6 @@ def test_signals_to_the_whole_group_let_the_trainer_save(trainer, tmp_path, numb
     assert process.wait(timeout=60) == 75, process.said()
     assert "Saved checkpoint" in (tmp_path / "logs/quick/00/out.log").read_text()
     wait_until(lambda: not any(map(alive, processes)), 20)
-
-
-@needs_dali
-def test_training_with_dali_has_the_loss_curve_of_training_without(tiny_options, tmp_path):
-    curves = []
-    for name in ("pytorch", "dali"):
-        train.main(tiny_options(run_num=name, data_loader_config=name, num_data_workers=1, num_iters=25))
-        events = EventAccumulator(str(tmp_path / "logs/quick" / name), size_guidance={"scalars": 0}).Reload()
-        curves.append([event.value for tag in ("loss/train", "loss/valid") for event in events.Scalars(tag)])
-    assert len(curves[0]) > 25
-    torch.testing.assert_close(*map(torch.tensor, curves), rtol=1e-4, atol=0)
 
 
 def test_without_dali_one_line_says_what_to_install_before_anything_is_read(tiny_options, monkeypatch):

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from distributed.data_parallel import sharded_units
 from tests.support.compilation import TRACED
 from tests.support.layout_parity import (
     CPU,
@@ -157,38 +156,6 @@ def test_without_the_reduction_ranks_train_apart(ranks, tiny_config):
     results = ranks(2, train, tiny_config(**PARITY, noddp=True))
     with pytest.raises(AssertionError):
         assert_serial(results, train_serially(tiny_config, PARITY, 10))
-
-
-def shared_parts(config):
-    """What this rank keeps of each parameter and of its optimizer state, in numbers."""
-    step = build(config)
-    step(0, *torch.randn(2, 2, 20, *config.img_size))
-    optimizer = getattr(step.optimizer, "optim", step.optimizer)
-    states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-    return tuple(sum(local(t).numel() for t in tensors) for tensors in (step.parallel.model.parameters(), states))
-
-
-def test_each_strategy_keeps_what_it_says(ranks, tiny_config):
-    whole_model = sum(p.numel() for p in build_model(tiny_config(**PARITY)).parameters())
-    for strategy, parameters, states in (
-        ("ddp", 1, 2),
-        ("zero1", 1, 2 / 4),
-        ("zero2", 1 / 4, 2 / 4),
-        ("fsdp", 1 / 4, 2 / 4),
-    ):
-        parts = ranks(4, shared_parts, tiny_config(**PARITY, data_parallel=strategy))
-        assert sum(p for p, _ in parts) == pytest.approx(4 * parameters * whole_model, rel=0.01)
-        assert sum(s for _, s in parts) == pytest.approx(4 * states * whole_model, rel=0.01)
-        assert max(s for _, s in parts) <= 1.1 * states * whole_model  # a tensor is not divided by zero1
-
-
-def test_units_are_the_blocks_or_modules_of_a_size(tiny_config):
-    model = build_model(tiny_config(depth=3))
-    assert sharded_units(model, "block", 1) == list(model.blocks)
-    assert sharded_units(model, "none", 1) == []
-    large = [part for block in model.blocks for part in (block.attn, block.mlp.fc1, block.mlp.fc2)]
-    assert sharded_units(model, "size", 4100) == [model.patch_embed.proj, *large, model.head.proj]
-    assert sharded_units(model, "size", 12_000) == [model.patch_embed, *model.blocks][1:]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

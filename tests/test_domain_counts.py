@@ -1,6 +1,5 @@
 """What domain parallelism sends, keeps and calls: exact numbers, of training steps of the forecasting ViT."""
 
-import math
 import unittest.mock
 from collections import Counter
 
@@ -21,7 +20,6 @@ from tests.support.layout_parity import CPU, build, own_part, train
 from tests.support.marks import needs_torch, slow_but
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
-from tools.instruments.memory import memory_of_a_step
 from tools.instruments.tracker import messages_of_a_step
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
@@ -172,25 +170,6 @@ def test_a_domain_of_one_rank_is_plain_tensors_all_the_way(ranks, tiny_config, s
         assert made == 0
         assert (found_calls, found_sent) == (calls, sent)
         assert torch.equal(found, losses)
-
-
-def held_activations(config):
-    step, (x, y) = build(config), batch_of(config)
-    step(0, x, y)
-    return memory_of_a_step(step, x, y)["activations"]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rank_keeps_its_share_of_the_activations(ranks, tiny_config, method):
-    """With gather also the keys and values of all, beside its own that lie in one tensor with the queries."""
-    even = SIZES | {"img_size": [64, 64], "domain_method": method}
-    (serial,) = ranks(1, held_activations, tiny_config(**even))
-    for size in (2, 4):
-        config = tiny_config(**even, domain_parallel=size)
-        tokens = config.global_batch_size * math.prod(config.img_size) // config.patch_size**2
-        gathered = 2 * tokens * config.embed_dim * FLOAT * config.depth if method == "gather" else 0
-        for held in ranks(size, held_activations, config):
-            assert held - gathered == pytest.approx(serial / size, rel=0.05)
 
 
 def weights_after(config, steps):

@@ -12,7 +12,6 @@ from networks.vit import ViT
 from tests.support.compilation import TRACED, compile_by
 from tests.support.layout_parity import CPU, build, train, train_serially
 from tests.test_data_parallel import assert_nearly_same_training
-from tools.benchmarks.ladder import ladder
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
 from tools.planner.textbook import textbook_traces
@@ -113,16 +112,6 @@ def test_the_capability_says_whether_a_gpu_has_it(monkeypatch, capability, hip, 
 def test_other_accelerators_are_refused():
     with pytest.raises(UsageError, match="amp_mode fp8: xpu has no 8-bit products"):
         use_float8([], torch.device("xpu"))
-
-
-@pytest.mark.parametrize(("there", "reason"), [(False, "needs a GPU with 8-bit products"), (True, None)])
-def test_the_ladder_tries_it_after_compilation(tiny_config, monkeypatch, there, reason):
-    monkeypatch.setattr("tools.benchmarks.ladder.has_float8", lambda device: there)
-    monkeypatch.setattr("tools.benchmarks.ladder.installed", lambda name: True)
-    steps = ladder(tiny_config(), 2)
-    assert ("fp8", {"amp_mode": "fp8"}, reason) in steps
-    names = [name for name, *_ in steps]
-    assert names.index("compile") < names.index("fp8") < names.index("CUDA graphs")
 
 
 def test_the_planner_takes_the_rate_of_8_bits_where_the_gpu_has_one(tiny_config):

@@ -10,7 +10,7 @@ from utils import comm
 from utils.data_loader import DataLoader
 from utils.errors import UsageError
 from weather.dataset import FieldDataset
-from weather.forcings import Forcings, turns
+from weather.forcings import Forcings
 from weather.grid import latitudes, longitudes
 
 CPU = torch.device("cpu")
@@ -69,12 +69,6 @@ def test_a_field_that_is_the_same_everywhere_is_refused(tmp_path):
     dataset = FieldDataset(tmp_path, 1, (4, 8))
     with pytest.raises(UsageError, match=r"2000.h5: forcing 'land' is the same everywhere, or not finite"):
         made(dataset, ["land"])
-
-
-def test_turns_of_the_day_and_of_the_year():
-    day, year = turns(np.array(["2001-01-01T00", "2001-01-01T18", "2001-12-31T12"], "datetime64[s]")).T
-    np.testing.assert_allclose(day, [0, 0.75, 0.5])
-    np.testing.assert_allclose(year, [0, 0.75 / 365.25, 364.5 / 365.25], rtol=1e-6)
 
 
 def batches(config, kind=None):

@@ -82,38 +82,6 @@ def test_halos_are_slices_of_the_whole(ranks, size):
     ranks(size, check_halos, halos)
 
 
-def check_intervals():
-    """Any interval: another cut of the rows, all of them, none, far away, several times round."""
-    group, sizes = world(), (5, 0, 4)
-    whole = random(2, 9)
-    mine = whole.split(sizes, 1)[group.rank]
-    for intervals, periodic in [
-        ([(0, 3), (3, 6), (6, 9)], False),
-        ([(0, 9), (0, 9), (0, 0)], False),
-        ([(7, 9), (0, 0), (0, 2)], False),
-        ([(-20, -15), (-2, 30), (9, 12)], True),
-        ([(-20, -15), (-2, 30), (9, 12)], False),
-    ]:
-        x = mine.clone().requires_grad_()
-        found = Fetch(x, 1, sizes, intervals, group, periodic).rows()
-        first, last = intervals[group.rank]
-        expected = rows_of(whole, 1, first, last, periodic, 0)[:, : last - first]
-        if not periodic and (last <= 0 or first >= 9):
-            expected = torch.zeros(2, last - first)
-        assert torch.equal(found, expected)
-        found.sum().backward()
-        counts = torch.zeros(9)
-        for a, b in intervals:
-            for row in range(a, b):
-                if periodic or 0 <= row < 9:
-                    counts[row % 9] += 1
-        assert torch.equal(x.grad, counts.split(sizes)[group.rank].expand(2, -1))
-
-
-def test_any_interval_can_be_fetched(ranks):
-    ranks(3, check_intervals)
-
-
 def count_traffic(sizes, before, after):
     group = world()
     x = torch.randn(2, sizes[group.rank], 4, requires_grad=True)  # rows of 32 bytes

@@ -198,27 +198,6 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_pa
     assert "rank 1 did not come" in output
 
 
-@pytest.mark.slow("three rungs, one after the other, as users start them")
-def test_a_run_goes_on_under_another_rung_and_layout(tiny_options, tmp_path, shared):
-    def start(script, **layout):
-        return train_on_two(tiny_options(run_num="moved", **COMMON, **layout), script)
-
-    log = tmp_path / "logs/quick/moved/out.log"
-    for number, (script, layout) in enumerate([
-        ("train.py", {"data_parallel": "fsdp"}),
-        ("train_mp.py", {"tensor_parallel": 2}),
-        ("train_mp.py", {"context_parallel": 2, "data_parallel": "zero1"}),
-    ]):  # fmt: skip
-        processes = start(script, **layout)
-        wait_for(log, f"Saved checkpoint iter-{20 + 40 * number:08d}", processes[0])
-        processes[0].send_signal(signal.SIGTERM)
-        statuses, output = finish_all(processes)
-        assert statuses == [75, 75], output
-    statuses, output = finish_all(start("train_mp.py", pipeline_parallel=2, gradient_accumulation=2))
-    assert statuses == [0, 0] and "on 2 x cpu: pp 2" in output, output
-    same_losses(summary(tmp_path, "moved"), shared(1), rel=1e-4)
-
-
 def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):
     """They would train on, and meet whoever starts the run again."""
     agent = torchrun(tiny_options(num_iters=100_000, warmup=1, run_num="orphans"))

@@ -42,6 +42,8 @@ LAYOUTS = {
     "cp2": (2, {"context_parallel": 2}),
     "cp3": (3, {"context_parallel": 3}),
     "cp4": (4, {"context_parallel": 4}),
+    "cp4 ring": (4, {"context_parallel": 4, "cp_method": "ring"}),
+    "cp4 all-to-all": (4, {"context_parallel": 4, "cp_method": "all_to_all"}),
     "cp3 ring": (3, {"context_parallel": 3, "cp_method": "ring"}),
     "cp2 all-to-all": (2, {"context_parallel": 2, "cp_method": "all_to_all"}),
     "tp2 x cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}),

@@ -5,16 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import train_mp
 from distributed.shard.rules import convolution
-from distributed.weight_shards import global_view
 from tests.support.compilation import TRACED
-from tests.support.layout_parity import build, check_training, train_steps
+from tests.support.layout_parity import check_in_double, check_training, train_in_double
 from tests.support.marks import slow_but
 from tests.test_domain_parallel import SIZES
-from training.checkpoint import collect_state
 from utils.errors import UsageError
 
 MODELS = {
@@ -31,20 +28,6 @@ LAYOUTS = {
     "domain2x2": (4, {"domain_parallel": "2x2"}),
     "domain2 x fsdp": (4, {"domain_parallel": 2, "data_parallel": "fsdp"}),
 }
-_alone = {}  # {model: losses and state of one device}
-
-
-def train_in_double(config, steps=10):
-    """Losses and whole state, running statistics too. A gradient that is zero but for rounding decides Adam's sign."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        step = build(config)
-        losses = train_steps(step, config, 0, steps)
-        state = global_view(collect_state(step.parallel.model, step.optimizer), step.parallel.split)["model"]
-        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
-        return losses, {name: t.detach().clone() for name, t in whole.items()}
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 # Quick are all layouts of the U-Net, which has the most operations and running statistics.
@@ -55,16 +38,7 @@ QUICK = [(model, layout) for model, layout in CASES if model == "unet" or layout
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES, "every model in every layout"), ids="-".join)
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, case):
     model, layout = case
-    if model not in _alone:
-        _alone[model] = train_in_double(tiny_config(**MODELS[model]))
-    losses, state = _alone[model]
-    size, own = LAYOUTS[layout]
-    for found, found_state in ranks(size, train_in_double, tiny_config(**MODELS[model], **own)):
-        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
-        assert set(found_state) == set(state)
-        for name, value in state.items():
-            error = (found_state[name] - value).double().norm() / value.double().norm().clamp_min(1e-3)
-            assert error < 1e-5, (name, error)
+    check_in_double(ranks, tiny_config, LAYOUTS[layout], MODELS[model])
 
 
 def train_overlapped(config):

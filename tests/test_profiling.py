@@ -94,13 +94,6 @@ def test_a_trace_that_is_not_there_or_not_of_training_is_one_line(tmp_path):
         read_trace.main(["trace.json.gz"])
 
 
-def test_profiling_changes_nothing(tiny_options, tmp_path):
-    train.main(tiny_options(run_num="plain"))
-    train.main(tiny_options(run_num="profiled", **WINDOW))
-    one, two = (json.loads((tmp_path / f"logs/quick/{n}/summary.json").read_text()) for n in ("plain", "profiled"))
-    assert one["val_loss"] == two["val_loss"]
-
-
 def test_a_window_beyond_the_last_iteration_is_refused(tiny_options):
     line = r"profile window: steps 5 to 12 of this process, but only 12 are left to num_iters"
     with pytest.raises(UsageError, match=line):

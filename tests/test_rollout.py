@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.support.layout_parity import build, check_training, own_part
+from tests.support.layout_parity import build, check_training, collectives_of_a_step, own_part
 from tests.support.marks import slow_but
-from tools.instruments.counting import CollectiveCounter
 from training.averaged_weights import AveragedWeights
 from training.rollout import Rollout
 from training.tasks import build_task
@@ -46,22 +45,11 @@ def test_weighted_squared_error_equals_that_of_one_device(ranks, tiny_config, la
     check_training(ranks, tiny_config, LAYOUTS[layout], STEPS | weighted, steps=4)
 
 
-def calls_of_a_step(config):
-    """Collectives by kind in the fifth step, when everything has settled."""
-    step = build(config)
-    batch = build_task(config).random_batch(torch.Generator().manual_seed(1))
-    x, y = (own_part(part, config).clone() for part in batch)
-    for i in range(4):
-        step(i, x, y)
-    with CollectiveCounter() as counted:
-        step(4, x, y)
-    return dict(counted.calls)
-
-
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", "tp2", "cp2 ring"])
 def test_messages_of_the_model_come_once_a_step_and_those_of_the_loss_once(ranks, tiny_config, layout):
     size, own = LAYOUTS[layout]
-    one, three = (ranks(size, calls_of_a_step, tiny_config(**STEPS | own | {"rollout_steps": k}))[0] for k in (1, 3))
+    configs = [tiny_config(**STEPS | own | {"rollout_steps": steps}) for steps in (1, 3)]
+    one, three = (ranks(size, collectives_of_a_step, config)[0][0] for config in configs)
     units = STEPS["depth"] + 1
     if layout == "ddp":
         assert one == three == {"all_reduce": 1}

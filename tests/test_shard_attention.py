@@ -1,9 +1,12 @@
 """Attention over split tokens is that over whole ones: methods, masks, tiles, uneven parts, half precision."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from distributed import attention
 from distributed.shard.rules.attention import set_attention_method
 from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, errors, split
 
@@ -43,6 +46,7 @@ def cases(size, method):
             x = X((batch, 4, 13, 8), (2,), sizes)
             yield Case(attend, (x, x, x))
             yield Case(attend, (x, x, x), keywords={"scale": 0.3})
+            yield Case("F.scaled_dot_product_attention(x, y, z * 0)", (x, x, x))  # 0 has no logarithm
             yield Case(attend, (x, x, x), keywords={"is_causal": True})
             for kind in ("rows", "heads", "keys"):
                 yield Case(attend, (x, x, x), keywords={"attn_mask": masks(13, kind)})
@@ -89,6 +93,15 @@ def test_split_tokens_attend_as_whole_ones(ranks, size, method):
     if method == "all_to_all" and size == 3:
         pytest.skip("4 heads are not split over 3 ranks")
     ranks(size, check_method, size, method)
+
+
+def check_without_a_fused_kernel(size):
+    with mock.patch.object(attention, "kernel", lambda q, mask: attention.Plain):
+        check_method(size, "ring")
+
+
+def test_the_ring_attends_without_a_fused_kernel(ranks):
+    ranks(3, check_without_a_fused_kernel, 3)
 
 
 @pytest.mark.parametrize("method", METHODS)

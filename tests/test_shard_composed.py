@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from distributed.shard_tensor import ShardTensor, local
@@ -75,24 +74,6 @@ def dropped():
 def test_channels_are_dropped_alike_on_all_ranks(ranks):
     first, second = ranks(2, dropped)
     assert first == second
-
-
-def instance_statistics():
-    """Running statistics of instance norm, two steps and one in evaluation mode."""
-    torch.manual_seed(0)
-    whole = nn.InstanceNorm2d(4, affine=True, track_running_stats=True).double()
-    mine = nn.InstanceNorm2d(4, affine=True, track_running_stats=True).double()
-    for step in range(3):
-        whole.train(step < 2), mine.train(step < 2)
-        full = draw((3, 4, 7, 5), torch.float64, step).detach() * 2 + 1
-        part = split(full, X((3, 4, 7, 5), (2,), {0: (2, 5)}), domain_mesh())
-        torch.testing.assert_close(mine(part).full_tensor(), whole(full))
-    for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(mine, name), getattr(whole, name))
-
-
-def test_instance_norm_keeps_the_running_statistics_of_the_whole(ranks):
-    ranks(2, instance_statistics)
 
 
 def filled():

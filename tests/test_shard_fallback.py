@@ -1,15 +1,10 @@
 """Operations on whole tensors, and what may never see a rank's part alone: hooks, functions, transforms, scripts."""
 
-import gc
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
-from torch.nn import functional as F
 
 from distributed.shard import fallback
-from distributed.shard_tensor import ShardTensor, local, scatter_tensor, set_fallback
+from distributed.shard_tensor import ShardTensor, set_fallback
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, split, without
 from tools.instruments.counting import CollectiveCounter
 
@@ -244,49 +239,3 @@ def with_a_constant(x):
 
 def test_plain_tensors_are_as_they_were(ranks):
     ranks(2, still_plain)
-
-
-def stochastic_depth(x):
-    keep = (torch.rand(x.shape[0], 1, 1) < 0.5).to(x.dtype)
-    return x * keep, F.dropout(x, 0.5)
-
-
-def drawn_in_a_model(sizes):
-    torch.manual_seed(1)
-    x = split(torch.ones(64, 8, 9, requires_grad=True), X((64, 8, 9), (1,), {0: sizes}), domain_mesh())
-    kept, dropped = torch.utils.checkpoint.checkpoint(stochastic_depth, x, use_reentrant=False)
-    (kept + dropped).sum().backward()
-    torch.testing.assert_close(local(x.grad), local(kept + dropped))  # the same numbers when computed again
-    q = x.detach().unsqueeze(1)
-    F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)
-    return kept.full_tensor().detach(), dropped.full_tensor().detach(), torch.rand(3)
-
-
-@pytest.mark.parametrize("sizes", [(4, 4), (5, 3), (8, 0)])
-def test_plain_random_numbers_are_alike_and_those_of_parts_are_not(ranks, sizes):
-    (kept, dropped, after), (_, _, other) = ranks(2, drawn_in_a_model, sizes)
-    torch.manual_seed(1)
-    expected = (torch.rand(64, 1, 1) < 0.5).float().expand(64, 8, 9)  # as on one device
-    assert torch.equal(kept, expected) and torch.equal(after, other)
-    assert 0.4 < (dropped > 0).float().mean() < 0.6
-    if sizes == (4, 4):
-        assert not torch.equal(dropped[:, :4], dropped[:, 4:])
-
-
-def own_meshes():
-    """A Mesh lives as long as its Specs, and the next one of a DeviceMesh sends nothing."""
-    from distributed.shard import spec
-
-    x = scatter_tensor(torch.ones(4, 4), 0, domain_mesh((2, 2)), [Shard(0), Replicate()])
-    mesh = id(x.mesh)
-    assert spec._meshes[mesh]()
-    del x
-    gc.collect()
-    assert spec._meshes[mesh]() is None
-    with CollectiveCounter() as counter:
-        spec.as_mesh(domain_mesh((2, 2)))
-    return dict(counter.calls), dist.get_world_size()
-
-
-def test_groups_are_not_kept_alive(ranks):
-    assert ranks(4, own_meshes)[0] == ({}, 4)

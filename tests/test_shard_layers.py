@@ -1,6 +1,7 @@
 """Layers and losses as models use them: running statistics, number of collectives, torch.compile, einops."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ SPLITS = [X((3, 6, 5, 4), (2,)), X((3, 6, 5, 4), (2,), {0: (5, 0)}), X((3, 6, 5,
           X((1, 6, 5, 4), (3,), {0: (1, 3)}), X((3, 6, 5, 4))]  # fmt: skip
 
 
-def train_with_running_statistics(x, mesh):
+def train_with_running_statistics(x, mesh, make):
     """A layer with running statistics and its copy that sees split images: two steps, and one in evaluation mode."""
-    whole = nn.BatchNorm2d(6)
+    whole = make(6)
     nn.init.normal_(whole.weight)
     mine = copy.deepcopy(whole)
     for step in range(3):
@@ -38,8 +39,10 @@ def train_with_running_statistics(x, mesh):
 
 
 def running_statistics():
+    instances = partial(nn.InstanceNorm2d, affine=True, track_running_stats=True)
     for x in SPLITS:
-        train_with_running_statistics(x, domain_mesh())
+        train_with_running_statistics(x, domain_mesh(), nn.BatchNorm2d)
+        train_with_running_statistics(x, domain_mesh(), instances)
 
 
 def test_running_statistics_are_those_of_the_whole_batch_on_every_rank(ranks):

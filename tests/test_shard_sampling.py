@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distributed.shard.rules.lookup import as_grid
 from distributed.shard_tensor import local
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter
@@ -69,16 +68,6 @@ def volumes(world):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_samples_near_and_far_are_those_of_the_whole_image(ranks, world):
     ranks(world, check_all, [*cases(world), *volumes(world)])
-
-
-def test_places_on_a_row_stay_on_their_side_of_it():
-    for dtype in (torch.float32, torch.float64):
-        for rows in range(2, 99):
-            on = torch.arange(1, rows, dtype=dtype)
-            at = torch.cat([on, torch.nextafter(on, on * 0), torch.nextafter(on, on * 2)])
-            seen = (as_grid(at, rows) + 1) * ((rows - 1) / 2)  # by the kernel
-            assert torch.equal(seen.floor(), at.floor()), rows
-            torch.testing.assert_close(seen, at)
 
 
 def messages(function, *args, splits=(2,), sizes=None, mesh=()):

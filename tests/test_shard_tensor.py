@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from distributed.shard.spec import Axis, Spec, as_mesh, merged, part_of, spec_of
+from distributed.shard.spec import Spec, as_mesh, part_of, spec_of
 from distributed.shard_tensor import ShardTensor, local, scatter_tensor
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter
@@ -248,7 +248,7 @@ def dropped(splits):
     """Dropout where ranks hold copies, or parts."""
     torch.manual_seed(0)
     x = split(torch.ones(64, 65, requires_grad=True), X((64, 65), splits), domain_mesh((2, 2)))
-    y = F.dropout(x, 0.25)
+    y = checkpoint(F.dropout, x, 0.25, use_reentrant=False)  # the same numbers when computed again
     y.sum().backward()
     z = F.dropout(x.sum(0), 0.5)
     assert len({*of_all_ranks(torch.rand(()).item())}) == 1, "the default generators are not alike any more"
@@ -278,10 +278,3 @@ def sends_of_means():
 
 def test_a_partial_mean_sends_nothing_until_it_is_added_up(ranks):
     assert ranks(3, sends_of_means)[0] == {"all_reduce": 1}
-
-
-def test_axes_keep_what_a_rank_holds_together():
-    split_rows = Axis(4, 0, (3, 1))
-    assert merged([split_rows, Axis(5)]) == (Axis(20, 0, (15, 5)),)
-    assert merged([Axis(5), split_rows]) == (Axis(5), split_rows)
-    assert merged([Axis(2), Axis(1), Axis(3)]) == (Axis(6),)

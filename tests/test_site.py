@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,8 +17,7 @@ import pytest
 
 from docs import explorer_data
 from docs.drawings.__main__ import DRAWINGS, FOLDER
-from tools.planner.trace import trace_step
-from utils.config import SCRIPTS, SPLITS, load_config
+from utils.config import SCRIPTS, load_config
 
 ROOT = Path(__file__).parents[1]
 LESSONS = ["one_device", "data_parallel", "model_parallel", "domain_parallel"]
@@ -115,49 +113,6 @@ def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
             assert page.evaluate(broken) == []
         assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
     assert len(list(pictures.iterdir())) == 12
-
-
-TRACED = [
-    {"strategy": "ddp"},
-    {"strategy": "fsdp"},
-    {"tp": 2},
-    {"cp": 2},
-    {"pp": 2},
-    {"domain": "2x1"},
-    {"domain": "1x2"},
-]
-
-
-@pytest.mark.slow("runs steps without data")
-@pytest.mark.parametrize("wanted", TRACED, ids=str)
-def test_the_page_to_play_with_has_the_numbers_of_a_traced_plan(wanted):
-    """Of two GPUs, and of the model that is traced fastest."""
-    names, sorts = ("a100-40gb", next(iter(explorer_data.MODELS)), next(iter(explorer_data.IMAGES))), []
-    wanted = {"tp": 1, "cp": 1, "pp": 1, "domain": "1x1", "strategy": "ddp"} | wanted
-    for _n, tp, cp, pp, domain, _dp, strategy, parts, memory, _needed, _ms, messages in explorer_data.layouts(
-        *names, [2], sorts
-    ):
-        if {"tp": tp, "cp": cp, "pp": pp, "domain": domain, "strategy": strategy} != wanted:
-            continue
-        words = (
-            f"{explorer_data.BASE} {explorer_data.MODELS[names[1]]} {explorer_data.FIXED} --data_parallel={strategy}"
-        )
-        words += f" --tensor_parallel={tp} --context_parallel={cp} --pipeline_parallel={pp} --domain_parallel={domain}"
-        config = load_config(f"{words} --gradient_accumulation={parts}".split(), world_size=2, splits=SPLITS)
-        traces = trace_step(config, config.layout(2, 4))
-        for kind, size in zip(("parameters", "gradients", "optimizer"), memory, strict=False):
-            traced = max(trace.memory[kind] for trace in traces) / 2**20
-            assert size == pytest.approx(traced, rel=0.03, abs=0.1), kind
-        traced = max(trace.memory["activations"] for trace in traces)
-        traced += 2 * max(trace.memory["batch"] for trace in traces)
-        assert memory[3] == pytest.approx(traced / 2**20, rel=0.03)
-        sent = Counter()
-        for message, count in traces[0].messages.items():
-            sent[message.phase, message.kind, message.group] += count
-        if pp == 1:  # of a pipeline the page shows the rank that sends most
-            assert {tuple(sorts[i][:3]): count for i, count, _ in messages} == sent
-        return
-    raise AssertionError(f"no layout {wanted}")
 
 
 @pytest.mark.slow("a browser takes seconds to start")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import train
+from tests.support.launch import summary
 from tests.support.programs import write_python
 
 REPOSITORY = Path(__file__).parents[1]
@@ -251,6 +252,11 @@ def test_a_warning_before_training_began_is_not_answered_with_a_requeue(cluster)
     assert "ask for more time" in cluster.output(job)
 
 
+def losses_of(tmp_path, run_num):
+    found = summary(tmp_path, run_num)
+    return {key: found[key] for key in ("world_size", "train_loss", "val_loss", "rmse")}
+
+
 @pytest.mark.slow("Slurm itself warns and preempts real training, and starts it again where it stopped")
 @pytest.mark.parametrize(
     "script, requests, taken, tasks, num_iters, layout",
@@ -272,10 +278,7 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
 
     def losses(run_num, job):
         assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
-        run = tmp_path / "logs/quick" / run_num
-        summary = json.loads((run / "summary.json").read_text())
-        assert summary["world_size"] == tasks
-        return {"train_loss": summary["train_loss"], "val_loss": summary["val_loss"], **summary["rmse"]}
+        return losses_of(tmp_path, run_num)
 
     warned, preempted = submit("warned"), submit("preempted", "-w", taken)
     cluster.until(warned, "Time taken for epoch 1 ")
@@ -285,6 +288,7 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
     cluster.until(warned, "requeued")
     cluster.until(preempted, "DUE TO PREEMPTION")
     expected = losses("whole", submit("whole"))
+    assert expected["world_size"] == tasks
     for run_num, job in (("warned", warned), ("preempted", preempted)):
         assert losses(run_num, job) == expected
         assert cluster.field(job, "Restarts") == "1" and "Resuming at iteration" in cluster.output(job)
@@ -336,10 +340,6 @@ def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_pa
         words = tiny_options(run_num=run_num, num_iters=1000, validate_every=1000, checkpoint_every=100)
         return cluster.submit("submit_dp.sh", *words, options=["-N", "2", "--ntasks-per-node=1"])
 
-    def losses(run_num):
-        summary = json.loads((tmp_path / "logs/quick" / run_num / "summary.json").read_text())
-        return {"train_loss": summary["train_loss"], "val_loss": summary["val_loss"], **summary["rmse"]}
-
     whole, broken = submit("whole"), submit("broken")
     cluster.until(broken, "Saved checkpoint")
     _, lost = cluster.run("scontrol", "show", "hostnames", cluster.field(broken, "NodeList")).split()
@@ -349,17 +349,4 @@ def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_pa
     assert cluster.field(broken, "Restarts") == "1", cluster.output(broken)
     assert "Resuming at iteration" in cluster.output(broken)
     assert lost not in cluster.run("scontrol", "show", "hostnames", cluster.field(broken, "NodeList")).split()
-    assert losses("broken") == losses("whole")
-
-
-@pytest.mark.slow("two jobs of Slurm in one run folder")
-def test_of_two_jobs_in_one_run_folder_one_trains(cluster, tiny_options):
-    def submit():
-        return cluster.submit("submit_pm.sh", *tiny_options(num_iters=800, run_num="both"), options=["-n", "2"])
-
-    first = submit()
-    cluster.until(first, "Starting training")
-    second = submit()
-    assert cluster.end(second) == ("FAILED", 2)
-    assert f"is in use: job {first}, process" in cluster.output(second)
-    assert cluster.end(first) == ("COMPLETED", 0), cluster.output(first)
+    assert losses_of(tmp_path, "broken") == losses_of(tmp_path, "whole")

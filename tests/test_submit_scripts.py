@@ -306,12 +306,6 @@ def test_ranks_on_juwels_meet_over_infiniband():
     assert run(["bash", "-c", site]).stdout == f"{name}i 0,1,2,3\n"
 
 
-def test_every_site_but_the_examples_says_that_it_was_not_tried():
-    for path in (REPOSITORY / "sites").glob("*.sh"):
-        if path.stem not in ("launch", "generic", "perlmutter", "frontier"):
-            assert "Untried there" in path.read_text().split("\n\n")[0], path
-
-
 def test_a_site_file_may_be_anywhere(launch, tmp_path):
     (tmp_path / "mine.sh").write_text("PYTHON=my-python\n")
     assert "my-python" in launch(SITE=str(tmp_path / "mine.sh")).stdout

@@ -1,52 +1,18 @@
 """The tests as people run them, and the programs that they fork instead of starting."""
 
-import ast
 import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from tests import conftest
 from tests.support import launch, programs
 from tools.instruments.team import Team
 from utils.device import select_device
 from utils.errors import UsageError
-
-
-def test_nothing_outside_the_tests_imports_them():
-    files = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout.splitlines()
-    outside = [file for file in files if not file.startswith("tests/")]
-    assert len(outside) > 100
-    for file in outside:
-        for node in ast.walk(ast.parse(open(file).read(), file)):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            else:
-                continue
-            assert not any(name.split(".")[0] == "tests" for name in names), f"{file}:{node.lineno}"
-
-
-def item(*marks):
-    """As much of a collected test as the hook asks for."""
-    return SimpleNamespace(
-        nodeid="test_x",
-        iter_markers=lambda name: [mark.mark for mark in marks if mark.name == name],
-        get_closest_marker=lambda name: None,
-    )
-
-
-def test_a_slow_test_says_what_only_it_shows():
-    conftest.pytest_collection_modifyitems([item(), item(pytest.mark.slow("real Slurm"))])
-    for mark in (pytest.mark.slow, pytest.mark.slow(""), pytest.mark.slow(reason=1)):
-        with pytest.raises(pytest.UsageError, match="test_x: say @pytest.mark.slow"):
-            conftest.pytest_collection_modifyitems([item(mark)])
 
 
 @pytest.mark.parametrize(

@@ -26,19 +26,6 @@ from utils.errors import NonFiniteLossError, UsageError
 CPU = torch.device("cpu")
 STEPS = 3
 SIZES = {"img_size": [36, 40], "num_heads": 4, "depth": 2, "global_batch_size": 4}
-LAYOUTS = {
-    "ddp": (2, {}),
-    "zero1": (2, {"data_parallel": "zero1"}),
-    "fsdp": (2, {"data_parallel": "fsdp"}),
-    "hsdp": (4, {"data_parallel": "hsdp", "dp_shard": 2}),
-    "tp": (2, {"tensor_parallel": 2}),
-    "cp": (3, {"context_parallel": 3}),
-    "tp x fsdp": (4, {"tensor_parallel": 2, "data_parallel": "fsdp"}),
-    "tp dtensor": (2, {"tensor_parallel": 2, "tp_backend": "dtensor"}),
-    "pp": (2, {"pipeline_parallel": 2, "gradient_accumulation": 2}),
-    "domain": (2, {"domain_parallel": 2}),
-    "domain x fsdp": (4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
-}
 
 
 def norms(config):
@@ -63,13 +50,6 @@ def norms_by_torch(config):
         step.optimizer.zero_grad()
         step(i, x, y)
     return torch.stack(found)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_norm_of_the_gradient_is_that_of_one_device(ranks, tiny_config, layout):
-    (size, own), (expected,) = LAYOUTS[layout], ranks(1, norms_by_torch, tiny_config(**SIZES))
-    for found in ranks(size, norms, tiny_config(**SIZES, **own)):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +96,6 @@ def test_every_reading_is_a_line_and_a_point_of_each_curve(run):
         found = {reading["iteration"]: pytest.approx(reading[name]) for reading in done.readings}
         assert {iteration: curve[iteration] for iteration in found} == found
     assert len(scalars(done.folder, "loss/train")) == 12
-
-
-def rank_of_a_run(words):
-    return train.main(words)
 
 
 def test_every_rank_has_a_file_and_all_name_the_same_slowest_rank(tiny_options, tmp_path):

@@ -12,14 +12,6 @@ SERIAL = {"all_reduce": 2}
 SEQUENCE = {"all_gather": 2, "reduce_scatter": 2}
 
 
-@pytest.mark.parametrize("grid", [parity.UNEVEN, parity.EVEN])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_numbers_are_those_of_the_serial_model(ranks, tp, sequence_parallel, grid):
-    results = ranks(tp, parity.check_parity, tp=tp, sequence_parallel=sequence_parallel, grid=grid)
-    assert all(result == results[0] for result in results)
-
-
 def block_counts(sequence_parallel, compiled=False, dtype=torch.float32, autocast=False, grid=parity.EVEN):
     """Collectives and bytes of one block, forward and backward; dtypes of output and input gradient."""
     mesh = parity.make_mesh(tp=2)

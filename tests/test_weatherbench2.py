@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xarray
 
-from tools.forecasting.output_files import file_name, forecast_dataset, weatherbench2_name, write_netcdf
+from tools.forecasting.output_files import file_name, forecast_dataset, write_netcdf
 from weather.channels import CHANNELS
 from weather.grid import Grid, latitudes, longitudes
 
@@ -71,15 +71,6 @@ def test_a_store_opens_as_weatherbench2_opens_it(tmp_path):
     assert data.geopotential.attrs["standard_name"] == data.geopotential.attrs["long_name"] == "geopotential"
 
 
-def test_the_netcdf_files_hold_the_same(tmp_path):
-    fields = written(tmp_path)
-    data = xarray.load_dataset(tmp_path / file_name(STARTS[1]), engine="h5netcdf")
-    assert data.geopotential.dims == ("time", "prediction_timedelta", "level", "latitude", "longitude")
-    assert data.prediction_timedelta.dtype == "timedelta64[ns]" and data.time.values == STARTS[1:]
-    found = data.geopotential.sel(level=500, prediction_timedelta=np.timedelta64(12, "h")).values
-    np.testing.assert_array_equal(found[0], fields[1, 1, NAMES.index("z500")])
-
-
 def test_a_channel_without_such_a_name_keeps_its_own(tmp_path):
     names = ["sst", "z", "w500", "t2m", "2m_temperature", "t500", "temperature", "q700", "r850", "z0500"]
     fields = written(tmp_path, names, ["K"] * 8 + ["1", ""])
@@ -91,9 +82,3 @@ def test_a_channel_without_such_a_name_keeps_its_own(tmp_path):
     assert "level" not in data.sst.dims and data.specific_humidity.attrs["standard_name"] == "specific_humidity"
     written(tmp_path, ["sst"], ["K"])  # without any level
     assert "level" not in xarray.load_dataset(tmp_path / file_name(STARTS[0]), engine="h5netcdf").dims
-
-
-def test_names():
-    assert {name: weatherbench2_name(name) for name in SURFACE} == {k: (v, None) for k, v in SURFACE.items()}
-    assert {weatherbench2_name(f"{letter}850") for letter in UPPER} == {(name, 850) for name in UPPER.values()}
-    assert weatherbench2_name("msl") == ("msl", None)

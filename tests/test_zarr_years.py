@@ -57,7 +57,7 @@ def test_statistics_of_stores_are_those_of_year_files(stores, sample_folder, tmp
 
 
 def test_runs_on_stores_have_the_losses_of_year_files_bit_for_bit(stores, tiny_options, tmp_path):
-    """Rungs 1 and 4, plain and compressed; one is stopped at an iteration within an epoch, and goes on."""
+    """Rungs 1 and 4, plain and compressed."""
     shard = ["train_shard.py", "--yaml_config=config/ViT.yaml", "--domain_parallel=1x2"]
     common = {"num_data_workers": 2, "forcings": ["orography", "hour"], "num_iters": 12}
     for name, folder in {"hdf5": None, **stores}.items():
@@ -69,14 +69,6 @@ def test_runs_on_stores_have_the_losses_of_year_files_bit_for_bit(stores, tiny_o
             expected, found = summary(tmp_path, f"{layout} hdf5"), summary(tmp_path, f"{layout} {name}")
             for key in ("train_loss", "val_loss", "rmse", "acc"):
                 assert found[key] == expected[key], (layout, name, key)
-    half = common | paths_in(stores["plain 3"]) | {"checkpoint_every": 5, "keep_checkpoints": 9, "run_num": "half"}
-    assert programs.run(["train.py", *tiny_options(**half)]).returncode == 0
-    folder = tmp_path / "logs/quick/half"
-    for path in (folder / "summary.json", *folder.glob("checkpoints/iter-0000001*"), *folder.glob("checkpoints/best*")):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    again = programs.run(["train.py", *tiny_options(**half)])
-    assert again.returncode == 0 and "Resuming at iteration 5 of 12" in again.stdout, again.stdout + again.stderr
-    assert summary(tmp_path, "half")["val_loss"] == summary(tmp_path, "one hdf5")["val_loss"]
 
 
 @needs_dali

@@ -158,9 +158,39 @@ def local(tensor):
 def collectives_of_a_step(config):
     """Calls and bytes by kind in the fifth optimizer step, when everything has settled."""
     step = build(config)
-    x, y = (own_part(t, config) for t in torch.randn(2, config.global_batch_size, 20, *config.img_size))
+    batch = build_task(config).random_batch(torch.Generator().manual_seed(1))
+    x, y = (own_part(part, config).clone() for part in batch)
     for i in range(4):
         step(i, x, y)
     with CollectiveCounter() as counted:
         step(4, x, y)
     return dict(counted.calls), dict(counted.bytes)
+
+
+def train_in_double(config, steps=10):
+    """Losses and whole state, running statistics too. A gradient that is zero but for rounding decides Adam's sign."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        step = build(config)
+        losses = train_steps(step, config, 0, steps)
+        state = global_view(collect_state(step.parallel.model, step.optimizer), step.parallel.split)["model"]
+        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+        return losses, {name: t.detach().clone() for name, t in whole.items()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def check_in_double(ranks, tiny_config, layout, options):
+    """As check_training in float64, running statistics too, for models in which rounding would decide."""
+    key = repr(sorted(options.items()))
+    if key not in _serial:
+        _serial[key] = train_in_double(tiny_config(**options))
+    (losses, state), (size, own), seen = _serial[key], layout, set()
+    for found, found_state in ranks(size, train_in_double, tiny_config(**options, **own)):
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        seen |= set(found_state)  # with a pipeline, those of a stage
+        for name, value in found_state.items():
+            expected = state[name].double()
+            error = (value.double() - expected).norm() / expected.norm().clamp_min(1e-3)
+            assert error < 1e-5, (name, error)
+    assert seen == set(state)

@@ -2,20 +2,16 @@
 
 import copy
 from collections import Counter
-from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from distributed.collectives import shard, shard_sizes
-from distributed.context_parallel import context_parallel, l2_norms
-from distributed.tensor_parallel import reduce_partial_gradients, tensor_parallel
+from distributed.collectives import shard_sizes
+from distributed.context_parallel import context_parallel
+from distributed.tensor_parallel import tensor_parallel
 from networks.vit import ViT
 from tools.instruments.counting import CollectiveCounter
-from training.losses import relative_l2
 
 TOLERANCE = 1e-5
 CHANNELS = 3
@@ -65,64 +61,9 @@ def images(model, count=2, seed=2):
     return torch.randn(count, CHANNELS, rows, columns, generator=random)
 
 
-def check_parity(tp=1, cp=1, method="gather", sequence_parallel=False, grid=UNEVEN, steps=4, **changes):
-    """Run on every rank: output, input gradient, all weight gradients, and the weights after Adam, are the serial ones.
-
-    Returns the losses and a hash of the weights that are whole on every rank.
-    """
-    mesh = make_mesh(tp, cp)
-    serial = serial_vit(grid, **changes)
-    model, dims = parallel_vit(serial, mesh, method, sequence_parallel)
-    assert list(model.state_dict()) == list(serial.state_dict())
-    ends = [0, *(PATCH[0] * n for n in accumulate(shard_sizes(grid[0], cp)))]
-    band = slice(*ends[mesh["cp"].get_local_rank() :][:2])
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3, eps=1e-5) for m in (serial, model)]
-    norms = partial(l2_norms, group=mesh["cp"])
-    target, losses = images(serial, seed=3), []
-    for step in range(steps):
-        x = images(serial, seed=4 + step).requires_grad_()
-        x_band = x[:, :, band].detach().clone().requires_grad_()
-        y, y_band = serial(x), model(x_band)
-        assert error(y_band, y[:, :, band]) < TOLERANCE, f"step {step}: output"
-        loss, loss_band = relative_l2(y, target).mean(), banded_loss(y_band, target[:, :, band], norms)
-        loss.backward()
-        loss_band.backward()
-        assert error(loss_band, loss) < TOLERANCE, f"step {step}: loss"
-        reduce_partial_gradients(model, mesh["tp"])
-        average_gradients(model, mesh["cp"])
-        if step == 0:
-            assert error(x_band.grad / cp, x.grad[:, :, band]) < TOLERANCE, "input gradient"
-            compare(model, serial, dims, mesh, lambda p: p.grad, "gradient of")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss_band.item())
-    compare(model, serial, dims, mesh, lambda p: p, f"after {steps} steps:")
-    return losses, [p.detach().numpy().tobytes() for name, p in model.named_parameters() if name not in dims]
-
-
 def banded_loss(prediction, target, norms):
     difference, size = norms((prediction - target).flatten(1), target.flatten(1))
     return (difference / size).mean()
-
-
-def average_gradients(model, mesh):
-    """What data parallelism does over the flattened dp-cp group."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=mesh.get_group())
-
-
-def compare(model, serial, dims, mesh, attribute, what):
-    tp, problems = mesh["tp"], {}
-    for name, expected in serial.named_parameters():
-        expected = attribute(expected)
-        if name in dims:
-            expected = shard(expected, dims[name], tp.get_local_rank(), tp.size())
-        found = attribute(model.get_parameter(name))
-        assert found.shape == expected.shape, name
-        if error(found, expected) >= TOLERANCE:
-            problems[name] = error(found, expected)
-    assert not problems, f"{what} {problems}"
 
 
 def count_block(model, mesh, compiled, autocast, sequence_parallel):
