@@ -95,7 +95,7 @@ class OneGpu:
     def __init__(self, monkeypatch):
         self.held, self.peak, self.current = {}, {}, None
         monkeypatch.setattr(
-            ladder, "Team", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(call=self.process()))
+            ladder, "Teams", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(call=self.process()))
         )
         monkeypatch.setattr(ladder, "select_device", lambda _: CPU)
         monkeypatch.setattr(
@@ -117,7 +117,7 @@ class OneGpu:
     def process(self):
         rank = Rank(torch.device("cuda"))
 
-        def call(function, *args):
+        def call(_size, function, *args):
             self.current = rank
             return [function(rank, *args)]
 
