@@ -57,7 +57,7 @@ def build_parser() -> ArgumentParser:
     option("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
 
     option = command("data", loaders, "data loaders alone")
-    option("--workers", type=whole(0, 256), nargs="+", default=[0, 1, 2], help="numbers of data workers")
+    option("--workers", type=whole(0, 256), default=2, help="data workers of each loader (%(default)s)")
     option("--frames", type=MANY, default=24, help="frames of the data to copy and read (%(default)s)")
     option("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 

@@ -10,20 +10,17 @@ import importlib.util
 import linecache
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
-from multiprocessing.connection import wait
 from pathlib import Path
+
+from tools.instruments.pool import Failure, Pool, Process, RankError, RanksFailed
 
 PATIENCE_SECONDS = 6  # for a check, which needs a second at most
 START_SECONDS = 120  # for all ranks to start, on a busy machine
-OTHERS_SECONDS = 1  # for the other ranks to say something too, once one has failed
 # Linux: ranks are copies of one process that has imported torch; elsewhere each one imports it.
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
@@ -35,54 +32,20 @@ def preload(names: Iterable[str]) -> None:
 
 def run_ranks(name: str, file: Path, size: int, seed: int, patience: float) -> list[str]:
     """Run the check `name` of a file on `size` ranks: the lines that they have to say, none if all is right."""
-    context, processes, pipes = multiprocessing.get_context(METHOD), [], []
-    with tempfile.TemporaryDirectory() as folder:
+    said: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, Pool(multiprocessing.get_context(METHOD)) as pool:
         try:
-            for rank in range(size):
-                ours, theirs = context.Pipe()
-                args = theirs, name, str(file), rank, size, seed, f"{folder}/store", patience
-                process = context.Process(target=_rank, args=args, daemon=True)  # type: ignore[attr-defined]
-                process.start()
-                processes.append(process)
-                theirs.close()
-                pipes.append(ours)
-            return _lines(pipes, patience)
-        finally:
-            for process in processes:
-                process.kill()  # they may wait for one another
-            for process in processes:
-                process.join()
-
-
-def _lines(pipes, patience):
-    answers, deadline = {}, time.monotonic() + START_SECONDS + patience
-    while len(answers) < len(pipes):
-        ready = wait([p for r, p in enumerate(pipes) if r not in answers], max(0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                answers[rank] = pipe.recv()
-            except (EOFError, ConnectionError):
-                answers[rank] = "its process has ended"
-            if answers[rank]:
-                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
-    if len(answers) < len(pipes) and not any(answers.values()):
-        answers |= {rank: "no answer" for rank in range(len(pipes)) if rank not in answers}
-    said = {}
-    for rank in sorted(answers):
-        if answers[rank]:
-            said.setdefault(answers[rank], []).append(str(rank))
-    if len(pipes) == 1:
+            args = name, str(file), size, seed, f"{folder}/store", patience
+            pool.call(size, _check, *args, timeout=START_SECONDS + patience)
+        except RanksFailed as failed:
+            for rank, failure in failed.failures.items():
+                said.setdefault(str(failure.error), []).append(str(rank))
+    if size == 1:
         return list(said)
-    return [
-        f"{'every rank' if len(r) == len(pipes) else 'rank ' + ' and '.join(r)}: {text}" for text, r in said.items()
-    ]
+    return [f"{'every rank' if len(r) == size else 'rank ' + ' and '.join(r)}: {text}" for text, r in said.items()]
 
 
-def _rank(pipe, name, file, rank, size, seed, store, patience):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well
+def _check(process: Process, name: str, file: str, size: int, seed: int, store: str, patience: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -90,26 +53,21 @@ def _rank(pipe, name, file, rank, size, seed, store, patience):
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    check = importlib.import_module(f"exercises.checks.{name}")
+    check, rank = importlib.import_module(f"exercises.checks.{name}"), process.number
     if size > 1:
         long = datetime.timedelta(seconds=START_SECONDS + patience)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=long)
-    learner = threading.current_thread().ident
-    watch = threading.Timer(patience, _give_up, (pipe, learner, file, patience))
+    watch = threading.Timer(patience, _give_up, (process, threading.current_thread().ident, file, patience))
     watch.daemon = True
     watch.start()
-    line = None
     try:
         check.on_rank(_load(file), rank, size, Draw(seed))
     except Wrong as wrong:
-        line = str(wrong)
+        raise RankError(str(wrong)) from None
     except BaseException as error:
-        line = _in_one_line(error, file)
-    watch.cancel()
-    with suppress(OSError, EOFError):
-        pipe.send(line)
-        pipe.recv()  # until the parent ends this process: the others must not lose their connection
-    os._exit(0)
+        raise RankError(_in_one_line(error, file)) from None
+    finally:
+        watch.cancel()
 
 
 def _load(file):
@@ -133,8 +91,8 @@ def _in_one_line(error, file):
     return f"line {own[-1].lineno}, in {own[-1].name}: {type(error).__name__}: {text}\n      {own[-1].line}"
 
 
-def _give_up(pipe, learner, file, patience):
-    """Say where the learner's thread waits, and end this rank."""
+def _give_up(process, learner, file, patience):
+    """Say where the learner's thread waits; the parent ends this rank then."""
     frame, place = sys._current_frames().get(learner), None
     while frame and not place:
         if frame.f_code.co_filename == file:
@@ -142,7 +100,4 @@ def _give_up(pipe, learner, file, patience):
             place = f"line {frame.f_lineno}, in {frame.f_code.co_name}:\n      {source}"
         frame = frame.f_back
     place = place or "the check: for a rank that has not come so far, or for a collective that not all ranks call"
-    with suppress(OSError):
-        pipe.send(f"still waiting after {patience:g} s in {place}")
-    time.sleep(2 * OTHERS_SECONDS)
-    os._exit(0)
+    process.answer(Failure(RankError(f"still waiting after {patience:g} s in {place}")))

@@ -95,7 +95,7 @@ class OneGpu:
     def __init__(self, monkeypatch):
         self.held, self.peak, self.current = {}, {}, None
         monkeypatch.setattr(
-            ladder, "Team", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(call=self.process()))
+            ladder, "Teams", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(call=self.process()))
         )
         monkeypatch.setattr(ladder, "select_device", lambda _: CPU)
         monkeypatch.setattr(
@@ -117,7 +117,7 @@ class OneGpu:
     def process(self):
         rank = Rank(torch.device("cuda"))
 
-        def call(function, *args):
+        def call(_size, function, *args):
             self.current = rank
             return [function(rank, *args)]
 
@@ -147,10 +147,9 @@ def test_loaders_are_compared_with_the_plain_design(tiny_options, tmp_path, caps
     words = tiny_options(expdir=None, global_batch_size=2)
     benchmark.main(["data", "--workers", "1", "--batches=2", "--rounds=1", f"--json={tmp_path}/d.json", *words])
     loaders = {row["loader"]: row for row in json.loads((tmp_path / "d.json").read_text())["loaders"]}
-    assert loaders["plain, 0 workers"]["ratio_to_plain"] == 1
-    assert {"plain, 1 workers", "ours, 0 workers", "ours, 1 workers"} <= set(loaders)
+    assert loaders["plain"]["ratio_to_plain"] == 1 and {"plain", "ours"} <= set(loaders)
     assert all(row["samples_per_sec"] > 0 for row in loaders.values())
-    assert "| ours, 1 workers" in capsys.readouterr().out
+    assert "| ours " in capsys.readouterr().out
 
 
 def test_the_yardstick_gives_the_same_samples(tiny_config):

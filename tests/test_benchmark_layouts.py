@@ -20,8 +20,9 @@ from tools.benchmarks.cases import HELD, STATES
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, by_kind, domain_cases, layout_cases
 from tools.instruments.counting import Collective
 from tools.instruments.phases import phases_of
+from tools.instruments.pool import is_out_of_memory
 from tools.instruments.rank_case import hidden_share
-from tools.instruments.team import Teams, is_out_of_memory
+from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker
 from tools.pictures import SHADES, draw_bars, panels
 from training.model import build_model
@@ -263,16 +264,16 @@ def test_a_rank_that_the_system_kills_is_out_of_memory_and_another_that_ends_end
     case = layout_cases([*MP, "--embed_dim=32"], ["tp2"])[1]
     with Teams(case.config) as teams:
         assert len(cases._turn(teams, case, 1, None, False)) == 2
-        ranks = teams.running[2]
-        ranks.processes[1].kill()
+        ranks = list(teams.running[2].processes)
+        ranks[1].kill()
         assert cases._turn(teams, case, 1, None, False) is None
-        assert not any(process.is_alive() for process in ranks.processes)
+        assert not any(process.is_alive() for process in ranks)
         assert len(cases._turn(teams, case, 1, None, False)) == 2  # by new ones
-        ranks = teams.running[2]
-        ranks.processes[1].terminate()
-        with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 of 2 failed"):
+        ranks = list(teams.running[2].processes)
+        ranks[1].terminate()
+        with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 failed"):
             cases._turn(teams, case, 1, None, False)
-    assert not any(process.is_alive() for process in ranks.processes)
+    assert not any(process.is_alive() for process in ranks)
 
 
 @pytest.mark.slow("the processes that a benchmark starts by itself, without forks for Ctrl-C, and how they end with it")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support import launch, programs
-from tools.instruments.team import Team
+from tools.instruments.team import Teams
 from utils.device import select_device
 from utils.errors import UsageError
 
@@ -40,7 +40,7 @@ def test_the_device_auto_fails_in_tests_and_in_the_programs_that_they_start(tiny
     with pytest.raises(UsageError, match="sees none"):
         select_device("auto")
     with pytest.raises(UsageError, match="sees none"):
-        Team(1, tiny_config(device="auto"))
+        Teams(tiny_config(device="auto")).call(1, print)
     assert programs.run(["train.py", *tiny_options(device="auto")]).returncode == 2
     assert launch.popen([sys.executable, "train.py", *tiny_options(device="auto")]).wait() == 2
 

@@ -69,11 +69,13 @@ COMMANDS = (
     ("shard_quick/domain", 20, "{two} -m train_shard --yaml_config=config/shard.yaml --config=shard_quick "
      "--run_num=domain {train} {pair} --domain_parallel=2"),
     ("tests", 80, "python -m pytest -m gpu -p no:cacheprovider {tests}"),
-    ("ladder", 200, "python -m benchmark ladder --json=ladder.json --rounds=1 --config=short {steps} {sizes}"),
+    ("ladder", 200, "python -m benchmark ladder --json=ladder.json --rounds=1 --config=short {steps} {workers} "
+     "{sizes}"),
     ("quick/profiled", 15, "python -m train --config=quick --run_num=profiled {train} {few} --profile=torch"),
     ("preflight", 12, "torchrun --standalone --nproc_per_node={all} -m tools.preflight "
      "--train_data_path=data/quick/train"),
-    ("loaders", 30, "python -m benchmark data --json=loaders.json --rounds=1 --config=short --batches=4 {sizes}"),
+    ("loaders", 30, "python -m benchmark data --json=loaders.json --rounds=1 --config=short --batches=4 {workers} "
+     "{sizes}"),
 )  # fmt: skip
 WORDS = {  # what stands in braces in a command; on a CPU sizes are tiny, and nothing is compiled, which takes minutes
     "cuda": {
@@ -82,7 +84,7 @@ WORDS = {  # what stands in braces in a command; on a CPU sizes are tiny, and no
         "few": "--num_iters=300", "pair": "--num_iters=300 --local_batch_size=4",
         "graphs": "--amp_mode=fp16 --enable_fused --enable_cuda_graphs",
         "long": "--num_iters=2000 --checkpoint_every=200 --activation_checkpointing=selective",
-        "steps": "--steps=4 --workers=8",
+        "steps": "--steps=4", "workers": "--workers=8",
     },
     "cpu": {
         "sizes": "--device=cpu --img_size 16 32 --patch_size=4 --embed_dim=32 --num_heads=4 --depth=2",
@@ -90,7 +92,7 @@ WORDS = {  # what stands in braces in a command; on a CPU sizes are tiny, and no
         "few": "--num_iters=30", "pair": "--num_iters=30 --local_batch_size=4",
         "fast": "--amp_mode=bf16 --enable_fused --limit_nsamples_val=16 --num_data_workers=1",
         "long": "--num_iters=100 --checkpoint_every=20 --activation_checkpointing=selective",
-        "steps": "--steps=1 --workers=1",
+        "steps": "--steps=1", "workers": "--workers=1",
     },
 }  # fmt: skip
 GPU_ONLY = ("quick/graphs", "quick/ddp_graphs", "tests")

@@ -3,27 +3,28 @@
 python -m tools.hang logs/quick/00
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from typing import Any
 
 from tools.preflight.rendezvous import shortened
-from utils.errors import ArgumentParser, UsageError, first_line, run_main
+from utils.errors import ArgumentParser, UsageError, reading, run_main
 from utils.rank_failure import FILE_NAME
-from utils.schema import Ranks
 
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
 
 
-class Call(BaseModel):
+@dataclass
+class Call:
     """A collective that a rank called, the number-th one of its group."""
 
     group: str
-    number: NonNegativeInt
-    operation: str = Field(pattern=r"\S")
+    number: int
+    operation: str
     tensors: list[str]
     done: bool
 
@@ -35,16 +36,13 @@ class Call(BaseModel):
         return str(self) == str(other) or self.operation == other.operation not in SAME_SHAPE
 
 
-class Record(BaseModel):
+class Record:
     """State that a rank leaves behind (utils.rank_failure). groups: {name: (purpose, ranks)}. at: where it was."""
 
-    rank: NonNegativeInt
-    world_size: Ranks
-    start: str
-    reason: str
-    at: list[str]
-    groups: dict[str, tuple[str, tuple[NonNegativeInt, ...]]]
-    calls: list[Call]
+    def __init__(self, content: dict[str, Any]):
+        self.rank, self.world_size, self.start = content["rank"], content["world_size"], content["start"]
+        self.reason, self.at, self.groups = content["reason"], content["at"], content["groups"]
+        self.calls = [Call(**call) for call in content["calls"] if call["group"] in self.groups]
 
     def current(self) -> Call | None:
         """The collective that the rank is in. One that ended in an error counts as done, too."""
@@ -58,10 +56,12 @@ class Record(BaseModel):
 
     def missing(self, records: dict[int, "Record"]) -> list[int]:
         """The ranks that have not called the collective that this one is in."""
-        if not (own := self.current()):
+        call = self.current()
+        if call is None:
             return []
-        here = {rank for rank, record in records.items() if record.has_called(own)}
-        return [rank for rank in self.groups[own.group][1] if rank not in here]
+        return [
+            rank for rank in self.groups[call.group][1] if rank not in records or not records[rank].has_called(call)
+        ]
 
     def has_called(self, call: Call) -> bool:
         """Tell whether the rank has come as far as this call of its group."""
@@ -70,19 +70,15 @@ class Record(BaseModel):
 
 def read_ranks(folder: Path) -> dict[int, Record]:
     """{rank: Record} of the last start that left records in a run's folder. Raises UsageError where there are none."""
-    pattern = FILE_NAME.format("*")
-    files = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+    files = sorted(folder.glob(FILE_NAME.format("*")), key=lambda path: path.stat().st_mtime)
     if not files:
-        raise UsageError(f"{folder}: no {pattern} in it: no rank noticed that the run hung, or there was only one")
+        raise UsageError(
+            f"{folder}: no {FILE_NAME.format('*')} in it: no rank noticed that the run hung, or there was only one"
+        )
     records = []
     for path in files:
-        try:
-            record = Record.model_validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else first_line(error)
-            raise UsageError(f"{path} is damaged ({problem}): remove it to read the others") from None
-        record.calls = [call for call in record.calls if call.group in record.groups]
-        records.append(record)
+        with reading(f"{path} is damaged, remove it to read the others: it"):
+            records.append(Record(json.loads(path.read_bytes())))
     return {record.rank: record for record in records if record.start == records[-1].start}
 
 
@@ -147,7 +143,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError where the folder holds nothing that can be read."""
     parser = ArgumentParser(description="Say which rank of a run that hung was late, and in what the others waited.")
     parser.add_argument("folder", type=Path, help="the folder of the run")
-    print("\n".join(explain(read_ranks(parser.parse_args(argv).folder))))
+    folder = parser.parse_args(argv).folder
+    records = read_ranks(folder)
+    with reading(f"{folder}: a record is damaged: it"):
+        print("\n".join(explain(records)))
 
 
 if __name__ == "__main__":

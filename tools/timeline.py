@@ -172,26 +172,19 @@ def merge(traces: Sequence[Trace], calls: Calls) -> dict[str, Any]:
 
 
 def draw(traces: Sequence[Trace], calls: Calls, path: Path) -> None:
-    """The step in which the ranks wait longest."""
+    """The longest step of the first rank, on all ranks."""
+    begin, end = max(traces[0].steps, key=lambda step: step[1] - step[0])
     figure, (axes,) = panels(len(traces), width=11)
     axes.set_yticks(range(len(traces)), [f"rank {trace.rank}" for trace in traces])
     axes.invert_yaxis()
-    found, waits = [states(trace, calls) for trace in traces], Counter[int]()
-    for trace, (edges, state, _) in zip(traces, found, strict=True):
-        for number, (start, stop) in enumerate(trace.steps):
-            inside = (state == 2) & (edges[:-1] >= start) & (edges[:-1] < stop)
-            waits[number] += np.diff(edges)[inside].sum()
-    shown = [t.steps[n] for t in traces if (n := max(waits, key=lambda n: waits[n])) < len(t.steps)]
-    begin, end = min(start for start, _ in shown), max(stop for _, stop in shown)
-    for row, (edges, state, _) in enumerate(found):
-        spans, within = (
-            np.stack([edges[:-1] - begin, np.diff(edges)], 1) / 1000,
-            (edges[1:] > begin) & (edges[:-1] < end),
-        )
+    for row, trace in enumerate(traces):
+        edges, found, _ = states(trace, calls)
+        spans = np.stack([edges[:-1] - begin, np.diff(edges)], 1) / 1000
+        inside = (edges[1:] > begin) & (edges[:-1] < end)
         for number, (name, colour) in enumerate(STATES.items()):
-            bars = [(a, b) for a, b in spans[within & (state == number)].tolist()]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=colour, label=None if row else name)
-    finish(axes, title="the step with most waiting, ms", xlim=(0, (end - begin) / 1000))
+            chosen = spans[inside & (found == number)].tolist()
+            axes.broken_barh(chosen, (row - 0.4, 0.8), facecolor=colour, label=None if row else name)
+    finish(axes, title="the longest step, ms", xlim=(0, (end - begin) / 1000))
     save(figure, path)
 
 

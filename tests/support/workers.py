@@ -12,14 +12,10 @@ A rank that raises, or does not answer in time, fails the test with the rank's t
 import atexit
 import datetime
 import os
-import pickle
 import socket
 import sys
-import time
-import traceback
 from functools import cache
 from itertools import count
-from multiprocessing.connection import wait
 
 import psutil
 import torch
@@ -27,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import forked
+from tools.instruments.pool import Pool, RanksFailed
 
 PATIENCE_SECONDS = 120
 MOST_THREADS = 250  # groups of gloo leave some behind
@@ -34,76 +31,41 @@ NAME = "rank of the tests"
 
 
 class Workers:
-    """Starts processes as they are asked for; a call uses the first ones, joined in a process group of that size.
+    """A pool whose processes are started as they are asked for; a call joins the first ones in a group of that size.
 
     Process groups are formed by way of one store in this process, each under a name of its own: a store for each of
     them would be waited for half a second by the ranks that ask before it is there.
     """
 
     def __init__(self):
-        self.processes, self.pipes = [], []
+        self.pool = Pool(forked.context(), name=NAME)
         self.size = 0  # of the process group that they form now
         self.store, self.names = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), count(1)
         atexit.register(self.close)
+
+    @property
+    def processes(self):
+        return self.pool.processes
 
     def __call__(self, world_size, function, *args, timeout=PATIENCE_SECONDS, **kwargs):
         """Run function(*args, **kwargs) on every rank; returns the list of results."""
         if self.processes and psutil.Process(self.processes[0].pid).num_threads() > MOST_THREADS:
             self.close()
-        self._start(world_size)
         name = next(self.names) if world_size != self.size else None
-        called = list(range(world_size))
-        for rank, pipe in enumerate(self.pipes):
-            if rank in called:
-                pipe.send_bytes(pickle.dumps((name, world_size, function, args, kwargs)))
-            elif name and rank < self.size:  # leaves the group that is given up
-                pipe.send_bytes(pickle.dumps((name, 1, None, (), {})))
-                called.append(rank)
+        called = max(world_size, self.size) if name else world_size  # the others leave the group that is given up
+        call = name, world_size, self.store.port, function, args, kwargs
+        try:
+            answers = self.pool.call(called, _run, *call, timeout=timeout)
+        except RanksFailed as failed:
+            self.size = 0  # the next test gets fresh processes
+            problems = [f"rank {rank}: {f.traceback or f.error}" for rank, f in failed.failures.items()]
+            raise AssertionError("\n".join(problems)) from None
         self.size = world_size
-        answers, problems = {}, []
-        deadline = time.monotonic() + timeout
-        while len(answers) < len(called):
-            ready = wait([self.pipes[r] for r in called if r not in answers], max(0, deadline - time.monotonic()))
-            if not ready:
-                problems += [f"rank {rank} gave no answer" for rank in called if rank not in answers]
-                break
-            for pipe in ready:
-                rank = self.pipes.index(pipe)
-                answers[rank], problem = _receive(pipe)
-                if problem:
-                    problems.append(f"rank {rank}: {problem}")
-                    deadline = min(deadline, time.monotonic() + 5)  # the others may wait for it in a collective
-        if problems:
-            self.close()  # the next test gets fresh ones
-            raise AssertionError("\n".join(problems))
-        return [answers[rank] for rank in range(world_size)]
-
-    def _start(self, count):
-        context = forked.context()
-        while len(self.processes) < count:
-            ours, theirs = context.Pipe()
-            number = len(self.processes)
-            serve = {"target": _serve, "args": (number, theirs, self.store.port)}
-            process = context.Process(**serve, name=f"{NAME} {number}", daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
+        return answers[:world_size]
 
     def close(self):
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-        self.processes, self.pipes, self.size = [], [], 0
-
-
-def _receive(pipe):
-    try:
-        done, value = pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return None, "its process has ended"
-    return (value, None) if done else (None, value)
+        self.pool.end()
+        self.size = 0
 
 
 def free_port():
@@ -146,32 +108,26 @@ def share_device():
     group.__init__ = init
 
 
-def _serve(rank, pipe, port):
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    share_device()
+def _run(process, name, world_size, port, function, args, kwargs):
+    """On a rank: leave the old process group where there is a new one, and call a function."""
     patience = datetime.timedelta(seconds=PATIENCE_SECONDS)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
-    while True:
-        try:
-            name, world_size, function, args, kwargs = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
-            if name:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                    _clear_sharding_prop_cache()  # DTensor would remember the old group
-                if world_size > 1:
-                    own = dist.PrefixStore(str(name), store)
-                    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=patience)
-            torch.manual_seed(0)
-            if attention := sys.modules.get("distributed.shard.rules.attention"):
-                attention.set_attention_method("gather")  # whatever the test before chose
-            answer = True, function(*args, **kwargs) if function else None
-            leave_groups()
-        except BaseException:
-            answer = False, traceback.format_exc()
-        if "torch._dynamo" in sys.modules:  # what one test compiled counts against the next one's limit of recompiles
-            torch._dynamo.reset()
-        pipe.send_bytes(pickle.dumps(answer))
+    if "store" not in process.kept:
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        share_device()
+        process.kept["store"] = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+    if name:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # DTensor would remember the old group
+        if world_size > 1 and process.number < world_size:
+            own = dist.PrefixStore(str(name), process.kept["store"])
+            dist.init_process_group("gloo", store=own, rank=process.number, world_size=world_size, timeout=patience)
+    torch.manual_seed(0)
+    if attention := sys.modules.get("distributed.shard.rules.attention"):
+        attention.set_attention_method("gather")  # whatever the test before chose
+    answer = function(*args, **kwargs) if process.number < world_size else None
+    leave_groups()
+    if "torch._dynamo" in sys.modules:  # what one test compiled counts against the next one's limit of recompiles
+        torch._dynamo.reset()
+    return answer

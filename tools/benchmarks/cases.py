@@ -15,8 +15,9 @@ import torch
 from pandas import DataFrame
 
 from tools.instruments.phases import PHASES
+from tools.instruments.pool import OutOfMemory
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase, hidden_share_of
-from tools.instruments.team import Case, OutOfMemory, Rank, Teams
+from tools.instruments.team import Case, Rank, Teams
 from tools.instruments.tracker import Messages, Tracker, by_phase
 from tools.planner.trace import Trace, measured, trace_step
 from utils.device import empty_cache, library, select_device

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from pandas import Series
 
-from tools.instruments.team import OutOfMemory, Rank, Team
+from tools.instruments.pool import OutOfMemory
+from tools.instruments.team import Rank, Teams
 from tools.pictures import bars, save
 from tools.tables import installed, machine, print_tables
 from training.assembly import build_step
@@ -69,15 +70,15 @@ def run(
     config = load_config(words)
     climbed = ladder(config, workers)
     options: dict[str, Any] = {}
-    teams: dict[str, Team] = {}
+    teams: dict[str, Teams] = {}
     turns: dict[str, list[dict[str, float]]] = {}
     totals: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     figures: dict[str, Any] = {}
 
     def take_turn(name: str) -> None:
-        turns.setdefault(name, []).append(teams[name].call(_turn, steps)[0])
-        totals[name] = teams[name].call(_totals)[0]
+        turns.setdefault(name, []).append(teams[name].call(1, _turn, steps)[0])
+        totals[name] = teams[name].call(1, _totals)[0]
 
     with ExitStack() as stack:
         for number in range(rounds):
@@ -87,8 +88,8 @@ def run(
                 try:
                     if number == 0:
                         own = config.model_copy(update={**options, **extra})
-                        teams[name] = stack.enter_context(Team(1, own, whole_machine=True))
-                        teams[name].call(_start, own)
+                        teams[name] = stack.enter_context(Teams(own, whole_machine=True))
+                        teams[name].call(1, _start, own)
                     take_turn(name)
                 except UsageError as error:
                     if not turns and not isinstance(error, OutOfMemory):
@@ -105,7 +106,7 @@ def run(
                 if json:
                     write_json(json, figures)
         for name in turns:
-            teams[name].call(_end)
+            teams[name].call(1, _end)
 
     rows = figures["steps"]
     print_tables("ladder", rows)

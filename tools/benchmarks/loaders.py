@@ -1,4 +1,4 @@
-"""Data loaders alone, on numbers of workers: the plain design, ours, DALI.
+"""Data loaders alone: the plain design, ours, DALI.
 
 All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
@@ -30,35 +30,38 @@ LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a table of minutes
 
 
-def run(
-    words: list[str], workers: Sequence[int] = (0, 1, 2), frames: int = 24, batches: int = 12, rounds: int = 3
-) -> dict[str, Any]:
+def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12, rounds: int = 3) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
-    workers: numbers of data workers to try, besides 0, which all are compared with. frames: of the training data,
-    copied into one file. batches: timed in a turn, fewer where they take longer than TURN_SECONDS.
+    words: options of the config. workers: of each loader. frames: of the training data, copied into one file. batches:
+    timed in a turn, fewer where they take longer than TURN_SECONDS.
     """
     config = load_config(words)
     device = select_device(config.device)
+    loaders: dict[str, Callable[[Config], float]] = {
+        "plain": partial(_plain, batches), "ours": partial(_ours, batches, "pytorch", device)
+    }  # fmt: skip
+    if installed("nvidia.dali"):
+        loaders["DALI"] = partial(_ours, batches, "dali", device)
     with tempfile.TemporaryDirectory() as folder:
         _write_frames(config, Path(folder), frames)
-        own = {"train_data_path": folder, "valid_data_path": folder, "data_loader_config": "pytorch"}
-        cases = _cases(config.model_copy(update=own), sorted({0, *workers}), device)
-        turns = [{name: measure(batches) for name, measure in cases.items()} for _ in range(rounds)]
+        own = {"train_data_path": folder, "valid_data_path": folder, "num_data_workers": workers}
+        copied = config.model_copy(update=own)
+        turns = [{name: measure(copied) for name, measure in loaders.items()} for _ in range(rounds)]
     speeds, sample_bytes = DataFrame(turns), _sample_bytes(config)
     medians = speeds.median()
     results: list[dict[str, Any]] = DataFrame({
         "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * sample_bytes,
-        "ratio_to_plain": speeds.div(speeds[PLAIN], axis=0).median(),
+        "ratio_to_plain": speeds.div(speeds["plain"], axis=0).median(),
     }).to_dict("records")  # fmt: skip
     print_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results])
-    print(f"batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all of it were read")
+    print(
+        f"{workers} workers, batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all "
+        "of it were read"
+    )
     if not installed("nvidia.dali"):
         print("DALI: not installed (requirements-dali.txt)")
-    return {"config": config.config, "machine": machine(device), "loaders": results}
-
-
-PLAIN = "plain, 0 workers"
+    return {"config": config.config, "machine": machine(device), "workers": workers, "loaders": results}
 
 
 def _write_frames(config: Config, folder: Path, frames: int) -> None:
@@ -69,18 +72,7 @@ def _write_frames(config: Config, folder: Path, frames: int) -> None:
         file.create_dataset("fields", data=fields[..., :height, :width])
 
 
-def _cases(config: Config, workers: Sequence[int], device: torch.device) -> dict[str, Callable[[int], float]]:
-    """{name: function(batches) -> samples per second}."""
-    dali = {"DALI": partial(_ours, "dali", device)} if installed("nvidia.dali") else {}
-    loaders: dict[str, Callable[[Config, int], float]] = {"plain": _plain, "ours": partial(_ours, "pytorch", device)}
-    return {
-        f"{name}, {n} workers": partial(measure, config.model_copy(update={"num_data_workers": n}))
-        for name, measure in (loaders | dali).items()
-        for n in workers
-    }
-
-
-def _ours(kind: str, device: torch.device, config: Config, count: int) -> float:
+def _ours(count: int, kind: str, device: torch.device, config: Config) -> float:
     """Samples per second of our loader. kind: a value of data_loader_config."""
     loader, valid = build_task(config.model_copy(update={"data_loader_config": kind})).build_loaders(device)
     valid.close()
@@ -88,7 +80,7 @@ def _ours(kind: str, device: torch.device, config: Config, count: int) -> float:
         return _timed(batches, count, loader.batch_size, device)
 
 
-def _plain(config: Config, count: int) -> float:
+def _plain(count: int, config: Config) -> float:
     """Samples per second of the plain design."""
     train, valid = build_task(config.model_copy(update={"num_data_workers": 0})).build_loaders(select_device("cpu"))
     dataset = cast(FieldDataset, train.dataset)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from matplotlib.figure import Figure
+from pandas import DataFrame
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
-from tools.pictures import finish, save
+from tools.pictures import finish, panels, save
 from tools.planner.layouts import script_of
 from tools.tables import print_tables
 from training.run_folder import read_summary
@@ -110,23 +110,22 @@ def run(
     of the run with this number, among the runs of as many ranks as the job has. list_runs: print commands alone.
     report_only: make no run. Raises UsageError for what cannot be run, before anything is started.
     """
-    runs, launch = build_runs(study_file, study, words), read_launch()
+    runs, ranks = build_runs(study_file, study, words), read_launch().world_size
     if only is not None:
-        _become([run for run in runs if run.ranks == launch.world_size], only, launch.world_size)
-    if launch.world_size > 1:
+        _become([run for run in runs if run.ranks == ranks], only, ranks)
+    if ranks > 1:
         raise UsageError("benchmark.py scaling starts the ranks itself: start it in one process, or give --only")
     if list_runs:
         gpus = read_study(study_file, study).gpus_per_node
         jobs = array_jobs(runs, gpus, [f"--study={study}", f"--study_file={study_file}", *words])
         print("\n".join([*(run.command for run in runs), "", *jobs]))
         return {}
-    for run in runs if not report_only else ():
-        if run.summary() is None:
-            started, status = time.monotonic(), start(run)
-            print(f"{run.name}: status {status} after {time.monotonic() - started:.0f} s", flush=True)
-            if status == STOPPED_STATUS:
-                print("stopped; repeat the command to resume")
-                sys.exit(status)
+    for run in [run for run in runs if not report_only and run.summary() is None]:
+        started, status = time.monotonic(), start(run)
+        print(f"{run.name}: status {status} after {time.monotonic() - started:.0f} s", flush=True)
+        if status == STOPPED_STATUS:
+            print("stopped; repeat the command to resume")
+            sys.exit(status)
     rows = collect(runs)
     print_tables("scaling", rows)
     missing = [run for run in runs if run.summary() is None]
@@ -209,39 +208,33 @@ def _become(runs: Sequence[Run], number: int, ranks: int) -> None:
 
 def collect(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The figures of finished runs. Speedup and efficiency are relative to the fastest of the smallest runs."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in runs:
         if summary := run.summary():
             speed, batch = summary["samples_per_sec"], run.config.global_batch_size
-            hours = run.ranks / speed / 3600  # of all devices, for one sample
+            hours = run.ranks * batch * summary["iterations"] / speed / 3600  # of all devices
             rows.append({
-                "run": run.name, "ranks": run.ranks, "batch": batch, "samples_per_sec": speed,
-                "device_hours": hours * batch * summary["iterations"], "val_loss": summary.get("val_loss"),
-                "rmse": summary.get("rmse", {}), "gib": summary["peak_memory_bytes"] / 2**30, "command": run.command,
+                "run": run.name, "ranks": run.ranks, "batch": batch, "samples_per_sec": speed, "device_hours": hours,
+                "val_loss": summary.get("val_loss"), "rmse": summary.get("rmse", {}),
+                "gib": summary["peak_memory_bytes"] / 2**30, "command": run.command,
             })  # fmt: skip
-    if rows:
-        base = min(rows, key=lambda row: (row["ranks"], -row["samples_per_sec"]))
-        for row in rows:
-            row["speedup"] = row["samples_per_sec"] / base["samples_per_sec"]
-            row["efficiency"] = row["speedup"] / row["ranks"] * base["ranks"]
+    base = min(rows, key=lambda row: (row["ranks"], -row["samples_per_sec"]), default={})
+    for row in rows:
+        row["speedup"] = row["samples_per_sec"] / base["samples_per_sec"]
+        row["efficiency"] = row["speedup"] / row["ranks"] * base["ranks"]
     return rows
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Samples/s over the number of ranks, a curve for each layout, beside what perfect scaling would give."""
-    rows = figures["rows"]
-    if not rows:
+    rows = DataFrame(figures["rows"])
+    if rows.empty:
         raise UsageError(f"{path}: no run is finished, there is nothing to draw")
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    sizes = sorted({row["ranks"] for row in rows})
-    one = max(row["samples_per_sec"] for row in rows if row["ranks"] == sizes[0]) / sizes[0]
-    axes.plot(sizes, [one * n for n in sizes], "k--", linewidth=1, label="perfect")
-    for name in dict.fromkeys(row["run"].rpartition("-")[0] for row in rows):
-        points = sorted((r["ranks"], r["samples_per_sec"]) for r in rows if r["run"].rpartition("-")[0] == name)
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.loglog(base=2)
-    axes.set_xticks(sizes, map(str, sizes))
-    axes.yaxis.set_major_formatter("{x:g}")
+    rows["layout"] = rows["run"].str.rpartition("-")[0]
+    speeds = rows.pivot(index="ranks", columns="layout", values="samples_per_sec")
+    speeds["perfect"] = speeds.iloc[0].max() / speeds.index[0] * speeds.index
+    figure, (axes,) = panels(8)
+    speeds.plot(ax=axes, marker="o", loglog=True)
+    axes.set_xticks(speeds.index, map(str, speeds.index))
     finish(axes, title=f"{figures['study']}: speed of all ranks", xlabel="ranks", ylabel="samples/s")
     save(figure, path)

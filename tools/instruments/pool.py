@@ -1,0 +1,170 @@
+"""Processes of one machine that call functions together: ranks of benchmarks, exercises and tests."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, cast
+
+from utils.errors import UsageError
+from utils.rank_failure import exit_at_once
+
+OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
+FAREWELL_SECONDS = 1  # for other ranks to say something too, once one has failed
+FOREVER = 1e6
+
+
+class RankError(UsageError):
+    """A rank failed in a way that nobody expected."""
+
+
+class OutOfMemory(RankError):
+    """A rank had not enough memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory has run out, on any device."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    )
+
+
+class Failure(NamedTuple):
+    """The error of a rank, and where it was raised; '' for a rank that gave no answer."""
+
+    error: Exception
+    traceback: str = ""
+
+
+class RanksFailed(Exception):
+    """Ranks raised an error, have ended, or gave no answer in time. failures: {rank: Failure}."""
+
+    def __init__(self, failures: dict[int, Failure]):
+        super().__init__(failures)
+        self.failures = failures
+
+
+class Process:
+    """A process of a Pool, as functions that run there see it. kept: what they leave for one another."""
+
+    def __init__(self, number: int, pipe: Connection):
+        self.number, self.pipe = number, pipe
+        self.kept: dict[Any, Any] = {}
+
+    def answer(self, value: Any) -> None:
+        """Send what a function has returned, or its Failure."""
+        with suppress(OSError):  # the parent is gone
+            self.pipe.send_bytes(pickle.dumps(value))
+
+    def serve(self) -> None:
+        """Call functions as they come. The parent ends it whatever happens; and it ends itself after the parent."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well
+        threading.Thread(target=_end_after_the_parent, daemon=True).start()
+        while True:
+            try:
+                function, args = pickle.loads(self.pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                exit_at_once(0)
+            try:
+                value = function(self, *args)
+            except BaseException as error:
+                value = Failure(self._as_sent(error), traceback.format_exc())
+            self.answer(value)
+
+    def _as_sent(self, error: BaseException) -> Exception:
+        if is_out_of_memory(error):
+            return OutOfMemory(f"rank {self.number} has no memory left: {error}")
+        if isinstance(error, UsageError):
+            return error
+        return RankError(f"rank {self.number} failed: {type(error).__name__}: {error}")
+
+
+class Pool(AbstractContextManager):
+    """Processes that are started as they are asked for. Leaving the context ends them.
+
+    context: of multiprocessing. daemon: False where a process may start others.
+    """
+
+    def __init__(self, context: Any = None, daemon: bool = True, name: str = "rank"):
+        self.context, self.daemon, self.name = context or multiprocessing.get_context("spawn"), daemon, name
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def start(self, size: int) -> None:
+        """Start processes until there are so many."""
+        while (number := len(self.processes)) < size:
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(
+                target=_serve, args=(number, theirs), daemon=self.daemon, name=f"{self.name} {number}"
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = FOREVER) -> list[Any]:
+        """[function(process, *args) of the first `size` processes]; it is sent by its name.
+
+        timeout: seconds for all. Raises RanksFailed; the processes, of which some may wait for one another, are ended.
+        """
+        try:
+            self.start(size)
+            for pipe in self.pipes[:size]:
+                with suppress(OSError):  # a rank that is gone shows by its missing answer
+                    pipe.send_bytes(pickle.dumps((function, args)))
+            answers = self._answers(size, time.monotonic() + timeout)
+            failures = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Failure)}
+            if not failures:
+                failures = {rank: Failure(RankError("no answer")) for rank in range(size) if rank not in answers}
+            if failures:
+                raise RanksFailed(failures)
+        except BaseException:
+            self.end()
+            raise
+        return [answers[rank] for rank in range(size)]
+
+    def _answers(self, size: int, end: float) -> dict[int, Any]:
+        """{rank: its answer} until the time `end`, or soon after the first Failure."""
+        answers: dict[int, Any] = {}
+        waiting = dict(zip(self.pipes, range(size), strict=False))
+        while waiting and (ready := wait(list(waiting), max(0, end - time.monotonic()))):
+            for pipe in cast(list[Connection], ready):
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(1)
+                    killed = self.processes[rank].exitcode == -signal.SIGKILL  # by the system, which lacked memory
+                    kind = OutOfMemory if killed else RankError
+                    answers[rank] = Failure(kind(f"rank {rank} of {size} has ended (out of memory?)"))
+                if isinstance(answers[rank], Failure):
+                    end = min(end, time.monotonic() + FAREWELL_SECONDS)
+        return answers
+
+    def end(self) -> None:
+        """End all processes."""
+        for process in self.processes:
+            process.kill()  # they may wait for one another
+        for process in self.processes:
+            process.join()
+        self.processes, self.pipes = [], []
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def _serve(number: int, pipe: Connection) -> None:
+    Process(number, pipe).serve()
+
+
+def _end_after_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(0)
