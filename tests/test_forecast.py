@@ -299,7 +299,7 @@ def test_spectra_are_those_of_the_forecasts_in_the_files(serial, sample_folder):
 
 def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(pictures, run, tmp_path):
     forecast_of(run, tmp_path, "--lead_hours", 30, "--starts", 1, "--channel", "t2m", "--skill_only")
-    assert Image.open(tmp_path / "t2m.gif").n_frames == 5
+    assert Image.open(tmp_path / "t2m.webp").n_frames == 5
     for name in ("t2m.png", "skill.png", "spectra.png"):
         assert min(Image.open(tmp_path / name).size) > 100
 
@@ -374,7 +374,7 @@ def test_fewer_channels_out_than_in_allow_one_step(pictures, settings, tmp_path)
         forecast.main(["--run", str(run), "--lead_hours", "12"])
     skill, files = forecast_of(run, tmp_path / "out", "--lead_hours", "6", "--starts", "2")
     assert list(skill["rmse"]["model"]) == NAMES[:3] and len(files) == 2
-    assert (tmp_path / "out/u10.gif").exists()
+    assert (tmp_path / "out/u10.webp").exists()
 
 
 def test_a_damaged_best_checkpoint_gives_way_to_another(run, tmp_path):
@@ -419,7 +419,7 @@ def test_the_command_line_end_to_end(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "2 forecasts of 24 hours" in done.stdout and "ACC model" in done.stdout
     assert "power model" in done.stdout and "power: of the model at wavelengths up to " in done.stdout
-    assert done.stdout.splitlines()[-1] == f"animation:  {tmp_path}/z500.gif" and (tmp_path / "z500.gif").exists()
+    assert done.stdout.splitlines()[-1] == f"animation:  {tmp_path}/z500.webp" and (tmp_path / "z500.webp").exists()
     bad = call("--start", "1999-01-01")
     assert bad.returncode == 2 and bad.stderr.startswith("error: start 1999-01-01T00: ") and bad.stderr.count("\n") == 1
     words = ["--run_folder", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--domain_parallel", "2"]

@@ -329,7 +329,7 @@ def test_two_nodes_share_the_images_of_a_forecast(cluster, tiny_options, tmp_pat
     job = cluster.submit("submit_forecast.sh", *words, options=["-N", "2", "--ntasks-per-node=1"])
     assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
     assert "2 forecasts of 12 hours" in cluster.output(job)
-    assert (tmp_path / "logs/quick/00/forecast/z500.gif").is_file()
+    assert (tmp_path / "logs/quick/00/forecast/z500.webp").is_file()
 
 
 @pytest.mark.slow("Slurm notices a lost node and gives the run another one")

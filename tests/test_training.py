@@ -284,20 +284,18 @@ def test_cosine_schedule_with_warmup(tiny_config):
     assert {learning_rate(constant, i) for i in range(10, 110)} == {1.0}
 
 
-def test_the_command_to_try_next_finds_the_script_and_keeps_what_the_layout_needs(
-    tiny_config, capsys, monkeypatch, tmp_path
-):
+def test_the_command_to_try_next_is_that_of_this_run_and_one_change(tiny_config, capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py")])
+    words = ["--config=quick", "--model", "my_unet:UNet", "--model_args", "{width: 8}"]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py"), *words])
     summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
-    pipeline = {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}
-    print_result(summary, "accuracy 0.500", tiny_config(expdir="my logs", **pipeline))
+    print_result(summary, "accuracy 0.500", tiny_config(expdir="my logs"))
     said = capsys.readouterr().out.splitlines()
     assert any(line.endswith("tensorboard --logdir 'my logs'") for line in said)
     command = next(line for line in said if line.startswith("try next:"))
-    assert "/python code/train.py --config=" in command
-    assert all(f" --{name}={value}" in command for name, value in pipeline.items())
+    wanted = "/python code/train.py --config=quick --model my_unet:UNet --model_args '{width: 8}' --run_num=bf16"
+    assert command.endswith(f"{wanted} --amp_mode=bf16")
     print_result(summary, "accuracy 0.500", tiny_config(amp_mode="bf16"))
     assert "try next" not in capsys.readouterr().out
 

@@ -72,9 +72,12 @@ def animate(
     title: Callable[[int], str],
     units: str,
 ) -> None:
-    """Write the maps of lead_time_figure as a GIF, one frame a lead time. title: a function of the lead in hours."""
+    """Write the maps of lead_time_figure as an animated WebP, a frame for each lead time.
+
+    title: of the lead in hours. (Frames of a GIF have a palette each, and the colour bars would flicker.)
+    """
     figure, (images,), heading = _rows_of_maps(truth, forecast, 1, grid, title(leads[0]), units)
-    figure.set_dpi(80)
+    figure.set_dpi(100)
     writer = PillowWriter(fps=FRAMES_PER_SECOND)
     with writer.saving(figure, path, dpi=figure.dpi):
         for lead, true, predicted in zip(leads, truth, forecast, strict=True):

@@ -9,7 +9,6 @@ from typing import Any
 
 from training.loggers import Figures, Logger
 from utils import comm
-from utils.config import SPLITS
 from utils.schema import Config
 
 HEADLINE = ("u10", "v10", "t2m", "z500")
@@ -50,8 +49,5 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
         if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
             return
         start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
-        command = f"{programs}/{start} {os.path.relpath(Path(sys.argv[0]))} --config={config.config}"
-        for name in (*SPLITS, "data_parallel", "gradient_accumulation"):
-            if (value := getattr(config, name)) != Config.model_fields[name].default:
-                command += f" --{name}={value}"
-        print(f"try next:         {command} --run_num=bf16 --amp_mode=bf16")
+        words = [os.path.relpath(Path(sys.argv[0])), *sys.argv[1:], "--run_num=bf16", "--amp_mode=bf16"]
+        print(f"try next:         {programs}/{start} {shlex.join(words)}")

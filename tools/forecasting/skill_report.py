@@ -30,7 +30,7 @@ def report(
     units = dict(zip(result.names, result.units, strict=True))
     headline = [name for name in HEADLINE if name in units] or result.names[:4]
     names = [file_name(start) for start in result.starts] if files else []
-    pictures = ["skill.png", "spectra.png", f"{result.channel}.png", f"{result.channel}.gif"]
+    pictures = ["skill.png", "spectra.png", f"{result.channel}.png", f"{result.channel}.webp"]
     record = {
         **about, "starts": [show(start) for start in result.starts], "lead_hours": result.leads, "units": units,
         **result.skill, "files": [*names, *pictures],
