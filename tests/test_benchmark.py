@@ -104,11 +104,7 @@ class OneGpu:
         monkeypatch.setattr(ladder, "build_step", lambda config, *_: mock.MagicMock(config=config))
         monkeypatch.setattr(ladder, "_train", lambda *_: self.hold(52) or 0.1)
         monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: self.hold(8 + self.held[self.current]) or 1e12)
-        monkeypatch.setattr(
-            ladder,
-            "_totals",
-            lambda rank: {"peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": 1e12, "losses": [1]},
-        )
+        monkeypatch.setattr(torch, "stack", lambda _: torch.ones(1))
         monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: self.peak[self.current])
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.peak.pop(self.current))
         monkeypatch.setattr(ladder, "synchronize", lambda _: None)
