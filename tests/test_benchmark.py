@@ -107,7 +107,7 @@ class OneGpu:
         monkeypatch.setattr(torch, "stack", lambda _: torch.ones(1))
         monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: self.peak[self.current])
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.peak.pop(self.current))
-        monkeypatch.setattr(ladder, "synchronize", lambda _: None)
+        monkeypatch.setattr("tools.instruments.clock.synchronize", lambda _: None)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: self.hold(2))
 
     def process(self):

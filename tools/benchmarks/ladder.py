@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from pandas import Series
 
+from tools.instruments.clock import timed
 from tools.instruments.pool import OutOfMemory
 from tools.instruments.team import Rank, Teams
 from tools.pictures import bars, save
@@ -24,7 +25,7 @@ from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
 from utils.config import load_config
-from utils.device import empty_cache, library, peak_memory_bytes, select_device, synchronize
+from utils.device import empty_cache, library, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
 from utils.files import write_json
 from utils.schema import Config
@@ -155,16 +156,13 @@ def _train(rank: Rank, steps: int) -> float:
         x, y = next(kept["batches"])
         wait += time.perf_counter() - asked
         kept["losses"].append(kept["step"](len(kept["losses"]), x, y))
-    synchronize(rank.device)
     return wait
 
 
 def _turn(rank: Rank, steps: int) -> dict[str, Any]:
     """One turn of so many timed steps: seconds, those of them waited for data; and of all turns so far the rest."""
     _train(rank, LEAD_IN)
-    started = time.perf_counter()
-    wait = _train(rank, steps)
-    seconds = time.perf_counter() - started
+    seconds, wait = timed(rank.device, _train, rank, steps)
     rank.kept["memory"] = max(rank.kept["memory"], peak_memory_bytes(rank.device))  # without the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
@@ -188,9 +186,6 @@ def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int 
 
     float32 products use TF32 where that is switched on.
     """
-    from torch.utils.benchmark import Timer  # its import looks for CUDA's compiler, and prints where that is
-
     n = 8192 if device.type != "cpu" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    timer = Timer("torch.mm(a, b)", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    return 2 * n**3 / min(timer.timeit(1).median for _ in range(repeats))
+    return 2 * n**3 / min(timed(device, torch.mm, a, b)[0] for _ in range(repeats))
