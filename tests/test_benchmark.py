@@ -17,7 +17,7 @@ import benchmark
 from tools.benchmarks import ladder
 from tools.benchmarks.loaders import plain_loader
 from tools.instruments.team import Rank
-from tools.tables import format_table
+from tools.tables import format_table, installed
 from training.model import build_model
 from training.tasks import build_task
 from utils.errors import UsageError
@@ -163,3 +163,7 @@ def test_tables_line_up():
     lines = format_table({"a": "", "b": ".2f"}, [("x", 1.0), ("long", None)]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[-1] == "| long |    - |"
+
+
+def test_a_package_is_missing_also_where_the_one_around_it_is():
+    assert installed("torch.nn") and not installed("no_such_package.dali") and not installed("torch.no_such_module")
