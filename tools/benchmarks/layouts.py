@@ -64,7 +64,7 @@ def run(
     layouts, sizes = layouts or names, sizes or usual
     groups: dict[str, list[Case]] = {}
     if preset == "dp":
-        groups = {f"{size} ranks": strategy_cases(words, layouts, size) for size in sorted(set(sizes))}
+        groups = {f"ranks {size}": strategy_cases(words, layouts, size) for size in sorted(set(sizes))}
     elif preset == "mp":
         groups = {f"embed {n}": layout_cases([*words, f"--embed_dim={n}"], layouts) for n in sizes}
         groups = groups or {"": layout_cases(words, layouts)}
