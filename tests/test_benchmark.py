@@ -17,7 +17,7 @@ import benchmark
 from tools.benchmarks import ladder
 from tools.benchmarks.loaders import plain_loader
 from tools.instruments.team import Rank
-from tools.tables import format_table
+from tools.tables import format_table, installed
 from training.model import build_model
 from training.tasks import build_task
 from utils.errors import UsageError
@@ -104,14 +104,10 @@ class OneGpu:
         monkeypatch.setattr(ladder, "build_step", lambda config, *_: mock.MagicMock(config=config))
         monkeypatch.setattr(ladder, "_train", lambda *_: self.hold(52) or 0.1)
         monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: self.hold(8 + self.held[self.current]) or 1e12)
-        monkeypatch.setattr(
-            ladder,
-            "_totals",
-            lambda rank: {"peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": 1e12, "losses": [1]},
-        )
+        monkeypatch.setattr(torch, "stack", lambda _: torch.ones(1))
         monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: self.peak[self.current])
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.peak.pop(self.current))
-        monkeypatch.setattr(ladder, "synchronize", lambda _: None)
+        monkeypatch.setattr("tools.instruments.clock.synchronize", lambda _: None)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: self.hold(2))
 
     def process(self):
@@ -167,3 +163,7 @@ def test_tables_line_up():
     lines = format_table({"a": "", "b": ".2f"}, [("x", 1.0), ("long", None)]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[-1] == "| long |    - |"
+
+
+def test_a_package_is_missing_also_where_the_one_around_it_is():
+    assert installed("torch.nn") and not installed("no_such_package.dali") and not installed("torch.no_such_module")

@@ -88,7 +88,7 @@ def bytes_of(row, messages="messages"):
 
 
 def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
-    assert list(dp) == [("1 ranks", INDEPENDENT), *(("4 ranks", name) for name in (INDEPENDENT, *STRATEGIES))]
+    assert list(dp) == [("ranks 1", INDEPENDENT), *(("ranks 4", name) for name in (INDEPENDENT, *STRATEGIES))]
     assert list(mp) == [ONE, *LAYOUTS]
     assert list(domain) == [(name, mode) for mode in ("forward", "training") for name in (ONE, *DOMAINS)]
     for row in [*dp.values(), *mp.values(), *domain.values()]:
@@ -97,7 +97,7 @@ def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
         assert row["hidden"] is None and not row["out_of_memory"]
         if row["layout"] in (INDEPENDENT, ONE):
             assert row["speedup"] == 1 and not any(row["messages"].values())
-    assert len(dp["4 ranks", "fsdp"]["speedup_of_rounds"]) == 2
+    assert len(dp["ranks 4", "fsdp"]["speedup_of_rounds"]) == 2
 
 
 def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
@@ -117,10 +117,10 @@ def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
 
 
 def test_memory_of_four_ranks_is_within_5_percent_of_theory(dp):
-    values = dp["1 ranks", INDEPENDENT]["memory"]["parameters"]  # bytes of one number for each parameter
+    values = dp["ranks 1", INDEPENDENT]["memory"]["parameters"]  # bytes of one number for each parameter
     copies = {INDEPENDENT: 4, "ddp": 4, "zero1": 2 + 2 / 4, "zero2": 1 + 4 / 4, "fsdp": 4 / 4, "hsdp": 4 / 2}
     for name, times in copies.items():
-        held = sum(dp["4 ranks", name]["memory"][part] for part in STATES)
+        held = sum(dp["ranks 4", name]["memory"][part] for part in STATES)
         assert held == pytest.approx(times * values, rel=0.05), name
     activations = {row["memory"]["activations"] for row in dp.values()}
     assert len(activations) == 1 and activations.pop() > 0  # the same local batch everywhere
@@ -130,7 +130,7 @@ def test_strategies_send_what_theory_says(dp):
     def sharded(gathered, scattered):
         return {"all_gather": gathered, "reduce_scatter": scattered}
 
-    values = dp["1 ranks", INDEPENDENT]["memory"]["parameters"]
+    values = dp["ranks 1", INDEPENDENT]["memory"]["parameters"]
     one_way = values * 3 / 4
     hsdp, hsdp_bytes = sharded(2 * UNITS, UNITS), sharded(values, values / 2)  # two groups of two
     for name, calls, sent in (
@@ -140,7 +140,7 @@ def test_strategies_send_what_theory_says(dp):
         ("fsdp", sharded(2 * UNITS, UNITS), sharded(2 * one_way, one_way)),
         ("hsdp", hsdp | {"all_reduce": UNITS}, hsdp_bytes | {"all_reduce": values / 2}),
     ):  # fmt: skip
-        row = dp["4 ranks", name]
+        row = dp["ranks 4", name]
         assert calls_of(row) == calls, name
         assert bytes_of(row) == pytest.approx(sent, rel=1e-6), name
 

@@ -335,7 +335,7 @@ def test_a_check_that_raises_or_hangs_is_a_failure(words):
 def test_small_helpers():
     assert shortened([5, 1, 4, 6, 8]) == "1,4-6,8"
     unknown = preflight_network.unknown_interfaces
-    name = preflight_network.interfaces()[0]
+    name = next(iter(preflight_network.interface_addresses()))
     assert not unknown(name) and not unknown(f"={name}") and not unknown("^anything") and unknown("=nonsense")
 
 

@@ -73,8 +73,3 @@ def print_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> None:
     for (title, columns), own in zip(read_mappings(TABLES, "tables")[command].items(), rows, strict=True):
         table = format_table(dict.fromkeys(columns, ""), cells(own, columns))
         print(f"{title}\n\n{table}\n" if title else table)
-
-
-def spread(values: Sequence[float], spec: str) -> str:
-    """The least and the largest of some values, in words."""
-    return f"{min(values):{spec}} to {max(values):{spec}}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from pandas import Series
 
+from tools.instruments.clock import timed
 from tools.instruments.pool import OutOfMemory
 from tools.instruments.team import Rank, Teams
 from tools.pictures import bars, save
@@ -24,7 +25,7 @@ from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
 from utils.config import load_config
-from utils.device import empty_cache, library, peak_memory_bytes, select_device, synchronize
+from utils.device import empty_cache, library, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
 from utils.files import write_json
 from utils.schema import Config
@@ -71,15 +72,9 @@ def run(
     climbed = ladder(config, workers)
     options: dict[str, Any] = {}
     teams: dict[str, Teams] = {}
-    turns: dict[str, list[dict[str, float]]] = {}
-    totals: dict[str, dict[str, Any]] = {}
+    turns: dict[str, list[dict[str, Any]]] = {}
     failed: dict[str, str] = {}
-    figures: dict[str, Any] = {}
-
-    def take_turn(name: str) -> None:
-        turns.setdefault(name, []).append(teams[name].call(1, _turn, steps)[0])
-        totals[name] = teams[name].call(1, _totals)[0]
-
+    figures: dict[str, Any] = {"config": config.config, "machine": machine(select_device(config.device))}
     with ExitStack() as stack:
         for number in range(rounds):
             for name, extra, reason in climbed:
@@ -90,7 +85,7 @@ def run(
                         own = config.model_copy(update={**options, **extra})
                         teams[name] = stack.enter_context(Teams(own, whole_machine=True))
                         teams[name].call(1, _start, own)
-                    take_turn(name)
+                    turns[name] = turns.get(name, []) + teams[name].call(1, _turn, steps)
                 except UsageError as error:
                     if not turns and not isinstance(error, OutOfMemory):
                         raise UsageError(f"{name}: {first_line(error)}") from None
@@ -98,11 +93,7 @@ def run(
                     turns.pop(name, None)
                 if number == 0 and name not in (*TRIED, *failed):
                     options |= extra
-                rows = _rows(config, steps, turns, totals)
-                figures = {
-                    "config": config.config, "machine": machine(select_device(config.device)), "steps": rows,
-                    "failed": failed,
-                }  # fmt: skip
+                figures |= {"steps": _rows(config, steps, turns), "failed": failed}
                 if json:
                     write_json(json, figures)
         for name in turns:
@@ -120,20 +111,21 @@ def run(
     return figures
 
 
-def _rows(config, steps, turns, totals):
+def _rows(config, steps, turns):
     """The figures of each step that was measured, from its turns."""
     rows: list[dict[str, Any]] = []
     kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
     for name, own_turns in turns.items():
-        total = totals[name]
+        last = own_turns[-1]
         speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
         flops = speed * flops_per_sample
-        rows.append(total | {
+        rows.append({
             "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
             "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
             "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
-            "flops_per_sec": flops, "tera": flops / 1e12, "mfu": flops / total["matmul_flops_per_sec"],
-            "gib": total["peak_memory_bytes"] / 2**30, "loss": total["losses"][-1],
+            "flops_per_sec": flops, "tera": flops / 1e12, "mfu": flops / last["matmul_flops_per_sec"],
+            "matmul_flops_per_sec": last["matmul_flops_per_sec"], "peak_memory_bytes": last["peak_memory_bytes"],
+            "gib": last["peak_memory_bytes"] / 2**30, "losses": last["losses"], "loss": last["losses"][-1],
         })  # fmt: skip
         kept = kept if name in TRIED else speed
     return rows
@@ -164,30 +156,22 @@ def _train(rank: Rank, steps: int) -> float:
         x, y = next(kept["batches"])
         wait += time.perf_counter() - asked
         kept["losses"].append(kept["step"](len(kept["losses"]), x, y))
-    synchronize(rank.device)
     return wait
 
 
-def _turn(rank: Rank, steps: int) -> dict[str, float]:
-    """One turn of so many timed steps: seconds, those of them waited for data."""
+def _turn(rank: Rank, steps: int) -> dict[str, Any]:
+    """One turn of so many timed steps: seconds, those of them waited for data; and of all turns so far the rest."""
     _train(rank, LEAD_IN)
-    started = time.perf_counter()
-    wait = _train(rank, steps)
-    seconds = time.perf_counter() - started
+    seconds, wait = timed(rank.device, _train, rank, steps)
     rank.kept["memory"] = max(rank.kept["memory"], peak_memory_bytes(rank.device))  # without the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
     empty_cache(rank.device)
     if gpu := library(rank.device, "reset_peak_memory_stats"):
         gpu.reset_peak_memory_stats(rank.device)
-    return {"seconds": seconds, "wait": wait}
-
-
-def _totals(rank: Rank) -> dict[str, Any]:
-    """Of all turns so far: the peak memory, the measured peak of the device, the losses."""
     return {
-        "peak_memory_bytes": rank.kept["memory"], "matmul_flops_per_sec": rank.kept["peak"],
-        "losses": torch.stack(rank.kept["losses"]).tolist(),
+        "seconds": seconds, "wait": wait, "peak_memory_bytes": rank.kept["memory"],
+        "matmul_flops_per_sec": rank.kept["peak"], "losses": torch.stack(rank.kept["losses"]).tolist(),
     }  # fmt: skip
 
 
@@ -202,9 +186,6 @@ def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int 
 
     float32 products use TF32 where that is switched on.
     """
-    from torch.utils.benchmark import Timer  # its import looks for CUDA's compiler, and prints where that is
-
     n = 8192 if device.type != "cpu" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    timer = Timer("torch.mm(a, b)", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    return 2 * n**3 / min(timer.timeit(1).median for _ in range(repeats))
+    return 2 * n**3 / min(timed(device, torch.mm, a, b)[0] for _ in range(repeats))

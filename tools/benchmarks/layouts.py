@@ -24,7 +24,7 @@ from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.instruments.tracker import Messages
 from tools.pictures import HELD_COLORS, SHADES, draw_bars, finish, mark, panels, save
-from tools.tables import MIB, machine, print_tables, spread
+from tools.tables import MIB, machine, print_tables
 from utils.config import choices, load_config
 from utils.errors import UsageError
 from utils.layout import Layout
@@ -64,7 +64,7 @@ def run(
     layouts, sizes = layouts or names, sizes or usual
     groups: dict[str, list[Case]] = {}
     if preset == "dp":
-        groups = {f"{size} ranks": strategy_cases(words, layouts, size) for size in sorted(set(sizes))}
+        groups = {f"ranks {size}": strategy_cases(words, layouts, size) for size in sorted(set(sizes))}
     elif preset == "mp":
         groups = {f"embed {n}": layout_cases([*words, f"--embed_dim={n}"], layouts) for n in sizes}
         groups = groups or {"": layout_cases(words, layouts)}
@@ -165,7 +165,7 @@ def in_columns(row: dict[str, Any], phases: Sequence[str] = PHASES) -> dict[str,
         return columns | {"ms": "out of memory"}
     columns |= {"ms": f"{1000 * row['seconds']:.1f}", "cpu_ms": 1000 * row["cpu_seconds"]}
     if "speedup" in row:
-        columns["rounds"] = spread(row["speedup_of_rounds"], ".2f")
+        columns["rounds"] = f"{min(row['speedup_of_rounds']):.2f} to {max(row['speedup_of_rounds']):.2f}"
     for source, before in (("memory", ""), ("planned_memory", "planned ")):
         held = {name: size / MIB for name, size in row[source].items()}
         columns |= {f"{before}{name}": size for name, size in held.items()}

@@ -18,11 +18,12 @@ import torch
 from pandas import DataFrame
 from torch import Tensor
 
+from tools.instruments.clock import timed
 from tools.tables import installed, machine, print_tables
 from training.tasks import build_task
 from utils.config import load_config
 from utils.data_protocol import ChannelStatistics
-from utils.device import select_device, synchronize
+from utils.device import select_device
 from utils.schema import Config
 from weather.dataset import FieldDataset
 
@@ -128,11 +129,8 @@ def plain_loader(
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
     _take(batches, LEAD_IN)
-    synchronize(device)
-    started = time.perf_counter()
-    done = _take(batches, count)
-    synchronize(device)
-    return done * batch_size / (time.perf_counter() - started)
+    seconds, done = timed(device, _take, batches, count)
+    return done * batch_size / seconds
 
 
 def _take(batches: Iterator[Any], count: int) -> int:

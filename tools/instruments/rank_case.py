@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
+from tools.instruments.clock import timed
 from tools.instruments.team import Case, Rank
 from training.assembly import build_step, random_batch
 from utils import comm
@@ -62,11 +63,9 @@ class RankCase:
         self.train(1)  # the turns of other cases have emptied the caches
         if comm.world_size() > 1:
             dist.barrier()
-        synchronize(self.device)
-        started, cpu = time.perf_counter(), time.process_time()
-        self.train(steps)
-        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-        return {"seconds": seconds / steps, "cpu_seconds": cpu_seconds / steps}
+        cpu = time.process_time()
+        seconds, _ = timed(self.device, self.train, steps)
+        return {"seconds": seconds / steps, "cpu_seconds": (time.process_time() - cpu) / steps}
 
 
 def held(rank: Rank, case: Case) -> RankCase:

@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from tools.instruments.pool import OutOfMemory, Pool, Process, RankError, RanksF
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
+
+LEAVE_SECONDS = 10  # for a rank to end by itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,8 @@ class Teams(AbstractContextManager):
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         for size, pool in self.running.items():
             if kind is None:
-                pool.call(size, _leave)
+                with suppress(RanksFailed):
+                    pool.call(size, _leave, timeout=LEAVE_SECONDS)
             pool.end()
 
 

@@ -31,7 +31,7 @@ from tools.preflight.rendezvous import Absent, CheckResult, Rendezvous, limited,
 from utils.comm import run_ranks
 from utils.device import VISIBLE, built_for, driver, library, promised_gpus, select_device
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real
-from utils.launch import read_launch
+from utils.launch import interface_addresses, read_launch
 from utils.rank_failure import exit_at_once
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def environment(_options: argparse.Namespace, ranks: Rendezvous) -> Iterator[Che
             yield CheckResult("warn", "variables", f"{setting}: {network.SLOW[name, value]}", f"unset {name}")
         elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             level = "FAIL" if network.unknown_interfaces(value) else "ok"
-            yield CheckResult(level, "variables", setting, f"one of {' '.join(network.interfaces())}")
+            yield CheckResult(level, "variables", setting, f"one of {' '.join(interface_addresses())}")
         elif name.startswith(("NCCL_", "TORCH_NCCL_")) or name == "CUDA_VISIBLE_DEVICES":
             yield CheckResult("ok", "variables", setting)
 

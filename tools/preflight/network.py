@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import socket
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from tools.instruments import collective_speed
 from tools.preflight.rendezvous import CheckResult, Rendezvous
 from utils.device import backend_for, physical_name, select_device, synchronize
 from utils.errors import first_line
-from utils.launch import interface_towards, name_gloo_interface
+from utils.launch import interface_addresses, interface_towards, name_gloo_interface
 
 SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed
 WHERE = {"inside": "inside a node", "across": "across nodes"}
@@ -28,25 +27,14 @@ SLOW = {
 }
 
 
-def interfaces() -> list[str]:
-    """Names of the network interfaces of this node."""
-    return [name for _, name in socket.if_nameindex()]
-
-
 def unknown_interfaces(value: str) -> bool:
     """Tell whether no interface of this node matches 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them)."""
     if value.startswith("^"):
         return False
     exact, names = value.startswith("="), value.lstrip("=").split(",")
-    return not any(there == name if exact else there.startswith(name) for there in interfaces() for name in names)
-
-
-def route(host: str, port: int) -> str:
-    """Interface and address of this node on the route to a host: 'eth0 10.0.0.3'."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # a datagram socket sends nothing
-        return f"{interface_towards(host)} {probe.getsockname()[0]}".strip()
+    return not any(
+        there == name if exact else there.startswith(name) for there in interface_addresses() for name in names
+    )
 
 
 def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -81,8 +69,10 @@ def process_group(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
     ranks.device = device
     dist.all_reduce(torch.ones(1, device=device))
     synchronize(device)
-    here_and_now = time.monotonic() - began, route(launch.master_addr, launch.master_port)
-    seconds, routes = zip(*ranks.exchange("process group: ready", here_and_now), strict=True)
+    interface = interface_towards(launch.master_addr)
+    route = f"{interface} {interface_addresses().get(interface, '')}".strip()
+    answers = ranks.exchange("process group: ready", [time.monotonic() - began, route])
+    seconds, routes = zip(*answers, strict=True)
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks, ready after {max(seconds):.1f} s")
     for node, members in ranks.by_node(range(ranks.size)).items():
         message = f"{node}: {len(members)} rank(s), reaches rank 0 by {routes[members[0]]}"
