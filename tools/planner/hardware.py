@@ -118,7 +118,7 @@ class Measured:
     torch with which it was measured. threads: of a rank on the CPU. ranks: of a node, at work at once. compute: Speeds
     by the number of ranks of a node at work. collectives: by place (inside a node, across nodes) and kind. overlap:
     share of a collective that computation can hide. slowest: time of computing of the slowest rank, in that of the mean
-    one. wrappers: seconds of the host for each collective or block, by what wraps it.
+    one. around: {what is around a model: {phase: seconds of the host for each of its collectives or blocks}}.
     """
 
     device: str
@@ -130,7 +130,7 @@ class Measured:
     compute: dict[int, Speeds]
     collectives: dict[str, dict[str, Collective]]
     overlap: float
-    wrappers: dict[str, float]
+    around: dict[str, dict[str, float]]
     slowest: float = 1.0
 
     def speeds(self, ranks: int) -> Speeds:
