@@ -25,7 +25,7 @@ from tools.instruments.operation_speed import OF_HEADS
 from tools.instruments.tracker import ATTENTION, Operation
 from utils.config import explain, nearest, read_mappings
 from utils.device import library
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 from utils.files import read_json
 from utils.schema import Text, key
 
@@ -248,7 +248,8 @@ def of_measured(name: str, path: Path) -> Gpu:
     try:
         return gpu_of(name, entry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: is not what plan.py --calibrate writes ({error!r}): measure again") from None
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"{path}: is not what plan.py --calibrate writes ({problem}): measure again") from None
 
 
 def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
