@@ -141,10 +141,11 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
     compute, collectives = {}, {}
     around: dict[str, dict[str, float]] = {}
     for busy, tables in figures["operations"].items():
-        operations = {
-            name: {dtype: [[*size, seconds] for size, seconds in sizes.items()] for dtype, sizes in types.items()}
-            for name, types in tables.items()
-        }
+        operations: dict[str, dict[str, list[list[float]]]] = {}
+        for name, types in tables.items():
+            operations[name] = {}
+            for dtype, sizes in types.items():
+                operations[name][dtype] = [[*size, seconds] for size, seconds in sizes.items()]
         speeds, host = Speeds(operations=operations, host={}), {}
         for phase in PHASES:
             own = {op: calls for op, calls in traces[""][1].operations.items() if op.phase == phase}
