@@ -60,7 +60,7 @@ def made(ranks=2, **changes):
     host = {"forward": 1e-5, "backward": 1e-5, "update": 1e-5}
     kinds = {kind: {"latency": 1e-3, "bandwidth": 1e9, "ranks": ranks} for kind in collective_speed.KINDS}
     machine = hardware.machine_of(CPU) | {
-        "torch_version": torch.__version__, "threads": 1, "ranks": ranks, "overlap": 0.0, "wrappers": {},
+        "torch_version": torch.__version__, "threads": 1, "ranks": ranks, "overlap": 0.0, "around": {},
         "compute": {str(n): {"operations": operations, "host": host} for n in {1, ranks}},
         "collectives": {"inside": kinds} if ranks > 1 else {},
     }  # fmt: skip
@@ -152,7 +152,7 @@ def step_of(*words, phase="forward", operations=0, messages=(), ranks=1, script=
 
 def test_on_a_cpu_the_host_and_messages_come_on_top_of_computing():
     case = {"phase": "backward", "operations": 3, "messages": [("all_reduce", 2)], "ranks": 2}
-    found = step_of("--config=quick", **case, wrappers={"ddp": 0.5})
+    found = step_of("--config=quick", **case, around={"ddp": {"backward": 0.5}})
     expected = {"matmul": 3e-3, "launch": 3e-5 + 0.5, "communication dp": 2 * (1e-3 + 1e-3)}
     assert {name: s for name, s in found.parts.items() if s} == pytest.approx(expected)
     assert found.phases == pytest.approx({"forward": 0, "backward": found.seconds, "update": 0})
@@ -177,7 +177,9 @@ def test_on_a_cpu_fully_shard_waits_for_each_of_its_messages():
 )
 def test_a_block_that_is_computed_again_costs_the_host_what_was_measured(words, blocks):
     words = "--config=quick", "--activation_checkpointing=selective", *words
-    assert step_of(*words, wrappers={"selective": 0.25}).seconds == pytest.approx(0.25 * blocks)
+    assert step_of(*words, around={"selective": {"forward": 0.05, "backward": 0.2}}).seconds == pytest.approx(
+        0.25 * blocks
+    )
 
 
 def test_a_stage_that_works_alone_is_as_fast_as_one_rank_alone():

@@ -9,7 +9,7 @@ from utils.config import SCRIPTS, load_config
 
 SMALL = {case.name: (case.config, case.layout) for case in build_cases(times=True)}
 QUICK = [
-    name for name in SMALL if name.endswith(("fsdp", "full", "parallel=true", "rollout_steps=3", "schedule=gpipe"))
+    name for name in SMALL if name.endswith(("fsdp", "full", "sequence_parallel", "rollout_steps=3", "schedule=gpipe"))
 ]
 OTHERS = pytest.mark.slow("every other layout of config/verify.yaml")
 MP, SHARD = "train_mp.py --config=mp", "train_shard.py --config=shard"

@@ -139,12 +139,13 @@ def _side_by_side(device):
 def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
     """The entry that is written: the machine as tools.planner.hardware.Measured has it. ranks: of a node."""
     compute, collectives = {}, {}
-    wrappers: dict[str, float] = {}
+    around: dict[str, dict[str, float]] = {}
     for busy, tables in figures["operations"].items():
-        operations = {
-            name: {dtype: [[*size, seconds] for size, seconds in sizes.items()] for dtype, sizes in types.items()}
-            for name, types in tables.items()
-        }
+        operations: dict[str, dict[str, list[list[float]]]] = {}
+        for name, types in tables.items():
+            operations[name] = {}
+            for dtype, sizes in types.items():
+                operations[name][dtype] = [[*size, seconds] for size, seconds in sizes.items()]
         speeds, host = Speeds(operations=operations, host={}), {}
         for phase in PHASES:
             own = {op: calls for op, calls in traces[""][1].operations.items() if op.phase == phase}
@@ -158,15 +159,16 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
     overlap = 1 - (seconds["both"] - seconds["compute"]) / seconds["reduce"]
     found = machine_of(device) | {
         "torch_version": torch.__version__, "threads": torch.get_num_threads(), "ranks": ranks, "compute": compute,
-        "collectives": collectives, "overlap": min(1.0, max(0.0, overlap)), "wrappers": wrappers,
+        "collectives": collectives, "overlap": min(1.0, max(0.0, overlap)), "around": around,
         "slowest": max(1.0, seconds["slowest"]),
     }  # fmt: skip
     for name, phases in figures["steps"].items():
         case, trace = traces[name]
         planned = step_time([trace], case.config, case.layout, gpu_of("here", {"measured": found}))
-        counted = wrapped(trace, planned.collectives, case.config)
-        if calls := sum(n for (_, wrapper), n in counted.items() if wrapper == name):
-            wrappers[name] = max(0.0, sum(phases.values()) - planned.seconds) / calls
+        late = {phase: max(0.0, seconds - planned.phases[phase]) for phase, seconds in phases.items()}
+        if calls := wrapped(trace, planned.collectives, case.config)[name]:
+            share = max(0.0, sum(phases.values()) - planned.seconds) / max(1e-9, sum(late.values()))
+            around[name] = {phase: seconds * share / calls for phase, seconds in late.items()}
     return {"measured": found}
 
 

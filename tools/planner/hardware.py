@@ -25,7 +25,7 @@ from tools.instruments.operation_speed import OF_HEADS
 from tools.instruments.tracker import ATTENTION, Operation
 from utils.config import explain, nearest, read_mappings
 from utils.device import library
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 from utils.files import read_json
 from utils.schema import Text, key
 
@@ -118,7 +118,7 @@ class Measured:
     torch with which it was measured. threads: of a rank on the CPU. ranks: of a node, at work at once. compute: Speeds
     by the number of ranks of a node at work. collectives: by place (inside a node, across nodes) and kind. overlap:
     share of a collective that computation can hide. slowest: time of computing of the slowest rank, in that of the mean
-    one. wrappers: seconds of the host for each collective or block, by what wraps it.
+    one. around: {what is around a model: {phase: seconds of the host for each of its collectives or blocks}}.
     """
 
     device: str
@@ -130,7 +130,7 @@ class Measured:
     compute: dict[int, Speeds]
     collectives: dict[str, dict[str, Collective]]
     overlap: float
-    wrappers: dict[str, float]
+    around: dict[str, dict[str, float]]
     slowest: float = 1.0
 
     def speeds(self, ranks: int) -> Speeds:
@@ -248,7 +248,8 @@ def of_measured(name: str, path: Path) -> Gpu:
     try:
         return gpu_of(name, entry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: is not what plan.py --calibrate writes ({error!r}): measure again") from None
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"{path}: is not what plan.py --calibrate writes ({problem}): measure again") from None
 
 
 def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:

@@ -274,8 +274,9 @@ class _Step:
         if self.gpu.synchronous:
             for operation, calls in self.trace.operations.items():
                 seconds[operation.phase] += calls * self.speeds.host.get(operation.phase, 0.0) * self.calibration
-            for (phase, name), calls in wrapped(self.trace, self.collectives, self.config).items():
-                seconds[phase] += calls * self.gpu.measured.wrappers.get(name, 0.0) * self.calibration
+            for name, calls in wrapped(self.trace, self.collectives, self.config).items():
+                for phase, each in self.gpu.measured.around.get(name, {}).items():
+                    seconds[phase] += calls * each * self.calibration
             return seconds
         config = self.config
         factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
@@ -302,31 +303,29 @@ class _Step:
         return ((stages - 1) * seconds - 2 * gained) / passes
 
 
-def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[tuple[str, str]]:
-    """Work of the code around a model in a step, by phase and name: the messages of fsdp, tp, cp and pp.
+def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
+    """Work of the code around a model in a step, by name: the messages of fsdp, tp, cp and pp.
 
     ddp: once, since its work is for each weight, however many buckets there are. domain: ShardTensor has a rule for
     each operation of the forward pass. full, selective: blocks that are computed again. collectives: of StepTime.
     """
-    counted, blocks = Counter[tuple[str, str]](), config.depth // config.pipeline_parallel
+    counted, blocks = Counter[str](), config.depth // config.pipeline_parallel
     if config.domain_parallel not in (1, "1", "1x1"):
-        rules = sum(n for operation, n in trace.operations.items() if operation.phase == "forward")
-        counted["forward", "domain"] = round(rules)
+        counted["domain"] = round(sum(n for operation, n in trace.operations.items() if operation.phase == "forward"))
     if config.activation_checkpointing in ("full", "selective"):
         passes = config.gradient_accumulation * config.rollout_steps
-        counted["backward", config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
+        counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
     for collective in collectives:
         name = _kind_of(collective["group"])
         if name == "dp" or (name in SAME_WEIGHTS and collective["kind"] == "all_reduce"):
             name = "fsdp" if config.data_parallel in SHARDED else "ddp"
         if name == "ddp":
-            counted["backward", name] = 1
+            counted[name] = 1
         elif name != "domain":
-            counted[collective["phase"], name] += collective["count"]
+            counted[name] += collective["count"]
     shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
     if config.data_parallel in SHARDED and shared:  # parameters travel as tokens do
-        for phase, times in ("forward", 1), ("backward", 1 if config.data_parallel == "zero2" else 2):
-            counted[phase, "fsdp"] = max(counted[phase, "fsdp"], (blocks + 1) * times)
+        counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * (2 if config.data_parallel == "zero2" else 3))
     return counted
 
 

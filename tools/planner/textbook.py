@@ -47,11 +47,11 @@ class Share:
     def __init__(self, config: Config, layout: Layout, stage: int):
         self.config, self.layout, self.stage = config, layout, stage
         self.first, self.last = stage == 0, stage == layout.pp - 1
-        self.t = layout.tp
+        self.t = layout.tp  # tensor-parallel ranks
         self.c = layout.cp * math.prod(layout.domain)  # ranks that share an image
         self.method = config.cp_method if layout.cp > 1 else config.domain_method
 
-        # The batch: b samples of a micro-batch, n tokens of this rank out of N of the image.
+        # The batch: m micro-batches of b samples, n tokens of this rank out of N of the image.
         self.m = config.gradient_accumulation
         self.b = config.global_batch_size // layout.dp // self.m
         rows, columns, *deep = patch_grid(config.img_size, config.patch_size)[0]
@@ -65,7 +65,7 @@ class Share:
         self.states = 0 if self.classifies else self.b * self.n * self.outputs
         self.steps = config.longest_rollout  # of a forecast
 
-        # Activations: of a layer, of the residual stream between layers, inside the MLP.
+        # Activations of L blocks with D features: of a layer, of the residual stream between layers, inside the MLP.
         self.D, self.L = config.embed_dim, config.depth // layout.pp
         self.layer = self.b * self.n * self.D
         self.stream = self.layer / (self.t if config.sequence_parallel else 1)

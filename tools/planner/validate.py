@@ -39,9 +39,8 @@ def build_cases(times: bool = False) -> list[Case]:
     cases = []
     for group in read_mappings(LAYOUTS, "groups of layouts").values():
         for text in group["layouts"] if times or not group.get("time") else ():
-            words = text.replace("=true", "").replace("img_size=", "img_size,").replace(" ", " --").replace(",", " ")
-            words = [f"--config={group['config']}", *SMALL, *(f"--{words}".split() if text else ())]
-            name = f"{group['config']} {text}{' (1 rank)' * (group['ranks'] == 1)}"
+            words = [f"--config={group['config']}", *SMALL, *text.split()]
+            name = f"{group['config']} {text.replace('--', '')}{' (1 rank)' * (group['ranks'] == 1)}"
             cases.append(build_case(name, group["script"], words, group["ranks"]))
     return cases
 
