@@ -62,6 +62,20 @@ def test_any_split_becomes_any_other_on_tiles(ranks):
     ranks(4, redistributions, (2, 2), TWO, None)
 
 
+def sends_of_means():
+    mesh, full = domain_mesh(), draw((2, 3, 7, 5), torch.float32, 1).detach()
+    x, y = laid_out(full, mesh, [Shard(2)]), laid_out(full, mesh, [Shard(2)])
+    with CollectiveCounter() as counter:
+        x.mean((2, 3))  # partial
+        assert not counter.calls  # nothing was sent
+        (x.mean(2) - 2 * y.mean(2)).abs()  # one all-reduce, before abs
+    return dict(counter.calls)
+
+
+def test_a_partial_mean_sends_nothing_until_it_is_added_up(ranks):
+    assert ranks(3, sends_of_means)[0] == {"all_reduce": 1}
+
+
 def collectives_of(source, target, sizes=None):
     x = laid_out(draw((6, 7, 5), torch.float32, 1).detach(), domain_mesh(), source).detach()
     with CollectiveCounter() as counter:
