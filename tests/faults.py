@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.support.launch import rank_pids, summary, torchrun
+from tests.support.launch import losses, rank_pids, torchrun
 from tests.support.programs import finish, start_ranks
 from weather.sample_data import make_sample_data
 
@@ -70,7 +70,7 @@ class Run:
         raise AssertionError(f"the run does not finish:\n{output}")
 
     def losses(self):
-        return {key: summary(self.folder, "00")[key] for key in ("train_loss", "val_loss", "rmse")}
+        return losses(self.folder, "00")
 
 
 def finish_all(processes):

@@ -1,7 +1,6 @@
 """forecast.py: the rollout is that of calling the model by hand, in every layout; its scores, files and refusals."""
 
 import json
-import math
 import shutil
 import unittest.mock
 
@@ -22,8 +21,8 @@ from tests.support.launch import outcome
 from tools.checkpoint import load_weights
 from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
-from tools.forecasting.rollout import LeadTimeSkill
 from tools.forecasting.skill_report import useful_hours
+from training.metrics import latitude_weights
 from training.model import build_model
 from training.rollout import Rollout
 from utils.errors import UsageError
@@ -120,26 +119,6 @@ def test_skill_after_one_step_is_that_of_the_validation(run, tmp_path):
         assert skill["acc"]["model"][name] == pytest.approx([summary["acc"][name]], abs=3e-5)
         assert skill["rmse"]["persistence"][name] == pytest.approx([summary["persistence_rmse"][name]], rel=1e-5)
         assert skill["rmse"]["climatology"][name] == pytest.approx([summary["climatology_rmse"][name]], rel=1e-5)
-
-
-def test_scores_of_a_case_computed_by_hand():
-    """Two rows at 45 north and south weigh alike; one channel with mean 10, standard deviation 2, climatology 12."""
-    means, stds, time_means = np.full((1, 1, 1), 10, "f4"), np.full((1, 1, 1), 2, "f4"), np.full((1, 2, 2), 12, "f4")
-    skill = LeadTimeSkill(2, np.array([45, -45]), (means, stds, time_means), torch.device("cpu"))
-
-    def field(*values):
-        return ((torch.tensor(values) - 10) / 2).view(1, 1, 2, 2)
-
-    start, truth = field(12.0, 12, 12, 16), field(12.0, 14, 12, 10)
-    skill.update(0, start, field(12.0, 14, 12, 14), truth)
-    skill.update(1, start, truth, truth)
-    scores = skill.compute(["a"])
-    # Errors 0 0 0 4; persistence 0 -2 0 6; climatology 0 -2 0 2. Anomalies of truth 0 2 0 -2.
-    assert scores["rmse"]["model"]["a"] == pytest.approx([2, 0])
-    assert scores["rmse"]["persistence"]["a"] == pytest.approx([math.sqrt(10)] * 2)
-    assert scores["rmse"]["climatology"]["a"] == pytest.approx([math.sqrt(2)] * 2)
-    assert scores["acc"]["model"]["a"] == pytest.approx([0, 1], abs=1e-6)  # anomalies 0 2 0 2
-    assert scores["acc"]["persistence"]["a"] == pytest.approx([-1 / math.sqrt(2)] * 2)  # anomalies 0 0 0 4
 
 
 def outcome_of(words):
@@ -281,14 +260,17 @@ def test_the_layout_of_weatherbench2_holds_the_same_forecasts(run, serial, tmp_p
         np.testing.assert_array_equal(whole["2m_temperature"].sel(time=start), expected.t2m[0])
 
 
-def test_spectra_are_those_of_the_forecasts_in_the_files(serial, sample_folder):
-    spectra, power = serial[0]["spectra"], {"model": [], "truth": []}
-    truth, latitude = frames_of(sample_folder)[0][:, NAMES.index("u10")], None
+def test_scores_and_spectra_are_those_of_the_forecasts_in_the_files(serial, sample_folder):
+    spectra, power, squares = serial[0]["spectra"], {"model": [], "truth": []}, []
+    frames, latitude = frames_of(sample_folder)[0], None
     for start, data in serial[1].items():
         at = int((start - np.datetime64(FIRST)) / np.timedelta64(6, "h"))
-        latitude = np.abs(data.latitude.values)
-        for key, fields in (("model", data.u10[0].values), ("truth", truth[at + 1 : at + 5])):
+        latitude, truth = np.abs(data.latitude.values), frames[at + 1 : at + 5]
+        errors = data.z500[0].values - truth[:, NAMES.index("z500")]  # (L, H, W)
+        squares.append((errors.astype(float) ** 2).mean(2) @ latitude_weights(data.latitude.values) / 16)
+        for key, fields in (("model", data.u10[0].values), ("truth", truth[:, NAMES.index("u10")])):
             power[key].append(np.abs(np.fft.rfft(fields)[..., 1:] / 32) ** 2)  # (L, H, K)
+    np.testing.assert_allclose(serial[0]["rmse"]["model"]["z500"], np.sqrt(np.mean(squares, 0)), rtol=1e-4)
     middle = (latitude >= 30) & (latitude <= 60)
     around = 2 * np.pi * 6367.5e3 * np.cos(np.deg2rad(latitude[middle]))
     assert spectra["lead_hours"] == [6, 12, 18, 24] and set(spectra["power"]) == {"u10", "v10", "t2m", "z500"}

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import words_of
-from tests.support.launch import rank_pids, summary, torchrun
+from tests.support.launch import losses, rank_pids, summary, torchrun, wait_for
 from tests.support.programs import finish, run_ranks, start_ranks
 from tests.support.workers import free_port
 from utils import comm
@@ -24,7 +24,7 @@ COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4, "num_da
 
 @pytest.fixture(scope="module")
 def shared(tiny_settings, tmp_path_factory):
-    """Call with a name and a number of ranks: the summary of a run of the whole, made once."""
+    """Call with a number of ranks: the losses of a run of the whole, made once."""
     folder = tmp_path_factory.mktemp("whole")
     words = words_of(tiny_settings | {"expdir": folder / "logs"} | COMMON)
 
@@ -32,7 +32,8 @@ def shared(tiny_settings, tmp_path_factory):
     def trained(ranks):
         for status, output in run_ranks(["train.py", f"--run_num={ranks}", *words], ranks):
             assert status == 0, output
-        return summary(folder, str(ranks))
+        assert summary(folder, str(ranks))["world_size"] == ranks
+        return losses(folder, str(ranks))
 
     return trained
 
@@ -48,22 +49,8 @@ def finish_all(processes):
     return [status for status, _ in ended], "".join(output for _, output in ended)
 
 
-def wait_for(path, text, process):
-    while not (path.exists() and text in path.read_text()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-
-
-def same_losses(one, other, rel=1e-5):
-    for key in ("train_loss", "val_loss"):
-        assert one[key] == pytest.approx(other[key], rel=rel)
-    assert one["rmse"] == pytest.approx(other["rmse"], rel=rel)
-    assert one["persistence_rmse"] == pytest.approx(other["persistence_rmse"], rel=1e-9)
-
-
 def test_two_ranks_train_like_one(shared):
-    assert shared(2)["world_size"] == 2
-    same_losses(shared(2), shared(1), rel=1e-4)
+    assert shared(2) == pytest.approx(shared(1), rel=1e-4)
 
 
 @pytest.mark.slow("torchrun itself, which starts ranks again where one was killed")
@@ -75,7 +62,7 @@ def test_a_killed_rank_is_restarted(tiny_options, tmp_path, shared):
     status, output = finish(process)
     assert status == 0, output
     assert "Resuming at iteration" in output
-    same_losses(summary(tmp_path, "killed"), shared(2), rel=0)
+    assert losses(tmp_path, "killed") == shared(2)
 
 
 def test_ranks_agree_on_the_step_at_which_they_stop(tiny_options, tmp_path, shared):
@@ -87,7 +74,7 @@ def test_ranks_agree_on_the_step_at_which_they_stop(tiny_options, tmp_path, shar
     assert statuses == [75, 75], output
     statuses, output = finish_all(train_on_two(tiny_options(run_num="parts", **COMMON)))
     assert statuses == [0, 0] and "Resuming at iteration" in output, output
-    same_losses(summary(tmp_path, "parts"), shared(2), rel=0)
+    assert losses(tmp_path, "parts") == shared(2)
 
 
 # Found before the ranks are connected, and after.
@@ -201,9 +188,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_pa
 def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):
     """They would train on, and meet whoever starts the run again."""
     agent = torchrun(tiny_options(num_iters=100_000, warmup=1, run_num="orphans"))
-    log = tmp_path / "logs/quick/orphans/out.log"
-    while not (log.exists() and "Starting training" in log.read_text()) and agent.poll() is None:
-        time.sleep(0.1)
+    wait_for(tmp_path / "logs/quick/orphans/out.log", "Starting training", agent)
     ranks = [psutil.Process(pid) for pid in rank_pids(agent)]
     assert len(ranks) == 2
     agent.kill()

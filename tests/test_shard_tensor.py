@@ -62,26 +62,29 @@ def test_any_split_becomes_any_other_on_tiles(ranks):
     ranks(4, redistributions, (2, 2), TWO, None)
 
 
-def rebalanced(sizes, other):
-    mesh, full = domain_mesh(), torch.arange(24.0).view(2, 12)
-    x = laid_out(full, mesh, [Shard(1)], {0: sizes})
+def sends_of_means():
+    mesh, full = domain_mesh(), draw((2, 3, 7, 5), torch.float32, 1).detach()
+    x, y = laid_out(full, mesh, [Shard(2)]), laid_out(full, mesh, [Shard(2)])
     with CollectiveCounter() as counter:
-        y = x.redistribute([Shard(1)], {0: other})
-    assert local(y).shape == (2, other[dist.get_rank()]) and torch.equal(y.full_tensor(), full)
-    (y * full).sum().backward()
-    assert torch.equal(local(x.grad), part_of(full, x.spec))
+        x.mean((2, 3))  # partial
+        assert not counter.calls  # nothing was sent
+        (x.mean(2) - 2 * y.mean(2)).abs()  # one all-reduce, before abs
+    return dict(counter.calls)
+
+
+def test_a_partial_mean_sends_nothing_until_it_is_added_up(ranks):
+    assert ranks(3, sends_of_means)[0] == {"all_reduce": 1}
+
+
+def collectives_of(source, target, sizes=None):
+    x = laid_out(draw((6, 7, 5), torch.float32, 1).detach(), domain_mesh(), source).detach()
+    with CollectiveCounter() as counter:
+        x.redistribute(target, sizes)
     return dict(counter.calls)
 
 
 def test_other_sizes_of_one_dimension_cost_one_all_to_all(ranks):
-    assert ranks(3, rebalanced, (8, 4, 0), (0, 1, 11))[0] == {"all_to_all": 1}
-
-
-def collectives_of(source, target):
-    x = laid_out(draw((6, 7, 5), torch.float32, 1).detach(), domain_mesh(), source).detach()
-    with CollectiveCounter() as counter:
-        x.redistribute(target)
-    return dict(counter.calls)
+    assert ranks(3, collectives_of, [Shard(1)], [Shard(1)], {0: (0, 1, 6)}) == [{"all_to_all": 1}] * 3
 
 
 @pytest.mark.parametrize(

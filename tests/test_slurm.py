@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import train
-from tests.support.launch import summary
+from tests.support.launch import losses, summary
 from tests.support.programs import write_python
 
 REPOSITORY = Path(__file__).parents[1]
@@ -252,11 +252,6 @@ def test_a_warning_before_training_began_is_not_answered_with_a_requeue(cluster)
     assert "ask for more time" in cluster.output(job)
 
 
-def losses_of(tmp_path, run_num):
-    found = summary(tmp_path, run_num)
-    return {key: found[key] for key in ("world_size", "train_loss", "val_loss", "rmse")}
-
-
 @pytest.mark.slow("Slurm itself warns and preempts real training, and starts it again where it stopped")
 @pytest.mark.parametrize(
     "script, requests, taken, tasks, num_iters, layout",
@@ -276,10 +271,6 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
         )  # fmt: skip
         return cluster.submit(script, *words, options=[*requests, *more])
 
-    def losses(run_num, job):
-        assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
-        return losses_of(tmp_path, run_num)
-
     warned, preempted = submit("warned"), submit("preempted", "-w", taken)
     cluster.until(warned, "Time taken for epoch 1 ")
     warn(cluster, warned)
@@ -287,10 +278,12 @@ def test_a_warned_and_a_preempted_run_end_as_an_undisturbed_one(
     cluster.run("sbatch", "-p", "urgent", "-w", taken, "--exclusive", "--output=/dev/null", "--wrap=true")
     cluster.until(warned, "requeued")
     cluster.until(preempted, "DUE TO PREEMPTION")
-    expected = losses("whole", submit("whole"))
-    assert expected["world_size"] == tasks
+    whole = submit("whole")
+    assert cluster.end(whole) == ("COMPLETED", 0), cluster.output(whole)
     for run_num, job in (("warned", warned), ("preempted", preempted)):
-        assert losses(run_num, job) == expected
+        assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
+        assert losses(tmp_path, run_num) == losses(tmp_path, "whole")
+        assert summary(tmp_path, run_num)["world_size"] == tasks
         assert cluster.field(job, "Restarts") == "1" and "Resuming at iteration" in cluster.output(job)
 
 
@@ -349,4 +342,4 @@ def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_pa
     assert cluster.field(broken, "Restarts") == "1", cluster.output(broken)
     assert "Resuming at iteration" in cluster.output(broken)
     assert lost not in cluster.run("scontrol", "show", "hostnames", cluster.field(broken, "NodeList")).split()
-    assert losses_of(tmp_path, "broken") == losses_of(tmp_path, "whole")
+    assert losses(tmp_path, "broken") == losses(tmp_path, "whole")

@@ -56,12 +56,15 @@ def test_outside_slurm_a_submit_script_says_what_to_do():
     assert result.stderr == "error: no Slurm job here: submit with sbatch, or run python train.py\n"
 
 
+def write_program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def launch(tmp_path):
     """Run the shared body as in a job of one task, with the SRUN above. body: another file for it."""
-    stub = tmp_path / "srun"
-    stub.write_text(SRUN)
-    stub.chmod(0o755)
+    write_program(tmp_path / "srun", SRUN)
 
     def start(*words, program="train.py", body="sites/launch.sh", **environment):
         job = {
@@ -107,8 +110,7 @@ def staged(launch, tmp_path):
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / name / "1979.h5").write_text(name)
     (tmp_path / "disk").mkdir()
-    (tmp_path / "python").write_text(PYTHON_THAT_LISTS)
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", PYTHON_THAT_LISTS)
 
     def start(**environment):
         (tmp_path / "srun").write_text(SRUN_THAT_RUNS)
@@ -198,8 +200,7 @@ def test_what_is_said_of_a_run_that_saved_is_true(launch, tmp_path, signal, requ
         "scontrol": f'[[ $1 == show ]] && echo "JobId=7{shown}Restarts=0" || exit {requeue}',
     }
     for name, script in stubs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/bash\n{script}\n")
     result = launch(PYTHON="python")
     assert result.returncode == 75 and result.stdout.splitlines()[-1].startswith(said), result.stdout
     assert ("to be preempted, requeued or cancelled" in result.stdout) == (signal == "TERM")
@@ -208,8 +209,7 @@ def test_what_is_said_of_a_run_that_saved_is_true(launch, tmp_path, signal, requ
 @pytest.mark.parametrize("resolves, address", [(True, "node1"), (False, "10.0.0.7"), (False, "")])
 def test_a_node_whose_name_does_not_resolve_is_reached_by_the_address_of_srun(tmp_path, resolves, address):
     for name, script in {"scontrol": "echo node1; echo node2", "getent": f"exit {0 if resolves else 2}"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/sh\n{script}\n")
     job = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1",
         "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2",

@@ -3,13 +3,12 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 import train
 from tests.support import programs
-from tests.support.launch import popen, summary
+from tests.support.launch import popen, summary, wait_for
 from tests.support.marks import slow_but
 from training.checkpoint import CheckpointFolder
 from utils.errors import UsageError
@@ -57,9 +56,7 @@ def test_a_reader_that_has_had_enough_is_no_error(unbuffered):
 def test_a_lost_connection_stops_a_run_as_a_warning_does_but_not_under_nohup(tiny_options, tmp_path, ignored):
     words = ["train.py", *tiny_options(num_iters=300 if ignored else 100_000, checkpoint_every=100_000)]
     run = popen(["nohup", sys.executable, *words]) if ignored else programs.start(words)
-    log = tmp_path / "logs/quick/00/out.log"
-    while not (log.exists() and "Starting training" in log.read_text()) and run.poll() is None:
-        time.sleep(0.05)
+    wait_for(tmp_path / "logs/quick/00/out.log", "Starting training", run)
     run.send_signal(signal.SIGHUP)
     assert run.wait() == (0 if ignored else 75)
     assert CheckpointFolder(tmp_path / "logs/quick/00/checkpoints", keep=1).newest_whole() is not None

@@ -1,6 +1,5 @@
 """train.py as a user runs it: exit status, one line for bad input, signals."""
 
-import json
 import random
 import shutil
 import signal
@@ -12,6 +11,7 @@ import pytest
 
 import train
 from tests.support import programs
+from tests.support.launch import losses, wait_for
 from utils.errors import UsageError
 from weather import year_files
 
@@ -25,18 +25,11 @@ def finish(process):
     return process.returncode, out, err
 
 
-def losses(tmp_path, run_num):
-    summary = json.loads((tmp_path / "logs/quick" / run_num / "summary.json").read_text())
-    return {key: summary[key] for key in ("train_loss", "val_loss", "rmse")}
-
-
 def test_terminated_at_a_random_time_and_run_again_ends_with_the_same_losses(tiny_options, tmp_path):
     common = {"num_iters": 400, "checkpoint_every": 50, "num_data_workers": 1}
     whole = start(tiny_options(run_num="whole", **common))
     parts = start(tiny_options(run_num="parts", **common))
-    log = tmp_path / "logs/quick/parts/out.log"
-    while not (log.exists() and "Starting training" in log.read_text()) and parts.poll() is None:
-        time.sleep(0.05)
+    wait_for(tmp_path / "logs/quick/parts/out.log", "Starting training", parts)
     time.sleep(random.uniform(0, 2))
     parts.send_signal(random.choice([signal.SIGTERM, signal.SIGUSR1]))
     status, _, err = finish(parts)
@@ -164,8 +157,7 @@ def test_the_second_of_two_runs_in_one_folder_is_refused_and_the_first_goes_on(t
     options = tiny_options(num_iters=3000, run_num="shared", checkpoint_every=3000)
     first = start(options)
     log = tmp_path / "logs/quick/shared/out.log"
-    while not (log.exists() and "Starting training" in log.read_text()) and first.poll() is None:
-        time.sleep(0.05)
+    wait_for(log, "Starting training", first)
     status, _, err = finish(start(options))
     assert status == 2
     assert f"shared is in use: process {first.pid} on " in err and err.count("\n") == 1

@@ -1,12 +1,11 @@
 """train_shard.py as a user runs it: train.py's losses, a run that moves between layouts, one line for a bad one."""
 
 import signal
-import time
 
 import pytest
 
 from tests.support import programs
-from tests.support.launch import summary, torchrun
+from tests.support.launch import losses, torchrun, wait_for
 from tests.support.programs import finish
 
 COMMON = {"num_iters": 60, "checkpoint_every": 20, "validate_every": 4}
@@ -19,10 +18,7 @@ def shard(words):
 def test_a_run_that_moves_from_one_layout_to_another_has_the_losses_of_train_py(tiny_options, tmp_path):
     serial = programs.start(["train.py", *tiny_options(run_num="serial", **COMMON)])
     first = shard(tiny_options(run_num="moved", domain_parallel=2, domain_method="ring", **COMMON))
-    log = tmp_path / "logs/quick/moved/out.log"
-    while not (log.exists() and "Saved checkpoint iter-00000020" in log.read_text()):
-        assert first[0].poll() is None, first[0].said()
-        time.sleep(0.02)
+    wait_for(tmp_path / "logs/quick/moved/out.log", "Saved checkpoint iter-00000020", first[0])
     first[0].send_signal(signal.SIGTERM)
     (status, output), (other, _) = map(finish, first)
     assert "on 2 x cpu: domain 2" in output and status == other == 75, output
@@ -30,9 +26,7 @@ def test_a_run_that_moves_from_one_layout_to_another_has_the_losses_of_train_py(
     status, output = finish(then[0])
     assert status == 0 and "on 2 x cpu: domain 1x2" in output and "Resuming at iteration" in output, output
     assert serial.wait() == 0
-    expected, found = summary(tmp_path, "serial"), summary(tmp_path, "moved")
-    for key in ("train_loss", "val_loss", "rmse"):
-        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+    assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "serial"), rel=1e-5)
 
 
 def test_under_torchrun_there_is_no_more_than_the_line(tiny_options):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import unittest.mock
 
 import psutil
@@ -40,6 +41,19 @@ def popen(command, env=None):
 
 def summary(tmp_path, run_num):
     return json.loads((tmp_path / "logs/quick" / run_num / "summary.json").read_text())
+
+
+def losses(tmp_path, run_num):
+    """The losses and scores with which a run has ended."""
+    found = summary(tmp_path, run_num)
+    return {"train_loss": found["train_loss"], "val_loss": found["val_loss"]} | found["rmse"]
+
+
+def wait_for(path, text, process):
+    """Return when a file holds a text, which the process writes."""
+    while not (path.exists() and text in path.read_text()):
+        assert process.poll() is None, f"it has ended without {text!r} in {path}"
+        time.sleep(0.02)
 
 
 def rank_pids(process):
