@@ -267,17 +267,3 @@ def test_dropout_is_the_same_on_copies_and_different_on_parts(ranks, splits):
         assert torch.equal(y, results[0][0]) and torch.equal(z, results[0][2])
         assert torch.equal(grad, y)
     assert not torch.equal(kept[:, :32], kept[:, 33:])
-
-
-def sends_of_means():
-    mesh, full = domain_mesh(), draw((2, 3, 7, 5), torch.float32, 1).detach()
-    x, y = (laid_out(full, mesh, [Shard(2)]) for _ in range(2))
-    with CollectiveCounter() as counter:
-        x.mean((2, 3))  # partial
-        assert not counter.calls  # nothing was sent
-        (x.mean(2) - 2 * y.mean(2)).abs()  # one all-reduce, before abs
-    return dict(counter.calls)
-
-
-def test_a_partial_mean_sends_nothing_until_it_is_added_up(ranks):
-    assert ranks(3, sends_of_means)[0] == {"all_reduce": 1}
