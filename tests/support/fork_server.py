@@ -20,6 +20,8 @@ import sys
 import threading
 from pathlib import Path
 
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
 from tests.support import forked
 from tests.support.workers import share_device
 from utils.signals import STOP_SIGNALS
@@ -63,6 +65,8 @@ def keep(connection):
     os.environ.update(environment)
     sys.executable = environment.get("PYTHON_EXEC", sys.executable)
     multiprocessing.get_context = forked.instead_of_spawn(multiprocessing.get_context("fork"))
+    # A program that has planned was rank 0 for a while, and DTensor remembers its meshes: its ranks begin without them.
+    os.register_at_fork(after_in_child=_clear_sharding_prop_cache)
     return words
 
 
