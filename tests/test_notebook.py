@@ -203,3 +203,6 @@ def test_a_notebook_runs_from_top_to_bottom(name, tmp_path, data, monkeypatch):
     printed = "".join(out.get("text", "") for cell in made.cells for out in cell.get("outputs", []))
     assert "finished 20 iterations" in printed or "finished 40 iterations" in printed
     assert printed.count("| ") > 20  # the table of the benchmark
+    page = (notebooks.ROOT / f"docs/{notebooks.LESSONS[name]}.md").read_text()
+    shown, losses = (re.findall(r"Avg train loss=\S+", text) for text in (page, printed))
+    assert shown == losses[: len(shown)], "make figures ONLY='--num_iters 20': the page shows losses of another code"
