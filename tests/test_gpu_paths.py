@@ -240,6 +240,17 @@ def test_ring_attention_takes_the_flash_kernel_where_a_gpu_has_it(monkeypatch, c
     assert attention.kernel(q, None) is found
 
 
+@pytest.mark.parametrize(("hip", "length"), [(None, 64), ("7.1", 50)])
+def test_the_log_sum_exp_is_padded_for_nvidia_alone(monkeypatch, hip, length):
+    taken = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    backward = lambda grad, q, k, v, mask, out, lse, *others: taken.append(lse.shape[2]) or (q, k, v)  # noqa: E731
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention_backward", backward, raising=False)
+    x = torch.zeros(1, 2, 50, 8)
+    attention.CudaEfficient.backward(x, x, x, x, x, torch.zeros(1, 2, 50))
+    assert taken == [length]
+
+
 def test_the_host_is_at_most_two_batches_ahead_of_a_gpu(monkeypatch):
     """Each of them holds memory on the device until its step is done."""
     waiting = []

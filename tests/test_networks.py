@@ -1,7 +1,10 @@
 """The plain networks of the domain-parallel lesson."""
 
+import contextlib
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,3 +155,10 @@ def test_neighborhood_attention_copies_from_the_host_once():
         neighborhood_attention(x, x, x, 3)
     x.requires_grad_()
     neighborhood_attention(x, x, x, 3).sum().backward()
+
+
+def test_neighborhood_attention_of_fake_tensors_leaves_nothing_behind():
+    for mode in (FakeTensorMode(), FakeTensorMode(), contextlib.nullcontext()):
+        with mode:
+            x = torch.randn(1, 2, 13, 7, 4)
+            assert neighborhood_attention(x, x, x, 3).shape == x.shape
