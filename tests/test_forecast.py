@@ -89,7 +89,7 @@ def serial(run, tmp_path_factory):
 
 def frames_of(sample_folder):
     """The test frames in physical units, (T, C, H, W), and means and stds, (C, 1, 1)."""
-    with h5py.File(sample_folder / "test/1982.h5") as file:
+    with h5py.File(sample_folder / "test/1982.h5", locking=False) as file:
         fields = file["fields"][:]
     return fields, *(np.load(sample_folder / f"stats/global_{name}.npy")[0] for name in ("means", "stds"))
 
