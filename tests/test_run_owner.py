@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from training import run_owner
+from training.run_folder import next_run_num
 from training.run_owner import FILE, Owner, RunOwner, this_process
 from utils.errors import UsageError
 
@@ -111,6 +112,21 @@ def test_a_job_that_comes_back_has_its_folder_at_once(tmp_path, monkeypatch, spa
     owner = RunOwner(tmp_path)
     assert owner_of(tmp_path).restarts == (1, 0)
     owner.release()
+
+
+def test_what_torchrun_starts_again_finds_the_folder_of_its_own_run(tmp_path, monkeypatch):
+    """Not of a run without a job, or of another torchrun, though all are called 'none'."""
+    for number, job in ("00", ""), ("01", "of torchrun 1 (1)"):
+        (tmp_path / number).mkdir()
+        write(tmp_path / number, job=job)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert next_run_num(tmp_path) == "02"
+    RunOwner(tmp_path / "02").release()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert next_run_num(tmp_path) == "02"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert next_run_num(tmp_path) == "03"
 
 
 def test_of_several_one_takes_a_folder_over(tmp_path):

@@ -118,7 +118,7 @@ def next_run_num(runs: Path) -> str:
     """
     runs.mkdir(parents=True, exist_ok=True)
     me = this_process()
-    for file in runs.glob(f"*/{FILE}") if any(me.restarts) else ():
+    for file in runs.glob(f"*/{FILE}") if me.job and any(me.restarts) else ():
         owner = owner_of(file.read_text(errors="replace"))
         if owner and owner.job == me.job:
             return file.parent.name

@@ -46,8 +46,10 @@ class Owner(BaseModel):
 def this_process() -> Owner:
     """This process as an owner."""
     env = os.environ
-    elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's own default says nothing
-    job = env.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
+    elastic = env.get("TORCHELASTIC_RUN_ID", "")
+    if elastic == "none":  # torchrun's own default, the same for all runs; its process starts the ranks again
+        elastic = f"of torchrun {os.getppid()} ({_start_of(os.getppid())})"
+    job = env.get("SLURM_JOB_ID") or elastic
     counts = [env.get(f"{launcher}_RESTART_COUNT", "") for launcher in ("SLURM", "TORCHELASTIC")]
     slurm, torchrun = (int(count) if count.isdecimal() else 0 for count in counts)
     space, number = "", os.getpid()
