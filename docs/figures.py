@@ -1,11 +1,12 @@
 """Tables, outputs and pictures of README and docs, made anew from the commands beside them: `make figures`.
 
 A page holds what it shows between two comments. The first is Python, which cog (https://cog.readthedocs.io) runs, and
-what that prints replaces the text up to the second:
+what that prints replaces the text up to the second. The command is the one that the page shows above it:
 
-    <!--[[[cog dp = command("python benchmark.py layouts dp --config=quick") ]]]-->
-    <!--[[[end]]]-->
-    <!--[[[cog table(dp) ]]]-->
+    ```bash
+    python benchmark.py layouts dp --config=quick
+    ```
+    <!--[[[cog table(above()) ]]]-->
     <!--[[[end]]]-->
 
 Commands run one after another, each once, in a folder that shares all of this one but `logs`, which is empty. The
@@ -35,12 +36,11 @@ LOG_TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 _kept: set[tuple[str, int]] = set()  # blocks that stay as they are; a block may show several things of one command
 
 
-def command(line: str) -> str:
-    """Show a command as it is typed; returns it."""
-    together = re.sub(r" (?!-)", "\0", line)  # an option and its values
-    lines = textwrap.wrap(together, 112, break_long_words=False, break_on_hyphens=False)
-    _show("```bash", " \\\n    ".join(lines).replace("\0", " "), "```")
-    return line
+def above(n: int = 1) -> str:
+    """Return the command that a page shows above this place, in the n-th block of bash from here."""
+    before = Path(cog.inFile).read_text().splitlines()[: cog.firstLineNum]
+    blocks = re.findall(r"^```bash\n(.*?)\n```$", "\n".join(before), re.DOTALL | re.MULTILINE)
+    return re.sub(r" \\\n *", " ", blocks[-n])
 
 
 def table(command: str, which: int = 0, columns: str = ".*", rows: str = "", fast: bool = False) -> None:

@@ -124,7 +124,7 @@ def check_benchmark(words):
 
 def check_figures(only):
     """Pages show what cog makes of them. only: the commands to run, as ONLY of `make figures`; code is always made."""
-    words = ["-I", ".", "-U", "-p", "from docs.figures import command, difference, output, picture, source, table"]
+    words = ["-I", ".", "-U", "-p", "from docs.figures import above, difference, output, picture, source, table"]
     pages = [str(page) for page in PAGES if "[[[cog" in page.read_text()]
     done = subprocess.run(
         [sys.executable, "-m", "cogapp", *words, "--check", "--diff", *pages],
