@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -147,8 +148,8 @@ def test_what_pages_show_of_commands_marked_fast_is_what_they_print(tmp_path, mo
 
 
 def is_python(block):
-    """Whether an indented block of a page is code of Python."""
-    with contextlib.suppress(SyntaxError):
+    """Tell whether an indented block of a page is code of Python."""
+    with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
         return bool(ast.parse(textwrap.dedent(block)).body)
     return False
 

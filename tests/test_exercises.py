@@ -26,6 +26,8 @@ UNSOLVED = {
     "11_reshard": "norm.weight of rank 0: it is .* whole on every rank",
     "13_steps_without_activations": "kept .* times what one step needs",
     "12_choose_a_layout": "few samples: .* 4 cannot be shared by 16 ranks",
+    "14_patches": "token 0 is not the patch at its place",
+    "15_collectives": "every rank has what rank 0 had",
 }
 VERY_WIDE = '"very wide": "--tensor_parallel=4 --data_parallel=zero2 --sequence_parallel"'
 # (name, a piece of the solution, what stands there instead, what the check says to it)
@@ -99,6 +101,12 @@ WRONG = [
     ("10_read_a_trace", "+ exposed(start, end, compute)", "+ end - start", "part of it is hidden"),
     ("11_reshard", "fromkeys(columns, 1)", "fromkeys(columns, 0)", "proj.weight of rank 0: .* split along dim 1"),
     ("11_reshard", "(heads, 3, -1)", "(3, heads, -1)", "this is the way back"),
+    ("14_patches", "(0, 2, 4, 1, 3, 5)", "(0, 2, 4, 3, 5, 1)", "in another order: channels first"),
+    ("14_patches", "(0, 3, 1, 4, 2, 5)", "(0, 3, 1, 4, 5, 2)", "the image has the shape|is not the image"),
+    ("14_patches", "(3 + 1 + 4 + 4)", "(3 + 4 + 4)", "weights in its four matrices"),
+    ("15_collectives", "return [before[0] for", "return [before[1] for", "every rank has what rank 0 had"),
+    ("15_collectives", "[r * n : (r + 1) * n]] for r", "[:n]] for r", "rank r has piece r of every rank's list"),
+    ("15_collectives", "2 * share if", "share if", "in all_reduce of .* sends"),
     (
         "12_choose_a_layout",
         VERY_WIDE,
@@ -227,7 +235,7 @@ def test_the_command_ends_with_a_status():
     for words, status, text in (
         (["4"], 1, "which rank trains on which sample: not yet. exercises/04_sharded_sampler.py (seed "),
         (["4", "--solution"], 0, "right."),
-        (["14"], 2, "error: no exercise '14': there are 1 to 13"),
+        (["16"], 2, "error: no exercise '16': there are 1 to 15"),
     ):
         run = programs.run(["-m", "exercises.check", *words])
         assert run.returncode == status, run.stderr

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.drawings import data_parallel, domain_parallel, model_parallel, one_device
+from docs.drawings import data_parallel, domain_parallel, first_lessons, model_parallel, one_device
 from docs.drawings.canvas import Drawing
 
 FOLDER = Path(__file__).parents[1] / "images" / "drawings"
 DRAWINGS: tuple[Callable[[], Drawing], ...] = (
+    first_lessons.image_to_tokens,
+    first_lessons.collectives,
     one_device.ladder,
     one_device.step_time,
     one_device.buffers,

@@ -24,24 +24,25 @@ def ddp_buckets() -> Drawing:
 
 def zero_stages() -> Drawing:
     """Memory of one of four ranks under each strategy, to scale."""
-    d = Drawing(800, 260, "Parameters, gradients and optimizer state on one of four ranks, by strategy, to scale")
+    d = Drawing(800, 306, "Parameters, gradients and optimizer state on one of four ranks, by strategy, to scale")
     strategies = [
         ("ddp", (1, 1, 2), ""),
         ("zero1", (1, 1, 0.5), ""),
         ("zero2", (1.25, 0.25, 0.5), "1/4 and a gathered copy from forward to backward"),
         ("fsdp", (0.25, 0.25, 0.5), "and one unit at a time, gathered"),
+        ("hsdp", (0.5, 0.5, 1), "in groups of two ranks; and one unit at a time, gathered"),
     ]
     unit = 130.0  # points for 4P bytes
     for k, (name, sizes, remark) in enumerate(strategies):
         x, y = 90.0, 36 + k * 46
         d.words(78, y + 15, name, "end", bold=True)
         for size, fill, words in zip(sizes, ("a", "b", "c"), ("4P", "4P", "8P"), strict=True):
-            whole = size == (2 if words == "8P" else 1)
-            share = words if whole else f"{words}/4" if size != 1.25 else "4P + 4P/4"
+            part = size / (2 if words == "8P" else 1)
+            share = {1: words, 0.5: f"{words}/2", 0.25: f"{words}/4", 1.25: "4P + 4P/4"}[part]
             d.box(x, y, size * unit, 30, share, fill, 12)
             x += size * unit
         d.words(x + 10, y + 15, remark, size=12)
-    d.legend(90, 226, [("a", "parameters"), ("b", "gradients"), ("c", "two moments of Adam")], 150)
+    d.legend(90, 272, [("a", "parameters"), ("b", "gradients"), ("c", "two moments of Adam")], 150)
     return d
 
 

@@ -53,7 +53,7 @@ def step_time() -> Drawing:
     """Where the time of a step goes, and what reading ahead changes."""
     d = Drawing(800, 270, "Time of a training step, without and with a thread that reads ahead")
     d.words(20, 20, "Without reading ahead: the device waits for each batch", bold=True)
-    work = [(70, 60, "forward", "a"), (130, 110, "backward", "a"), (240, 40, "update", "c")]
+    work = [(70, 60, "forward", "a"), (130, 100, "backward", "a"), (230, 50, "update", "c")]
     one = [(0, 70, "read", "b"), *work]
     d.row(
         120, 40, "device", [(s + 280 * k, n, w, "wait" if w == "read" else f) for k in range(2) for s, n, w, f in one]

@@ -1,0 +1,61 @@
+"""What the learner says of each collective is compared with the real one, on as many ranks."""
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from exercises.checks.common import Draw, expect
+
+WORLD_SIZES = (2, 3)
+KINDS = ("broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+HINTS = {
+    "broadcast": "every rank has what rank 0 had",
+    "all_reduce": "every rank has the sum, element by element",
+    "all_gather": "every rank has all lists, in the order of the ranks",
+    "reduce_scatter": "rank r has piece r of the sum, and nothing else",
+    "all_to_all": "rank r has piece r of every rank's list, in the order of the ranks",
+}
+
+
+def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
+    """Check every function against torch.distributed. Raises Wrong."""
+    n = size * draw.integer(1, 2)
+    before = [[draw.integer(0, 99) for _ in range(n)] for _ in range(size)]
+    for kind in KINDS:
+        said = getattr(exercise, kind)([list(numbers) for numbers in before])
+        expect(
+            isinstance(said, list) and len(said) == size,
+            f"`{kind}` returns {said!r}, expected a list with one list for each of {size} ranks",
+        )
+        got = real(kind, torch.tensor(before[rank]), size).tolist()
+        expect(
+            list(said[rank]) == got,
+            f"{kind} of {before} leaves {got} on rank {rank}, not {said[rank]}: {HINTS[kind]}",
+        )
+    for kind, share in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+        wanted, said = share * (size - 1) / size * n * size, exercise.sent(kind, n * size, size)
+        expect(
+            abs(said - wanted) < 1e-6,
+            f"in {kind} of {n * size} numbers each of {size} ranks sends {wanted:g}, not {said:g}",
+        )
+
+
+def real(kind: str, mine: torch.Tensor, size: int) -> torch.Tensor:
+    """What torch's collective leaves on this rank."""
+    pieces = list(mine.chunk(size))
+    if kind == "broadcast":
+        dist.broadcast(mine, 0)
+    elif kind == "all_reduce":
+        dist.all_reduce(mine)
+    elif kind == "all_gather":
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine)
+        mine = torch.cat(parts)
+    elif kind == "reduce_scatter":
+        mine = torch.empty_like(pieces[0])
+        dist.reduce_scatter(mine, pieces)
+    else:
+        sent, mine = mine, torch.empty_like(mine)
+        dist.all_to_all_single(mine, sent)
+    return mine
