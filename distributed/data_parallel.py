@@ -30,6 +30,7 @@ from distributed.split import Split
 from distributed.weight_shards import fill_weights, keep_ties
 from utils import comm
 from utils.device import library, on_capture_stream
+from utils.errors import LayoutError
 
 CONTAINERS = nn.ModuleList | nn.ModuleDict  # they have no forward function
 SHARDED = ("zero2", "fsdp", "hsdp")
@@ -129,6 +130,10 @@ def data_parallel(
     result of model parallelism, applied before.
     """
     split = split or Split()
+    if options.data_parallel != "ddp" and comm.get_size("dp_image") > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.is_complex():  # torch shares out tensors of one dtype alone
+                raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
     modules: Sequence[nn.Module] = split.stages or [model]
     if options.sync_batchnorm:
         from distributed.batch_norm import synchronize_batch_norm

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.context_parallel import check_attention
 from distributed.protocol import SplittableAttention, points_kept_together
+from distributed.shard.operands import to_spec
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
@@ -94,8 +95,12 @@ def domain_parallel(
     domain, forward = Domain(mesh, img_size, patch_size), model.forward
 
     def forward_part(x):
-        y = forward(wrap(x, domain.spec(x.shape[0], x.shape[1])))
-        return local(y if y.spec.split_dims else replicated(reduced(y))).clone()  # fully_shard warns of views
+        y = reduced(forward(wrap(x, domain.spec(x.shape[0], x.shape[1]))))
+        if y.spec.shape[2:] == domain.image.shape:  # as the target is cut, whatever the model has made of the cuts
+            y = to_spec(y, domain.spec(y.shape[0], y.shape[1]))
+        elif not y.spec.split_dims:
+            y = replicated(y)
+        return local(y).clone()  # fully_shard warns of views
 
     model.forward = forward_part
     return domain

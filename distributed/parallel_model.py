@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -68,12 +69,13 @@ class ParallelModel:
         """This rank's share of the square of the gradients' global L2 norm: the shares of all ranks add up to it.
 
         Every rank sums the squares that it holds, each divided by the number of ranks that hold the same gradient. A
-        float32 scalar on the device of the gradients; nothing is communicated.
+        scalar, at least float32, on the device of the gradients; nothing is communicated.
         """
-        squares = [
-            torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).square().sum() * (parts / comm.world_size())
-            for (_, parts), grads in self._gradients().items()
-        ]
+        squares = []
+        for (_, parts), grads in self._gradients().items():
+            wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)
+            norms = torch._foreach_norm(grads, dtype=wide)
+            squares.append(torch.stack(norms).square().sum() * (parts / comm.world_size()))
         return sum((square.to(squares[0].device) for square in squares[1:]), squares[0])
 
     @torch.no_grad()
@@ -100,7 +102,7 @@ class ParallelModel:
                 for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
                     parts *= size if isinstance(placement, Shard) else 1
                 grad = grad.to_local()
-            held[grad.device, parts].append(grad)
+            held[grad.device, parts].append(torch.view_as_real(grad) if grad.is_complex() else grad)
         return held
 
     @torch.no_grad()

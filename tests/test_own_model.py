@@ -56,6 +56,28 @@ def test_it_trains_as_on_one_device(ranks, tiny_config, name, layout):
     check_in_double(ranks, tiny_config, LAYOUTS[layout], options)
 
 
+@pytest.mark.parametrize("layout", ["domain2x2", "domain3"])
+@pytest.mark.parametrize("name", ["Coarse", "Whole"])
+def test_an_output_is_cut_as_the_target_is_whatever_the_model_makes_of_the_cuts(ranks, tiny_config, name, layout):
+    options = {"model": own(name), "img_size": [20, 24], "patch_size": 1, "sync_batchnorm": True}
+    check_in_double(ranks, tiny_config, LAYOUTS[layout], options)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "domain2x2", "domain3"])
+def test_complex_weights_train_as_on_one_device(ranks, tiny_config, layout):
+    options = {"model": own("Spectral"), "img_size": [11, 14], "patch_size": 1, "clip_grad_norm": 0.1}
+    check_in_double(ranks, tiny_config, LAYOUTS[layout], options)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_complex_weights_are_not_sharded(ranks, tiny_config, strategy):
+    config = tiny_config(model=own("Spectral"), data_parallel=strategy)
+    with pytest.raises(
+        AssertionError, match=f"LayoutError: {strategy} cannot share out the complex weight 'waves': use ddp"
+    ):
+        ranks(2, build, config)
+
+
 def test_without_sync_batchnorm_the_ranks_normalize_apart(ranks, tiny_config):
     options = {"model": own("BatchNormNet")}
     alone = train_in_double(tiny_config(**options), steps=2)

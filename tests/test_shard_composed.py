@@ -20,6 +20,9 @@ IMAGES = [  # x (2, 4, 9, 8), y (2, 4, 9, 8), z plain (4,)
     "F.grid_sample(x, y[:, :2].permute(0, 2, 3, 1).tanh(), align_corners=False)",
     "F.grid_sample(x, y[:, :2, :3].permute(0, 2, 3, 1), 'bilinear', 'border', True)",
     "F.grid_sample(x, z.view(1, 2, 1, 2).expand(2, -1, -1, -1), padding_mode='reflection', align_corners=False)",
+    "torch.stack(torch.meshgrid(x[0, 0, :, 0], y[0, 0, 0], indexing='ij'))",
+    "torch.stack(torch.meshgrid(x[0, 0, :, 0], z, y[0, 0, 0], indexing='xy'))",
+    "torch.meshgrid([x[0, 0, :, 0], x[1, 0, :, 0]], indexing='ij')[1] * 2",
     "F.instance_norm(x, torch.zeros(4).double(), torch.ones(4).double(), z)",
 ]  # fmt: skip
 

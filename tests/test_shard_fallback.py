@@ -23,7 +23,7 @@ WHOLE = [
     "x.flatten().reshape(10, 12).cumprod(1)", "torch.cdist(x, y.mT.expand(4, -1, -1))", "y.mT[:1].expand_as(x) * x",
     "x.index_add(1, torch.tensor([0, 0, 3]), y.mT[:3].expand(4, -1, -1))", "torch.gradient(x, dim=1)[0]",
     "x.masked_select(x > 0).cumprod(0)", "x.sum(1).sort(1)[0]",
-    "torch.kron(x[0], y)",
+    "torch.kron(x[0], y)", "torch.sparse.mm((y.detach() * (y > 0)).to_sparse(), x[0])",
 ]  # fmt: skip
 IN_PLACE = ["z.index_fill_(1, torch.tensor([0, 4]), 3.0)", "z.cumprod_(1)", "z.__setitem__(z > 0, 2.0)",
             "z[:, 1:].copy_(z.flip(1)[:, 1:].sort(1)[0])",

@@ -17,6 +17,8 @@ VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 def storage_id(tensor: Tensor) -> int:
     """A number that tensors over the same memory have in common, fake ones and those on the meta device too."""
+    if tensor.layout != torch.strided:  # a sparse tensor has none of its own
+        return id(tensor)
     return tensor.untyped_storage()._cdata
 
 

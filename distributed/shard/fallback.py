@@ -57,11 +57,13 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
 
     A result has the cuts of the first ShardTensor in whose place, or in whose size alone, it has a dimension of the
     same size; else it is whole on every rank. What func changes in place changes. Raises `refusal` where that cannot
-    be: for what changes its shape, is partial, or is a plain tensor with a gradient.
+    be: for what changes its shape, is partial, or is a plain tensor with a gradient, and for sparse tensors that need a
+    gradient or come out.
     """
     leaves, structure = tree_flatten((tuple(args), kwargs))
     given = [x for x in leaves if isinstance(x, ShardTensor)]
-    if not given or func in SEES_PARTS or getattr(func, "__name__", "") in OF_MEMORY:
+    sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout != torch.strided and x.requires_grad]
+    if not given or sparse or func in SEES_PARTS or getattr(func, "__name__", "") in OF_MEMORY:
         raise refusal
     mesh = given[0].spec.mesh
     everywhere = Spec(mesh, ())
@@ -82,6 +84,8 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
     def part(y: Any) -> Any:
         if not isinstance(y, Tensor):
             return y
+        if y.layout != torch.strided:
+            raise refusal
         if id(y) in owners:
             if y.shape != owners[id(y)].shape:
                 raise refusal

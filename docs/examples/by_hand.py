@@ -25,6 +25,7 @@ def train() -> None:
         loss = F.mse_loss(model(x[mine]), y[mine])
         loss.backward()
         for p in model.parameters():
+            assert p.grad is not None
             dist.all_reduce(p.grad)  # the sum over the ranks
             p.data -= 0.1 * p.grad / size  # with the mean: the gradient of the global batch
         total = loss.detach()

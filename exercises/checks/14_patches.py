@@ -23,7 +23,8 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
             compare_token(tokens[:, row * columns + column], patch, row * columns + column)
     image = draw.tensor(2, channels, height, width)
     embed = PatchEmbed((p, p), channels, 8)
-    by_hand = exercise.to_tokens(image, p) @ embed.proj.weight.flatten(1).T + embed.proj.bias
+    weight, bias = embed.proj.parameters()
+    by_hand = exercise.to_tokens(image, p) @ weight.flatten(1).T + bias
     expect(same(by_hand, embed(image)), "the tokens times the model's weights are not what its convolution gives")
     back = expect_tensor(exercise.to_image(tokens, p, height, width), numbers.shape, "the image")
     expect(

@@ -190,7 +190,8 @@ def check_in_double(ranks, tiny_config, layout, options):
         torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
         seen |= set(found_state)  # with a pipeline, those of a stage
         for name, value in found_state.items():
-            expected = state[name].double()
-            error = (value.double() - expected).norm() / expected.norm().clamp_min(1e-3)
+            wide = torch.promote_types(value.dtype, torch.float64)
+            expected = state[name].to(wide)
+            error = (value.to(wide) - expected).norm() / expected.norm().clamp_min(1e-3)
             assert error < 1e-5, (name, error)
     assert seen == set(state)

@@ -79,6 +79,40 @@ class Tied(nn.Module):
         return self.last(self.second(F.gelu(self.first(x))))
 
 
+class Spectral(nn.Module):
+    """Weights of waves are complex numbers."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.waves = nn.Parameter(torch.randn(in_channels, out_channels, 3, 4, dtype=torch.cfloat) / in_channels)
+        self.conv = nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, x):
+        waves = torch.fft.rfft2(x)[..., :3, :4]
+        mixed = torch.einsum("bihw,iohw->bohw", waves, self.waves.to(waves.dtype))
+        return self.conv(x) + torch.fft.irfft2(mixed, s=x.shape[-2:])
+
+
+class Coarse(nn.Sequential):
+    """Its coarse grid fits no cut of the image, and it does not say between which points one may cut."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            nn.Conv2d(in_channels, 6, 4, stride=4), nn.GELU(), nn.ConvTranspose2d(6, out_channels, 4, stride=4)
+        )
+
+
+class Whole(BatchNormNet):
+    """Its output is whole on every rank: a product with all rows."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.mix = nn.Parameter(torch.eye(20) + 0.1)
+
+    def forward(self, x):
+        return torch.einsum("bchw,hk->bckw", super().forward(x), self.mix)
+
+
 class Halves(BatchNormNet):
     """Its output fits no forecast."""
 

@@ -72,6 +72,16 @@ def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor
     return func(local(input), *args, **kwargs)
 
 
+@composed(torch.meshgrid, torch._VF.meshgrid)  # type: ignore[attr-defined]  # of a list, it is the second
+def meshgrid(func: Callable, *tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
+    """The coordinates (n_0,), (n_1,), ... of a grid at all its points, each (n_0, n_1, ...); xy: (n_1, n_0, ...)."""
+    axes = [x.reshape(-1) for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)]
+    order = [1, 0, *range(2, len(axes))] if indexing == "xy" and len(axes) > 1 else range(len(axes))
+    sizes = [axes[i].shape[0] for i in order]
+    shapes = [[-1 if j == i else 1 for j in order] for i in range(len(axes))]
+    return tuple([x.view(shape).expand(sizes) for x, shape in zip(axes, shapes, strict=True)])
+
+
 @composed(*named("rot90"))
 def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     """Turn a plane k times by 90 degrees."""
