@@ -6,6 +6,7 @@
     python plan.py --verify     small layouts, run on this machine as well
     python plan.py ... --submit='-t 02:00:00'     the best (or --choose 3) as a job of Slurm
     python plan.py compare logs/mp/03     a finished run against the plan of its config
+    python plan.py check --config quick --layouts tp2 domain2     layouts run here and compared with one device
 
 Every other option is a key of the config, as in the training scripts. docs/plan.md says how each number is computed,
 and what is left out: above all reading the data.
@@ -38,6 +39,10 @@ def main(argv: list[str] | None = None) -> int:
         asked = reader.parse_args(words[1:])
         print(compare(asked.run, asked.gpu))
         return 0
+    if words[:1] == ["check"]:
+        from tools.layout_check import check
+
+        return check.main(words[1:])
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     option = parser.add_argument
     option("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")

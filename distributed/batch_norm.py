@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from distributed.collectives import AnyGroup, Group, as_group, reduce_from_region
+from distributed.collectives import AnyGroup, Group, as_group, at_least_float32, reduce_from_region
 from distributed.shard.rules.normalization import Normal
-from distributed.shard.rules.reductions import at_least_float32
 from distributed.shard_tensor import ShardTensor, local, reduced, wrap
 
 

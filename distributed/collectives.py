@@ -56,6 +56,11 @@ def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype 
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Convert float16 and bfloat16 to float32, because they have too few digits for sums."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """View of the piece of a tensor for a rank of a group: (..., n, ...) -> (..., n_rank, ...)."""
     sizes = shard_sizes(full.shape[dim], size)

@@ -75,9 +75,10 @@ def fully_shard_model(
         "ignored_params": {p for name, p in model.named_parameters() if name in apart},
     }
     units = sharded_units(model, options.wrap_policy, options.wrap_min_params)
+    wide = torch.get_default_dtype()  # float32, or float64
     for unit in units:
-        fully_shard(unit, **common, mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32))
-    rest = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        fully_shard(unit, **common, mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=wide))
+    rest = MixedPrecisionPolicy(dtype, reduce_dtype=wide, output_dtype=wide)
     fully_shard(model, **common, mp_policy=rest)  # what no unit holds
     if options.prefetch:
         for ahead, direction in ((units, "forward"), (units[::-1], "backward")):

@@ -128,6 +128,7 @@ class Pipeline:
         """Forecast of a batch, the same on every rank of the pipeline. shape: of the forecast, (B, C, H, W)."""
         self.loss, unused = None, torch.zeros(len(x))  # the schedule requires a loss and a target
         prediction = self.schedule.eval(*([x] if self.first else []), target=unused if self.last else None)
-        prediction = prediction.float().contiguous() if self.last else torch.empty(shape, device=self.device)
+        wide = torch.get_default_dtype()  # not that of autocast
+        prediction = prediction.to(wide).contiguous() if self.last else torch.empty(shape, device=self.device)
         dist.broadcast(prediction, group=self.group, group_src=self.size - 1)
         return prediction

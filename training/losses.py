@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.collectives import as_group, sum_over_ranks
+from distributed.collectives import as_group, at_least_float32, sum_over_ranks
 from distributed.context_parallel import l2_norms
 from distributed.shard.tensor import ShardTensor
 from training.metrics import latitude_weights
@@ -24,7 +24,7 @@ def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGro
     operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022, arXiv:2202.11214).
     image_group: process group whose ranks each hold a part of the images; norms are of whole images.
     """
-    prediction, target = prediction.float(), target.float()
+    prediction, target = at_least_float32(prediction), at_least_float32(target)
     if isinstance(prediction, ShardTensor):
         squares = torch.stack([x.square().flatten(1).sum(1) for x in (prediction - target, target)])
         error, size = squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt().unbind()  # one all-reduce of (2, B)
@@ -44,7 +44,7 @@ def weighted_squared_error(
     weights: (C, h, 1), see loss_weights. image_group: as for relative_l2; the weights are then those of this
     rank's rows, and one all-reduce of B numbers adds up the parts.
     """
-    errors = ((prediction.float() - target.float()).square() * weights).flatten(1).sum(1)
+    errors = ((at_least_float32(prediction) - at_least_float32(target)).square() * weights).flatten(1).sum(1)
     return sum_over_ranks(errors, as_group(image_group))
 
 

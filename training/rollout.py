@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from distributed.collectives import at_least_float32
 from utils.schema import Config, count_forcings
 
 Network = Callable[[Tensor], Tensor]
@@ -36,8 +37,8 @@ class Rollout:
         return torch.cat([state, *forcings], 1)
 
     def next_state(self, state: Tensor, output: Tensor) -> Tensor:
-        """The state one step later, (B, n_out, h, w) in float32, of the network's output."""
-        output = output.float()
+        """The state one step later, (B, n_out, h, w) in at least float32, of the network's output."""
+        output = at_least_float32(output)
         if self.change_scale is None:
             return output
         return torch.addcmul(state[:, : self.n_out], output, self.change_scale)

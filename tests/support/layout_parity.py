@@ -1,5 +1,9 @@
 """A layout of rung 3 or 4 against one device: the losses and the weights of the same training."""
 
+from contextlib import nullcontext
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -9,6 +13,8 @@ from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
 from tools.instruments.counting import CollectiveCounter
+from tools.instruments.team import Case
+from tools.layout_check import check
 from training.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.tasks import build_task, task_of
@@ -17,7 +23,8 @@ from utils import comm
 CPU = torch.device("cpu")
 RECOMPUTED = {"activation_checkpointing": "selective"}
 COMPILED = {"enable_jit": True}
-_serial = {}  # {options and steps: losses, weights}
+_serial = {}  # {options and steps: losses, weights, or options: a file}
+_folder = TemporaryDirectory(prefix="one-device-")
 
 
 def build(config):
@@ -180,18 +187,30 @@ def train_in_double(config, steps=10):
         torch.set_default_dtype(torch.float32)
 
 
+class ThisRank(SimpleNamespace):
+    """This process as a Rank of tools/instruments/team.py."""
+
+    def use_mesh(self, layout):
+        comm.build_mesh(self.device, layout)
+
+
+def record_in_double(config, file):
+    case = Case("one device", check.plain(config), config.layout(1))
+    check.record_serially(ThisRank(device=CPU), case, file, "float64")
+
+
+def compare_in_double(config, file, plant=nullcontext):
+    """On a rank: the Result of `plan.py check` for its layout. plant: makes a context, in which it is computed."""
+    case = Case("layout", check.plain(config), config.layout(comm.world_size()))
+    with plant():
+        return check.compare(ThisRank(device=CPU), case, file, "float64")
+
+
 def check_in_double(ranks, tiny_config, layout, options):
-    """As check_training in float64, running statistics too, for models in which rounding would decide."""
-    key = repr(sorted(options.items()))
+    """All that `plan.py check` compares is equal in float64: outputs of modules, gradients, weights, buffers."""
+    key, (size, own) = repr(sorted(options.items())), layout
     if key not in _serial:
-        _serial[key] = train_in_double(tiny_config(**options))
-    (losses, state), (size, own), seen = _serial[key], layout, set()
-    for found, found_state in ranks(size, train_in_double, tiny_config(**options, **own)):
-        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
-        seen |= set(found_state)  # with a pipeline, those of a stage
-        for name, value in found_state.items():
-            wide = torch.promote_types(value.dtype, torch.float64)
-            expected = state[name].to(wide)
-            error = (value.to(wide) - expected).norm() / expected.norm().clamp_min(1e-3)
-            assert error < 1e-5, (name, error)
-    assert seen == set(state)
+        _serial[key] = f"{_folder.name}/{len(_serial)}.pt"
+        record_in_double(tiny_config(**options), _serial[key])
+    result = ranks(size, compare_in_double, tiny_config(**options, **own), _serial[key])[0]
+    assert result.equal and not result.skipped, result

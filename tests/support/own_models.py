@@ -84,12 +84,13 @@ class Spectral(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.waves = nn.Parameter(torch.randn(in_channels, out_channels, 3, 4, dtype=torch.cfloat) / in_channels)
+        numbers = torch.get_default_dtype().to_complex()
+        self.waves = nn.Parameter(torch.randn(in_channels, out_channels, 3, 4, dtype=numbers) / in_channels)
         self.conv = nn.Conv2d(in_channels, out_channels, 1)
 
     def forward(self, x):
         waves = torch.fft.rfft2(x)[..., :3, :4]
-        mixed = torch.einsum("bihw,iohw->bohw", waves, self.waves.to(waves.dtype))
+        mixed = torch.einsum("bihw,iohw->bohw", waves, self.waves)
         return self.conv(x) + torch.fft.irfft2(mixed, s=x.shape[-2:])
 
 
@@ -111,6 +112,13 @@ class Whole(BatchNormNet):
 
     def forward(self, x):
         return torch.einsum("bchw,hk->bckw", super().forward(x), self.mix)
+
+
+class Single(BatchNormNet):
+    """It computes in float32, whatever it is given."""
+
+    def forward(self, x):
+        return super().forward(x.float())
 
 
 class Halves(BatchNormNet):

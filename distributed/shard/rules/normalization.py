@@ -11,17 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import reduce_from_region
+from distributed.collectives import at_least_float32, reduce_from_region
 from distributed.shard.operands import fitted, reduced, replicated, shared
-from distributed.shard.rules.reductions import (
-    Sharers,
-    at_least_float32,
-    autocast_dtype,
-    dims_of,
-    kept,
-    moments,
-    sharers,
-)
+from distributed.shard.rules.reductions import Sharers, autocast_dtype, dims_of, kept, moments, sharers
 from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, Sizes, all_gather, gather_from_region, tensor_on
+from distributed.collectives import Group, Sizes, all_gather, at_least_float32, gather_from_region, tensor_on
 from distributed.shard.operands import reduced
 from distributed.shard.spec import Spec, over
 from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
@@ -227,11 +227,6 @@ def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tenso
     apart = means - means[:1]
     shift = (apart * weight).sum(0) / count
     return means[0] + shift, deviations.sum(0) + ((apart - shift).square() * weight).sum(0), count
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Convert float16 and bfloat16 to float32, because they have too few digits for statistics."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, Sizes, tensor_on
+from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
 from distributed.halo import Fetch, Interval, bounds
 from distributed.shard.operands import reduced, shared
-from distributed.shard.rules.reductions import at_least_float32
 from distributed.shard.tensor import Rule, ShardTensor, flat, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 

@@ -1,0 +1,83 @@
+"""plan.py check: planted faults are named by stage, module and cause; right layouts and own models are equal."""
+
+import json
+import re
+
+import pytest
+
+import plan
+from tests.support.layout_faults import FAULTS
+from tests.support.layout_parity import compare_in_double, record_in_double
+from tools.planner.validate import build_cases
+from utils.errors import UsageError
+
+LAYOUTS = {
+    "hsdp": (4, {"data_parallel": "hsdp", "dp_shard": 2}),
+    "tp x cp, sequence parallel": (4, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}),
+    "pp x dp": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2}),
+    "domain x tp": (4, {"domain_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}),
+    "uneven tiles": (6, {"domain_parallel": "2x3"}),
+}
+
+
+def compare_faulty(config, file, fault):
+    return compare_in_double(config, file, FAULTS[fault].plant)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(ranks, tiny_config, tmp_path, fault):
+    _, size, options, stage, name, cause, shared = FAULTS[fault]
+    record_in_double(tiny_config(**shared), tmp_path / "one.pt")
+    of_ranks = ranks(size, compare_faulty, tiny_config(**shared | options), tmp_path / "one.pt", fault)
+    result = of_ranks[0]
+    assert result.stage == stage, result
+    assert re.search(name, result.name) and re.search(cause, result.cause), result
+    assert len(FAULTS) >= 24
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_right_layout_is_equal_in_everything_that_is_compared(ranks, tiny_config, tmp_path, layout):
+    size, options = LAYOUTS[layout]
+    record_in_double(tiny_config(global_batch_size=8), tmp_path / "one.pt")
+    result = ranks(size, compare_in_double, tiny_config(global_batch_size=8, **options), tmp_path / "one.pt")[0]
+    assert result.equal and result.error < 1e-9 and not result.skipped, result
+
+
+ONE = dict.fromkeys(("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel"), 1)
+ONE |= {"gradient_accumulation": 1, "sequence_parallel": False, "data_parallel": "ddp", "dp_shard": None}
+
+
+@pytest.mark.slow("each of the layouts that plans are verified with")
+def test_no_layout_of_verify_yaml_gives_an_alarm(ranks, tmp_path):
+    cases = [case for case in build_cases() if case.ranks > 1]
+    assert len(cases) > 20
+    for case in cases:
+        config = case.config.model_copy(update={"device": "cpu", "global_batch_size": 4})
+        record_in_double(config.model_copy(update=ONE | {"activation_checkpointing": "none"}), tmp_path / "one.pt")
+        result = ranks(case.ranks, compare_in_double, config, tmp_path / "one.pt")[0]
+        assert result.equal, (case.name, result)
+
+
+def test_the_command_prints_what_differs_and_ends_with_a_status(tiny_options, tmp_path, capsys):
+    words = ["check", *tiny_options(model="tests.support.own_models:BatchNormNet"), "--json", str(tmp_path / "a.json")]
+    assert plan.main([*words, "--layouts", "dp2", "domain2"]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"\| dp2 +\| +\d\.\de-0\d \| differs: forward pass, 1 \|", told)
+    assert re.search(r"\| domain2 +\| +\d\.\de-1\d \| +equal \|", told)
+    assert "likely cause: each rank normalizes by the statistics of its own samples" in told
+    assert [row["equal"] for row in json.loads((tmp_path / "a.json").read_text())] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--layouts", "tp3"], "tensor parallel: 2 heads cannot be split over 3 ranks"),
+        (["--layouts", "sp2"], "layout 'sp2': expected sizes of"),
+        (["--layouts", "dp3"], "global_batch_size 4 cannot be shared by 3 ranks"),
+        (["--layouts", "dp4000", "--global_batch_size=4000"], "4000 ranks are too many"),
+        (["--model", "tests.support.own_models:Single"], "expected scalar type Float but found Double"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(tiny_options, words, line):
+    with pytest.raises(UsageError, match=line):
+        plan.main(["check", *tiny_options(), *words])

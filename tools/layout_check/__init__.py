@@ -1,0 +1,1 @@
+"""Is a layout right? Compare it with one device, and name the cause of a difference."""
