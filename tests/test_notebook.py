@@ -172,7 +172,7 @@ def test_the_example_profiles_can_be_read(tmp_path):
     shutil.copytree("example_logs/profiles/two_ranks", tmp_path / "run")
     done = programs.run(["-m", "tools.timeline", str(tmp_path / "run")])
     assert done.returncode == 0, done.stderr
-    assert "late: rank" in done.stdout and (tmp_path / "run/profile/timeline.json.gz").exists()
+    assert "late: rank" in done.stdout and (tmp_path / "run/profile/timeline.png").exists()
 
 
 @pytest.mark.parametrize("name", notebooks.LESSONS)
