@@ -37,7 +37,6 @@ from tests.test_plan_measured import made
 from tools import hang
 from tools.benchmarks.scaling import read_study
 from tools.forecasting.dated_frames import file_times
-from tools.forecasting.output_files import prepare_folder
 from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu, of_measured
 from tools.timeline import Trace
@@ -127,7 +126,6 @@ def good_files(folder):
         MARKER: ({"sha256": digest(marker), **marker}, lambda path: read_marker(path.parent)),
         "summary": (summary, lambda path: read_summary(path, run=str, units=dict)),
         "collectives-rank0.json": (record, lambda path: hang.main([str(path.parent)])),
-        "skill.json": ({"files": ["a.nc"]}, lambda path: prepare_folder(path.parent)),
         "measured": (made(), lambda path: of_measured("measured", path)),
         "trace.json": (trace, read_trace),
     }
