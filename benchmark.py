@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     given = vars(options)  # named as the arguments of the function that runs the command
     run, write_png, png = given.pop("run"), given.pop("write_png"), given.pop("png", None)
     path = given.pop("json")
-    figures = run(words, **given, **({"json": path} if run is ladder.run else {}))  # after each of its turns too
+    figures = run(words, **given)
     if path:
         write_json(path, figures)
     if png:

@@ -5,12 +5,12 @@ All take turns in every round, and a ratio is taken within a round, so that the 
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import h5py
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from tools.instruments.clock import timed
 from tools.tables import installed, machine, print_tables
 from training.tasks import build_task
+from training.tasks.forecast import statistics_of
 from utils.config import load_config
 from utils.data_protocol import ChannelStatistics
 from utils.device import select_device
@@ -83,48 +84,43 @@ def _ours(count: int, kind: str, device: torch.device, config: Config) -> float:
 
 def _plain(count: int, config: Config) -> float:
     """Samples per second of the plain design."""
-    train, valid = build_task(config.model_copy(update={"num_data_workers": 0})).build_loaders(select_device("cpu"))
-    dataset = cast(FieldDataset, train.dataset)
-    loader = plain_loader(dataset, train.statistics, config.global_batch_size, config.num_data_workers)
-    with closing(train), closing(valid):
-        return _timed(chain.from_iterable(repeat(loader)), count, config.global_batch_size, train.device)
+    (path,) = Path(config.train_data_path).glob("*.h5")
+    loader = plain_loader(path, statistics_of(config), config.global_batch_size, config.num_data_workers)
+    return _timed(chain.from_iterable(repeat(loader)), count, config.global_batch_size, torch.device("cpu"))
 
 
 class PlainDataset(torch.utils.data.Dataset):
     """The plain design, as in most tutorials: the yardstick for ours.
 
-    It reads twice for each sample, into new arrays, and normalises in numpy. The reading process opens the files.
+    It reads twice for each sample, into new arrays, and normalises in numpy. The reading process opens the file.
     """
 
-    def __init__(self, paths: Sequence[Path], means: np.ndarray, stds: np.ndarray):
-        self.paths, self.means, self.stds = paths, means, stds
-        self.files: list[h5py.Dataset] | None = None
-        self.index: list[tuple[int, int]] = []  # file, frame
-        for number, path in enumerate(paths):
-            with h5py.File(path, "r", locking=False) as file:
-                self.index += [(number, t) for t in range(file["fields"].shape[0] - 1)]
+    def __init__(self, path: Path, statistics: ChannelStatistics):
+        self.path, self.statistics = path, statistics
+        self.fields: h5py.Dataset | None = None
+        with h5py.File(path, "r", locking=False) as file:
+            self.samples = len(file["fields"]) - 1
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.samples
 
     def __getitem__(self, i: int) -> tuple[Tensor, ...]:
-        if self.files is None:
-            self.files = [h5py.File(path, "r", locking=False)["fields"] for path in self.paths]
-        number, t = self.index[i]
-        return tuple(torch.from_numpy(self._normalised(self.files[number][t + step])) for step in (0, 1))
+        if self.fields is None:
+            self.fields = h5py.File(self.path, "r", locking=False)["fields"]
+        return self._normalised(self.fields[i]), self._normalised(self.fields[i + 1])
 
-    def _normalised(self, frame: np.ndarray) -> np.ndarray:
-        frame -= self.means
-        frame /= self.stds
-        return np.ascontiguousarray(frame)
+    def _normalised(self, frame: np.ndarray) -> Tensor:
+        frame -= self.statistics.means
+        frame /= self.statistics.stds
+        return torch.from_numpy(frame)
 
 
 def plain_loader(
-    dataset: FieldDataset, statistics: ChannelStatistics, batch_size: int, num_workers: int
+    path: Path, statistics: ChannelStatistics, batch_size: int, num_workers: int
 ) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
-    """The DataLoader of torch over the files of a FieldDataset, default collation, shuffled."""
-    plain = PlainDataset([file.path for file in dataset.files], statistics.means, statistics.stds)
-    return torch.utils.data.DataLoader(plain, batch_size, shuffle=True, drop_last=True, num_workers=num_workers)
+    """The DataLoader of torch over a year file of HDF5, default collation, shuffled."""
+    dataset = PlainDataset(path, statistics)
+    return torch.utils.data.DataLoader(dataset, batch_size, shuffle=True, drop_last=True, num_workers=num_workers)
 
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
