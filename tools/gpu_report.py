@@ -28,7 +28,7 @@ import torch
 from tools.planner.compare import measured, planned_figures
 from tools.planner.hardware import Gpu, load_gpu, read_gpus
 from tools.planner.search import Request
-from tools.tables import format_rows, machine
+from tools.tables import format_tables, machine
 from training.flops import is_gpu
 from training.loggers import FILE_NAME, read_metrics
 from utils.config import ROOT, read_mappings
@@ -50,7 +50,7 @@ POLL_SECONDS = 0.1
 STOPPED, SAVED = "quick/stopped", "Saved checkpoint"  # a training that is ended when it says so
 PRINTED = "ladder", "preflight", "loaders"  # commands whose output is part of the report
 GIB = 2**30
-PLANNED = {"GiB": ("peak_allocated_bytes", GIB), "ms a step": ("step_time_s", 1e-3), "collectives": ("calls", 1)}
+PLANNED = {"peak_allocated_bytes": GIB, "step_time_s": 1e-3, "calls": 1}  # figures, and their units
 
 
 def commands(device: str, count: int) -> dict[str, str]:
@@ -107,10 +107,7 @@ def run_figures(folder: Path) -> dict[str, Any]:
     if not (folder / "summary.json").exists():
         return {}
     summary, last = read_json(folder / "summary.json"), read_metrics(folder / FILE_NAME.format(0))[-1]
-    return {
-        "samples/s": summary["samples_per_sec"], "data wait": summary["data_wait_fraction"], "MFU": last["speed/mfu"],
-        "peak GiB": summary["peak_memory_bytes"] / GIB, "loss": summary["train_loss"],
-    }  # fmt: skip
+    return summary | {"mfu": last["speed/mfu"], "gib": summary["peak_memory_bytes"] / GIB}
 
 
 def make_plans(todo: dict[str, str], gpu: Gpu) -> dict[str, dict[str, Any]]:
@@ -127,10 +124,10 @@ def make_plans(todo: dict[str, str], gpu: Gpu) -> dict[str, dict[str, Any]]:
 
 def beside_plan(name: str, plan: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
     """A row of planned figures beside measured ones."""
-    row: dict[str, Any] = {"run": name, "on": f"{plan['layout']['gpus']} x {plan['gpu']}"}
-    for title, (key, unit) in PLANNED.items():
+    row: dict[str, Any] = {"run": name, "gpus": plan["layout"]["gpus"], "gpu": plan["gpu"]}
+    for key, unit in PLANNED.items():
         value = figures.get(key)
-        row |= {f"{title}, planned": plan[key] / unit, f"{title}, measured": value if value is None else value / unit}
+        row |= {f"planned_{key}": plan[key] / unit, key: value if value is None else value / unit}
     return row
 
 
@@ -146,7 +143,8 @@ def write_report(path: Path, about: dict[str, Any], plans: dict[str, Any], rows:
         if (log := work / f"{name}.log").exists():
             printed.append(f"## {name}\n\n```text\n{log.read_text(errors='replace').strip()}\n```")
     made = f"Made by `make gpu`: {', '.join(f'{what} {value}' for what, value in about.items())}."
-    text = "\n\n".join([f"# {about['name']}", made, format_rows(planned), format_rows(rows), *printed]) + "\n"
+    tables = format_tables("gpu_plan", planned), format_tables("gpu_report", rows)
+    text = "\n\n".join([f"# {about['name']}", made, *tables, *printed]) + "\n"
     with whole_file(path) as file:
         file.write_text(text)
     return text
@@ -165,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         todo, rows = commands(options.device, 2), []
         for gpu in map(load_gpu, options.plan):
             rows += [beside_plan(name, plan, {}) for name, plan in make_plans(todo, gpu).items()]
-        print(format_rows(rows))
+        print(format_tables("gpu_plan", rows))
         return 0
 
     device = select_device(options.device)
@@ -190,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status, said = run_command(name, command, work, min(LONGEST, end - began))
             figures = {} if name == STOPPED else run_figures(work / "logs" / name)
             seconds = round(time.monotonic() - began, 1)
-            rows.append({"command": name, "status": status, "seconds": seconds, "said": said, "figures": figures})
+            rows.append({"command": name, "status": status, "seconds": seconds, "said": said} | figures)
             text = write_report(path, about, plans, rows, work)
             print(f"{status:<12} {seconds:6.1f} s  {name}  {said}", flush=True)
     finally:

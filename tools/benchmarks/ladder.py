@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from pandas import Series
+from pandas import DataFrame
 
 from tools.instruments.clock import timed
 from tools.instruments.team import Rank, Teams
-from tools.pictures import bars, save
-from tools.tables import installed, machine, print_tables
+from tools.pictures import draw_bars, finish, panels, save
+from tools.tables import format_tables, installed, machine
 from training.assembly import build_step
 from training.float8 import has_float8
 from training.flops import training_flops
@@ -91,7 +91,7 @@ def run(words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3) ->
             teams[name].call(1, _end)
 
     rows = _rows(config, steps, turns)
-    print_tables("ladder", rows)
+    print(format_tables("ladder", rows))
     batch, count = config.global_batch_size, len(rows[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
     for name, _, reason in climbed:
@@ -123,8 +123,11 @@ def _rows(config, steps, turns):
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Samples/s of each step."""
-    speeds = Series({step["step"]: step["samples_per_sec"] for step in figures["steps"]})
-    save(bars(speeds, "samples/s", title=f"{figures['config']}: samples/s, step by step"), path)
+    speeds = DataFrame({"samples/s": {step["step"]: step["samples_per_sec"] for step in figures["steps"]}})
+    figure, (axes,) = panels(len(speeds))
+    draw_bars(axes, speeds)
+    finish(axes, title=f"{figures['config']}: step by step", xlabel="samples/s")
+    save(figure, path)
 
 
 def _start(rank: Rank, config: Config) -> None:

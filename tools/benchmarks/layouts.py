@@ -22,7 +22,7 @@ from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.instruments.tracker import Messages
 from tools.pictures import HELD_COLORS, SHADES, draw_bars, finish, panels, save
-from tools.tables import MIB, machine, print_tables
+from tools.tables import MIB, format_tables, machine
 from utils.config import choices, load_config
 from utils.errors import UsageError
 from utils.layout import Layout
@@ -70,7 +70,7 @@ def run(
     device, rows = compare(groups, steps, rounds, memory_limit_gib and memory_limit_gib * 2**30)
     passes = [row | sent_in(row, [phase]) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]
-    print_tables("layouts", shown, shown, [row for row in passes if row["kinds"]])
+    print(format_tables("layouts", shown, shown, [row for row in passes if row["kinds"]]))
     config = next(iter(groups.values()))[0].config
     shared = ", one thread per rank: more ranks than cores share them" if device.type == "cpu" else ""
     print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device.type}{shared}")

@@ -19,7 +19,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from tools.instruments.clock import timed
-from tools.tables import installed, machine, print_tables
+from tools.tables import format_tables, installed, machine
 from training.tasks import build_task
 from training.tasks.forecast import statistics_of
 from utils.config import load_config
@@ -56,7 +56,7 @@ def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12,
         "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * sample_bytes,
         "ratio_to_plain": speeds.div(speeds["plain"], axis=0).median(),
     }).to_dict("records")  # fmt: skip
-    print_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results])
+    print(format_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results]))
     print(
         f"{workers} workers, batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all "
         "of it were read"

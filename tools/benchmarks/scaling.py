@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from tools.pictures import finish, panels, save
 from tools.planner.layouts import script_of
-from tools.tables import print_tables
+from tools.tables import format_tables
 from utils.config import SCRIPTS, explain, load_config, option_words, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError, reported_as_usage_error
 from utils.files import read_json
@@ -91,7 +91,7 @@ def run(
             failed.append(run.name)
             print(f"{run.name}: failed with status {status}", flush=True)
     rows = collect(runs)
-    print_tables("scaling", rows)
+    print(format_tables("scaling", rows))
     missing = [run.name for run in runs if not run.summary_file.exists()]
     if missing:
         print(f"not finished: {', '.join(missing)}")
