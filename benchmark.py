@@ -67,7 +67,6 @@ def build_parser() -> ArgumentParser:
     option("--layouts", nargs="+", default=[], metavar="NAME[,KEY=VALUE...]", help=text)
     text = "numbers of ranks (dp), embedding sizes (mp), points along each side of an image (domain)"
     option("--sizes", type=MANY, nargs="+", default=[], metavar="N", help=text)
-    option("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
     option("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
 

@@ -3,7 +3,6 @@
 python -m tools.hang logs/quick/00
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.preflight.rendezvous import shortened
-from utils.errors import ArgumentParser, UsageError, reading, run_main
+from utils.errors import ArgumentParser, UsageError, run_main
+from utils.files import read_json
 from utils.rank_failure import FILE_NAME
 
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
@@ -75,10 +75,7 @@ def read_ranks(folder: Path) -> dict[int, Record]:
         raise UsageError(
             f"{folder}: no {FILE_NAME.format('*')} in it: no rank noticed that the run hung, or there was only one"
         )
-    records = []
-    for path in files:
-        with reading(f"{path} is damaged, remove it to read the others: it"):
-            records.append(Record(json.loads(path.read_bytes())))
+    records = [Record(read_json(path)) for path in files]
     return {record.rank: record for record in records if record.start == records[-1].start}
 
 
@@ -143,10 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError where the folder holds nothing that can be read."""
     parser = ArgumentParser(description="Say which rank of a run that hung was late, and in what the others waited.")
     parser.add_argument("folder", type=Path, help="the folder of the run")
-    folder = parser.parse_args(argv).folder
-    records = read_ranks(folder)
-    with reading(f"{folder}: a record is damaged: it"):
-        print("\n".join(explain(records)))
+    print("\n".join(explain(read_ranks(parser.parse_args(argv).folder))))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ from utils.files import whole_file
 
 matplotlib.use("Agg")
 
-SHADES = ("#cc6677", "#882255", "#ddaa99", "#441133")
-HELD_COLORS = {"parameters": "#4477aa", "gradients": "#66ccee", "optimizer": "#ccbb44", "activations": "#bbbbbb"}
-
 
 def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
     """Write a figure as PNG, whole or not at all."""
@@ -29,10 +26,9 @@ def panels(rows: int, count: int = 1, width: float = 8, row: float = 0.4) -> tup
     return figure, list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
 
 
-def draw_bars(axes: Axes, parts: DataFrame, colors: Any = None, stacked: bool = True) -> None:
+def draw_bars(axes: Axes, parts: DataFrame, colors: Sequence[str] | None = None) -> None:
     """Horizontal bars, a row for each label of the index, the first one on top; the columns one behind the other."""
-    colors = list(colors)[: len(parts.columns)] if colors else None  # pandas takes a tuple for one colour
-    parts.plot.barh(ax=axes, stacked=stacked, color=colors, width=0.8)
+    parts.plot.barh(ax=axes, stacked=True, color=colors, width=0.8)
     axes.set(ylabel="", ylim=(len(parts) - 0.5, -0.5))
 
 

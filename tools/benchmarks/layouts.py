@@ -20,8 +20,7 @@ from tools.benchmarks.cases import HELD, STATES, compare
 from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
-from tools.instruments.tracker import Messages
-from tools.pictures import HELD_COLORS, SHADES, draw_bars, finish, panels, save
+from tools.pictures import draw_bars, finish, panels, save
 from tools.tables import MIB, format_tables, machine
 from utils.config import choices, load_config
 from utils.errors import UsageError
@@ -45,7 +44,6 @@ def run(
     preset: str,
     layouts: Sequence[str] = (),
     sizes: Sequence[int] = (),
-    dims: int = 2,
     memory_limit_gib: float | None = None,
     steps: int = 3,
     rounds: int = 3,
@@ -53,9 +51,9 @@ def run(
     """Measure the layouts of a preset, and print three tables: speed, memory, communication.
 
     words: options of the config. layouts: names, with options of their own after commas: 'cp4,cp_method=ring'. sizes:
-    numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). dims: of an image, 2 or
-    3. memory_limit_gib: of a rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON
-    has them. Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
+    numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). memory_limit_gib: of a
+    rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON has them. Raises UsageError
+    for what cannot be run, and where a rank fails.
     """
     names, usual = PRESETS[preset]
     layouts, sizes = layouts or names, sizes or usual
@@ -66,9 +64,9 @@ def run(
         groups = {f"embed {n}": layout_cases([*words, f"--embed_dim={n}"], layouts) for n in sizes}
         groups = groups or {"": layout_cases(words, layouts)}
     else:
-        groups = {" x ".join([str(side)] * dims): domain_cases(words, layouts, [side] * dims) for side in sizes}
+        groups = {f"{side} x {side}": domain_cases(words, layouts, [side, side]) for side in sizes}
     device, rows = compare(groups, steps, rounds, memory_limit_gib and memory_limit_gib * 2**30)
-    passes = [row | sent_in(row, [phase]) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
+    passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]
     print(format_tables("layouts", shown, shown, [row for row in passes if row["kinds"]]))
     config = next(iter(groups.values()))[0].config
@@ -142,18 +140,9 @@ def parse_layout(name: str, dims: Collection[str], example: str) -> tuple[dict[s
     return dict.fromkeys(dims, "1") | sizes, ranks
 
 
-def by_kind(messages: Messages, phases: Sequence[str] = PHASES) -> dict[str, tuple[float, float]]:
-    """{kind: (collectives, bytes)} of some phases together."""
-    found: dict[str, tuple[float, float]] = {}
-    for kind, (calls, size) in sorted(pair for phase in phases for pair in messages[phase].items()):
-        before = found.get(kind, (0, 0))
-        found[kind] = before[0] + calls, before[1] + size
-    return found
-
-
-def sent_in(row: dict[str, Any], phases: Sequence[str]) -> dict[str, Any]:
-    """The messages of some phases of a row as values of a table; sizes in MiB."""
-    kinds = by_kind(row["messages"], phases)
+def sent_in(row: dict[str, Any], phase: str) -> dict[str, Any]:
+    """The messages of a phase of a row as values of a table; sizes in MiB."""
+    kinds = row["messages"][phase]
     texts = [f"{calls:.0f} {kind} {size / MIB:.2f}" for kind, (calls, size) in kinds.items()]
     return {"kinds": ", ".join(texts), "sent": sum(size for _, size in kinds.values()) / MIB}
 
@@ -177,10 +166,10 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     labels = [row["layout"] for row in rows]
     figure, (held, speed, sent) = panels(len(rows), 3, 16)
     memory = DataFrame([row["memory"] for row in rows], labels)[list(HELD)].fillna(0) / MIB
-    draw_bars(held, memory, list(HELD_COLORS.values()))
+    draw_bars(held, memory)
     finish(held, title=f"{figures['config']}: memory of a rank", xlabel="MiB")
-    draw_bars(speed, DataFrame({"all ranks": [row["samples_per_sec"] for row in rows]}, labels), SHADES)
+    draw_bars(speed, DataFrame({"all ranks": [row["samples_per_sec"] for row in rows]}, labels))
     finish(speed, title="speed", xlabel="samples/s")
-    draw_bars(sent, DataFrame([{p: sent_in(row, [p])["sent"] for p in PHASES} for row in rows], labels), SHADES[:3])
+    draw_bars(sent, DataFrame([{p: sent_in(row, p)["sent"] for p in PHASES} for row in rows], labels))
     finish(sent, title="sent by a rank in a step", xlabel="MiB")
     save(figure, path)
