@@ -45,7 +45,7 @@ def export(path: Path | str, out: Path | str) -> None:
         raise UsageError(f"{out}: exists already")
     folder, marker = find(path)
     weights = load_weights(folder)
-    metadata = {"format": "pt", "iteration": str(marker["iteration"]), "config": json.dumps(marker.get("config"))}
+    metadata = {"format": "pt", "iteration": str(marker["iteration"]), "config": json.dumps(marker["config"])}
     with whole_file(out) as part:
         write_safetensors(part, weights, metadata)
     values = sum(tensor.numel() for tensor in weights.values())
@@ -55,23 +55,23 @@ def export(path: Path | str, out: Path | str) -> None:
 def show(path: Path | str) -> None:
     """Print the contents of a checkpoint. Raises UsageError if there is none, or if it is damaged."""
     folder, marker = find(path)
+    print(f"checkpoint   {folder}")
+    print(f"iteration    {marker['iteration']}")
+    print(f"val_loss     {marker['val_loss']}")
+    print(f"config       {(marker['config'] or {}).get('config')}")
+    print(f"world size   {marker['world_size']}")
+    print(f"SHA-256      verified, {len(marker['files'])} files")
     tensors = dict(sorted(stored_tensors(folder).items()))
-    about = {
-        "checkpoint": folder, "iteration": marker["iteration"], "val_loss": marker["val_loss"],
-        "config": (marker.get("config") or {}).get("config"), "world size": marker.get("world_size"),
-        "SHA-256": f"verified, {len(marker['files'])} files",
-    }  # fmt: skip
-    for part in ("model", "ema", "optimizer", "random"):
-        if own := [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]:
-            values, size = sum(stored.size.numel() for stored in own), sum(map(_bytes, own))
-            about[part] = f"{len(own)} tensors, {values:,} values, {size:,} bytes"
-    for name, text in about.items():
-        print(f"{name:<12} {text}")
     rows = [
         (name, str(list(t.size)), str(t.properties.dtype).removeprefix("torch."), len(t.chunks), _bytes(t))
         for name, t in tensors.items()
     ]
     print(f"\n{format_table({'tensor': '', 'shape': '', 'dtype': '', 'shards': 'd', 'bytes': ','}, rows)}")
+    print()
+    for part in ("model", "ema", "optimizer", "random"):
+        if own := [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]:
+            values, size = sum(stored.size.numel() for stored in own), sum(map(_bytes, own))
+            print(f"{part:<12} {len(own)} tensors, {values:,} values, {size:,} bytes")
 
 
 def _bytes(stored: TensorStorageMetadata) -> int:
@@ -88,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.add_argument("checkpoint", metavar="CKPT", help="checkpoint, folder of checkpoints, or folder of a run")
     exporter.add_argument("out", metavar="OUT", help="the file to write, model.safetensors")
     args = parser.parse_args(argv)
-    if args.command == "show":
-        show(args.checkpoint)
-    else:
+    if args.command == "export":
         export(args.checkpoint, args.out)
+    else:
+        show(args.checkpoint)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ python -m tools.hang logs/quick/00
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.preflight.rendezvous import shortened
 from utils.errors import ArgumentParser, UsageError, run_main
@@ -18,8 +17,7 @@ from utils.rank_failure import FILE_NAME
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """A collective that a rank called, the number-th one of its group."""
 
     group: str
@@ -31,9 +29,9 @@ class Call:
     def __str__(self) -> str:
         return " ".join([self.operation, *self.tensors])
 
-    def fits(self, other: "Call") -> bool:
-        """Tell whether two ranks may call these two as the same collective."""
-        return str(self) == str(other) or self.operation == other.operation not in SAME_SHAPE
+    def kind(self) -> str:
+        """What all ranks that take part must call alike."""
+        return str(self) if self.operation in SAME_SHAPE else self.operation
 
 
 class Record:
@@ -59,13 +57,12 @@ class Record:
         call = self.current()
         if call is None:
             return []
-        return [
-            rank for rank in self.groups[call.group][1] if rank not in records or not records[rank].has_called(call)
-        ]
-
-    def has_called(self, call: Call) -> bool:
-        """Tell whether the rank has come as far as this call of its group."""
-        return any(own.group == call.group and own.number >= call.number for own in self.calls)
+        there = {
+            record.rank
+            for record in records.values()
+            if any(own.group == call.group and own.number >= call.number for own in record.calls)
+        }
+        return [rank for rank in self.groups[call.group][1] if rank not in there]
 
 
 def read_ranks(folder: Path) -> dict[int, Record]:
@@ -121,8 +118,7 @@ def _mismatches(records: dict[int, Record]) -> Iterator[dict[int, Call]]:
             calls[call.group, call.number][rank] = call
     found = set()
     for (group, _), same in sorted(calls.items()):
-        first = same[min(same)]
-        if group not in found and not all(first.fits(call) for call in same.values()):
+        if group not in found and len({call.kind() for call in same.values()}) > 1:
             found.add(group)
             yield same
 
