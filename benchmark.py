@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.benchmarks import ladder, layouts, loaders, scaling
-from utils.errors import FAILED_STATUS, ArgumentParser, real, run_main, whole
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, real, run_main, whole
 from utils.files import write_json
+from utils.launch import read_launch
 
 MANY = whole(1, 2**20)
 
@@ -24,6 +25,8 @@ MANY = whole(1, 2**20)
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Measure what the words of a command line ask for; returns the exit status, None for 0."""
     options, words = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    if read_launch().world_size > 1 and vars(options).get("only") is None:
+        raise UsageError("benchmark.py starts its ranks itself: start it with plain python, in one process")
     given = vars(options)  # named as the arguments of the function that runs the command
     run, write_png, png = given.pop("run"), given.pop("write_png"), given.pop("png", None)
     path = given.pop("json")

@@ -249,7 +249,7 @@ def test_it_is_not_started_by_torchrun(monkeypatch):
     for name, value in launch.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UsageError, match="starts its ranks itself"):
-        layouts.run(MP, "mp")
+        benchmark.main(["layouts", "mp", *MP])
 
 
 def test_a_rank_that_the_system_kills_is_out_of_memory_and_another_that_ends_ends_the_others():

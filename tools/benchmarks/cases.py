@@ -21,7 +21,6 @@ from tools.instruments.tracker import Messages, by_phase
 from tools.planner.trace import measured
 from utils.device import empty_cache, library, select_device
 from utils.errors import UsageError
-from utils.launch import read_launch
 
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
@@ -31,9 +30,7 @@ PROFILED_STEPS = 3
 
 
 def check_machine(cases: Sequence[Case]) -> torch.device:
-    """The device of the cases. Raises UsageError in a process that a launcher started, and for a lack of devices."""
-    if read_launch().world_size > 1:
-        raise UsageError("benchmark.py layouts starts its ranks itself: start it with plain python, in one process")
+    """The device of the cases. Raises UsageError for a lack of devices."""
     device, most = select_device(cases[0].config.device), max(case.ranks for case in cases)
     if device.type != "cpu" and most > torch.accelerator.device_count():
         raise UsageError(

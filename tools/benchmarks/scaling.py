@@ -74,8 +74,6 @@ def run(
     runs, ranks = build_runs(study_file, study, words), read_launch().world_size
     if only is not None:
         _become([run for run in runs if run.ranks == ranks], only, ranks)
-    if ranks > 1:
-        raise UsageError("benchmark.py scaling starts the ranks itself: start it in one process, or give --only")
     if list_runs:
         for run in runs:
             print(shlex.join(["torchrun", f"--nproc_per_node={run.ranks}", run.script, *run.words]))
@@ -98,20 +96,16 @@ def run(
     return {"study": study, "rows": rows, "failed": [*failed, *missing]}
 
 
-def read_study(path: str, name: str) -> Study:
-    """The Study of this name in a YAML file. Raises UsageError for unknown keys and values that do not fit."""
-    try:
-        return Study.model_validate(read_named_config(path, name))
-    except ValidationError as error:
-        raise UsageError(explain(error, Study, f"{path}: {name}")) from None
-
-
 def build_runs(path: str, name: str, words: list[str]) -> list[Run]:
     """The runs of a study in the order of its file. words: options of the config; they win over the study's.
 
     Raises UsageError for unknown keys, and naming the run where the training script would refuse it.
     """
-    study, runs = read_study(path, name), []
+    try:
+        study = Study.model_validate(read_named_config(path, name))
+    except ValidationError as error:
+        raise UsageError(explain(error, Study, f"{path}: {name}")) from None
+    runs = []
     for layout, keys in study.layouts.items():
         options = study.options | keys
         counts = options.pop("ranks", None)

@@ -19,15 +19,9 @@ import xarray
 
 from tools.forecasting.dated_frames import show
 from utils.files import whole_file
-from weather.channels import CHANNELS, QUANTITIES, channel_key
+from weather.channels import CHANNELS, ERA5, QUANTITIES, channel_key
 from weather.grid import HOUR, Grid
 
-STANDARD_NAMES = {
-    "u": "eastward_wind", "v": "northward_wind", "t": "air_temperature", "z": "geopotential",
-    "r": "relative_humidity", "q": "specific_humidity", "sp": "surface_air_pressure",
-    "mslp": "air_pressure_at_mean_sea_level", "tcwv": "atmosphere_mass_content_of_water_vapor",
-}  # fmt: skip
-HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; in other names the number is the level in hPa
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
@@ -105,12 +99,12 @@ def forecast_dataset(
 
 def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
     """CF standard name of a channel, and its scalar coordinate (name, (dims, ...)); each may be None."""
-    if name in HEIGHTS:
-        value = HEIGHTS[name]
-        attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
-        return STANDARD_NAMES[name[0]], (f"height{value:.0f}", ((), value, attrs, FULL))
     quantity, level = quantity_of(name)
-    return STANDARD_NAMES.get(quantity), (f"p{level}", ((), float(level), LEVEL, FULL)) if level else None
+    standard_name, height = ERA5["cf"].get(quantity, (None, None))
+    if height:
+        attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
+        return standard_name, (f"height{height:.0f}", ((), height, attrs, FULL))
+    return standard_name, (f"p{level}", ((), float(level), LEVEL, FULL)) if level else None
 
 
 def _described(standard_name: str) -> dict[str, str]:
