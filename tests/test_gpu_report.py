@@ -82,7 +82,7 @@ def test_a_command_that_fails_hangs_or_leaves_processes_is_told_and_the_others_f
 def test_all_commands_together_have_a_time_limit_too(report, monkeypatch):
     monkeypatch.setattr(gpu_report, "SECONDS", 2)
     status, _, found = report(hangs="import time; time.sleep(99)", late="")
-    assert status == 1 and "out of time" in found["hangs"] and not found["late"]
+    assert status == 1 and "out of time" in found["hangs"] and not re.search("[a-z]", found["late"])
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(75, "passed"), (0, "failed, status 0")])
@@ -100,7 +100,8 @@ def test_the_plans_of_the_training_runs_are_printed(capsys, monkeypatch):
     )
     gpu_report.main(["--plan", "h100", "--device=cpu"])
     said = capsys.readouterr().out
-    assert "broken: not planned: UsageError: " in said and re.search(r"\| mp_quick/tp +\| 2 x h100 \|", said)
+    assert re.search(r"\| broken .* not planned: UsageError: ", said)
+    assert re.search(r"\| mp_quick/tp +\| 2 x h100 \|", said) and "forecast" not in said
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -127,7 +128,6 @@ def test_the_commands_train_what_the_scripts_take(count):
 def test_what_cannot_be_used_is_one_line(words, line, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_report.torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_report, "make_plans", lambda *_: {})
     with pytest.raises(UsageError) as caught, os_errors_as_usage_errors():
         gpu_report.main([f"--out={tmp_path}", *words])
     assert line in str(caught.value) and "\n" not in str(caught.value)
@@ -215,5 +215,5 @@ def test_the_commands_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert gpu_report.main(["--device=cpu", "--gpu=h100", f"--out={tmp_path}"]) == 0
     (written,) = tmp_path.glob("*.md")
-    found = re.search(r"\| quick/ddp +\| 2 x h100 \|(.*)", written.read_text())[1].split("|")
-    assert found[4].strip() == found[5].strip() == "1" and found[3].strip() != "-"  # collectives; ms a step
+    *_, step, planned, calls, _, _ = re.search(r"\| quick/ddp +\| 2 x h100 \|(.*)", written.read_text())[1].split("|")
+    assert planned.strip() == calls.strip() == "1" and float(step) > 0

@@ -37,7 +37,6 @@ from utils.errors import (
     FAILED_STATUS,
     STOPPED_STATUS,
     ArgumentParser,
-    UsageError,
     first_line,
     run_main,
 )
@@ -50,7 +49,6 @@ POLL_SECONDS = 0.1
 STOPPED, SAVED = "quick/stopped", "Saved checkpoint"  # a training that is ended when it says so
 PRINTED = "ladder", "preflight", "loaders"  # commands whose output is part of the report
 GIB = 2**30
-PLANNED = {"peak_allocated_bytes": GIB, "step_time_s": 1e-3, "calls": 1}  # figures, and their units
 
 
 def commands(device: str, count: int) -> dict[str, str]:
@@ -60,6 +58,20 @@ def commands(device: str, count: int) -> dict[str, str]:
     words = own | table[device]
     words |= {name: text.format(**words) for name, text in table["any"].items()}
     return {name: text.format(**words) for name, text in table["commands"].items() if count > 1 or "{two}" not in text}
+
+
+def planned(name: str, command: str, gpu: Gpu) -> dict[str, Any]:
+    """A row with the planned figures of a command that trains; of any other its name alone."""
+    row: dict[str, Any] = {"command": name}
+    if trained := training(command):
+        words, ranks = trained
+        try:
+            plan = planned_figures(Request(words, gpu).plan(ranks))
+        except Exception as error:  # of one run: the others have theirs
+            return row | {"said": f"not planned: {type(error).__name__}: {first_line(error)}"}
+        row |= {"on": f"{ranks} x {gpu.name}", "planned_gib": plan["peak_allocated_bytes"] / GIB}
+        row |= {"planned_step_s": plan["step_time_s"], "planned_calls": plan["calls"]}
+    return row
 
 
 def training(command: str) -> tuple[list[str], int] | None:
@@ -107,44 +119,18 @@ def run_figures(folder: Path) -> dict[str, Any]:
     if not (folder / "summary.json").exists():
         return {}
     summary, last = read_json(folder / "summary.json"), read_metrics(folder / FILE_NAME.format(0))[-1]
-    return summary | {"mfu": last["speed/mfu"], "gib": summary["peak_memory_bytes"] / GIB}
+    figures = {"mfu": last["speed/mfu"], "gib": summary["peak_memory_bytes"] / GIB}
+    return summary | measured(folder) | figures
 
 
-def make_plans(todo: dict[str, str], gpu: Gpu) -> dict[str, dict[str, Any]]:
-    """{name: planned figures} of the commands that train; prints which could not be planned."""
-    plans = {}
-    for name, command in todo.items():
-        if (trained := training(command)) and name != STOPPED:
-            try:
-                plans[name] = planned_figures(Request(trained[0], gpu).plan(trained[1]))
-            except Exception as error:  # of one run: the others have theirs
-                print(f"{name}: not planned: {type(error).__name__}: {first_line(error)}", flush=True)
-    return plans
-
-
-def beside_plan(name: str, plan: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """A row of planned figures beside measured ones."""
-    row: dict[str, Any] = {"run": name, "gpus": plan["layout"]["gpus"], "gpu": plan["gpu"]}
-    for key, unit in PLANNED.items():
-        value = figures.get(key)
-        row |= {f"planned_{key}": plan[key] / unit, key: value if value is None else value / unit}
-    return row
-
-
-def write_report(path: Path, about: dict[str, Any], plans: dict[str, Any], rows: list[dict], work: Path) -> str:
-    """Write the report, whole or not at all; returns its text. rows: of the commands that have run."""
-    planned, printed = [], []
-    for name, plan in plans.items():
-        figures: dict[str, Any] = {}
-        with suppress(UsageError):  # not run yet, or it has no reading
-            figures = measured(work / "logs" / name)
-        planned.append(beside_plan(name, plan, figures))
+def write_report(path: Path, about: dict[str, Any], rows: list[dict[str, Any]], work: Path) -> str:
+    """Write the report, whole or not at all; returns its text. rows: of the commands, with what is known so far."""
+    printed = []
     for name in PRINTED:
         if (log := work / f"{name}.log").exists():
             printed.append(f"## {name}\n\n```text\n{log.read_text(errors='replace').strip()}\n```")
     made = f"Made by `make gpu`: {', '.join(f'{what} {value}' for what, value in about.items())}."
-    tables = format_tables("gpu_plan", planned), format_tables("gpu_report", rows)
-    text = "\n\n".join([f"# {about['name']}", made, *tables, *printed]) + "\n"
+    text = "\n\n".join([f"# {about['name']}", made, format_tables("gpu_report", rows), *printed]) + "\n"
     with whole_file(path) as file:
         file.write_text(text)
     return text
@@ -160,10 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--plan", nargs="+", metavar="NAME", help="only print the plans for these GPUs")
     options = parser.parse_args(argv)
     if options.plan:
-        todo, rows = commands(options.device, 2), []
-        for gpu in map(load_gpu, options.plan):
-            rows += [beside_plan(name, plan, {}) for name, plan in make_plans(todo, gpu).items()]
-        print(format_tables("gpu_plan", rows))
+        training_runs = [each for each in commands(options.device, 2).items() if training(each[1])]
+        rows = [planned(*each, gpu) for gpu in map(load_gpu, options.plan) for each in training_runs]
+        print(format_tables("gpu_report", rows))
         return 0
 
     device = select_device(options.device)
@@ -177,24 +162,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     work.mkdir(parents=True)  # a new one: data in it are deleted at the end
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its command first
     todo, end = commands(device.type, count), time.monotonic() + SECONDS
-    plans = make_plans(todo, load_gpu(gpus[-1])) if gpus else {}
-    print(write_report(path, about, plans, [], work), flush=True)  # before anything is measured
-    rows = []
+    gpu = load_gpu(gpus[-1]) if gpus else None
+    rows = [planned(name, command, gpu) if gpu else {"command": name} for name, command in todo.items()]
+    print(write_report(path, about, rows, work), flush=True)  # before anything is measured
     try:
-        for name, command in todo.items():
+        for row, (name, command) in zip(rows, todo.items(), strict=True):
             began = time.monotonic()
             if began > end:
                 break
-            status, said = run_command(name, command, work, min(LONGEST, end - began))
-            figures = {} if name == STOPPED else run_figures(work / "logs" / name)
-            seconds = round(time.monotonic() - began, 1)
-            rows.append({"command": name, "status": status, "seconds": seconds, "said": said} | figures)
-            text = write_report(path, about, plans, rows, work)
-            print(f"{status:<12} {seconds:6.1f} s  {name}  {said}", flush=True)
+            row["status"], row["said"] = run_command(name, command, work, min(LONGEST, end - began))
+            row["seconds"] = round(time.monotonic() - began, 1)
+            row |= run_figures(work / "logs" / name)
+            text = write_report(path, about, rows, work)
+            print(f"{row['status']:<12} {row['seconds']:6.1f} s  {name}  {row['said']}", flush=True)
     finally:
         shutil.rmtree(work / "data", ignore_errors=True)
     print(f"{text}\n{path}; output of the commands: {work}")
-    return 0 if [row["status"] for row in rows] == ["passed"] * len(todo) else FAILED_STATUS
+    return 0 if all(row.get("status") == "passed" for row in rows) else FAILED_STATUS
 
 
 if __name__ == "__main__":
