@@ -81,7 +81,10 @@ def training(command: str) -> tuple[list[str], int] | None:
 
 
 def run_command(name: str, command: str, work: Path, seconds: float) -> tuple[str, str]:
-    """Run a command in a folder; returns what became of it, and the last line of its output, which goes to NAME.log."""
+    """Run a command in a folder; returns what became of it, and what it said last where it did not pass.
+
+    Its output goes to NAME.log.
+    """
     log, end, saved = work / f"{name.replace('/', '-')}.log", time.monotonic() + seconds, False
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -100,8 +103,9 @@ def run_command(name: str, command: str, work: Path, seconds: float) -> tuple[st
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     if running:
         return "out of time", lines[-1]
-    passed = process.returncode == (STOPPED_STATUS if name == STOPPED else 0)
-    return "passed" if passed else f"failed, status {process.returncode}", lines[-1]
+    if process.returncode != (STOPPED_STATUS if name == STOPPED else 0):
+        return f"failed, status {process.returncode}", lines[-1]
+    return "passed", ""
 
 
 def end_group(process: subprocess.Popen) -> None:
