@@ -31,8 +31,8 @@ NOTABLE = 0.02  # of a step
 class Trace:
     """The trace of a rank; times in microseconds. Raises UsageError for a file that is damaged.
 
-    spans: {work, waits, or name of a range: (N, 2) start and stop}. messages: a row for each collective, with the key
-    of its group and its number there, where known.
+    spans: {work, waits, or name of a range: (N, 2) start and stop}. messages: a row for each collective; key: its
+    group, its number there, and its name, where known.
     """
 
     def __init__(self, path: Path):
@@ -49,11 +49,11 @@ class Trace:
                 name, kind, args = e["name"], e.get("cat"), e.get("args", {})
                 start, stop = clock + e["ts"], clock + e["ts"] + e["dur"]
                 if kind == "user_annotation" and name.startswith("gloo:"):
-                    messages.append((name, start, stop, called[name].pop() if called[name] else None))
+                    messages.append((start, stop, f"{called[name].pop()} {name}" if called[name] else None))
                 elif kind == "kernel" and name.startswith("nccl"):
                     called[group := args.get("Process Group Name")].append(e)  # numbered from the end, as on all ranks
-                    key = None if group is None else f"{group} {len(called[group])}"
-                    messages.append((args.get("Collective name", name), start, stop, key))
+                    key = f"{group} {len(called[group])} {args.get('Collective name', name)}"
+                    messages.append((start, stop, key if group else None))
                 elif kind == ("kernel" if gpu else "cpu_op"):
                     waits = "wait_tensor" in name or name.startswith("c10d::")
                     self.spans["waits" if waits else "work"].append((start, stop))
@@ -61,7 +61,7 @@ class Trace:
                     self.spans[name].append((start, stop))
         if "step" not in self.spans:
             raise UsageError(f"{path}: no range 'step' in it: was it recorded with --profile ranks?")
-        self.messages = DataFrame(messages, columns=["name", "start", "stop", "key"]).assign(rank=self.rank)
+        self.messages = DataFrame(messages, columns=["start", "stop", "key"]).assign(rank=self.rank)
         for name in ("work", "waits", "step", *PHASES):
             self.spans[name] = np.array(self.spans[name]).reshape(-1, 2)
 
@@ -84,8 +84,8 @@ def align(traces: Sequence[Trace]) -> None:
     Two ranks differ by the median, over the collectives of both, of the differences between the ends they saw: whoever
     came late, the end is the same. A rank without such a collective keeps its clock.
     """
-    ends, names = of_ranks(traces, "stop"), of_ranks(traces, "name").bfill(axis=1).iloc[:, 0]
-    ends = ends[names.str.replace("_", "").str.contains(ONE_END)]
+    ends = of_ranks(traces, "stop")
+    ends = ends[ends.index.str.replace("_", "").str.contains(ONE_END)]
     by_rank = {trace.rank: trace for trace in traces}
     shifts, reached = {traces[0].rank: 0.0}, [traces[0].rank]
     for near in reached:  # grows

@@ -60,9 +60,12 @@ def compare(
                 done.append(_turn(teams, case, steps, limit, not done))
     rows: list[dict[str, Any]] = []
     for size, group in groups.items():
-        of_group = [{"size": size} | _row(case, turns[case]) for case in group]
+        first, *_ = of_group = [{"size": size} | _row(case, turns[case]) for case in group]
         for row in of_group:
-            _compare_speed(row, of_group[0])
+            if "seconds" in row and "seconds" in first:  # relative to the first of the group, in every round
+                pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
+                row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / other) for own, other in pairs]
+                row["speedup"] = statistics.median(row["speedup_of_rounds"])
         rows += of_group
     return device, rows
 
@@ -119,14 +122,6 @@ def _row(case: Case, turns: list[Any]) -> dict[str, Any]:
         "messages": most_messages([figures["messages"] for figures in turns[0]]),
         "hidden": statistics.mean(hidden) if hidden else None,
     }  # fmt: skip
-
-
-def _compare_speed(row: dict[str, Any], first: dict[str, Any]) -> None:
-    """Add the speed in samples/s relative to that of the first case of the group, in every round."""
-    if "seconds" in row and "seconds" in first:
-        pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
-        row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / yardstick) for own, yardstick in pairs]
-        row["speedup"] = statistics.median(row["speedup_of_rounds"])
 
 
 def most_messages(of_ranks: Sequence[Messages]) -> Messages:

@@ -4,7 +4,6 @@ All take turns in every round, and a ratio is taken within a round, so that the 
 """
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -29,14 +28,13 @@ from utils.schema import Config
 from weather.dataset import FieldDataset
 
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
-TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a table of minutes
 
 
 def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12, rounds: int = 3) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
     words: options of the config. workers: of each loader. frames: of the training data, copied into one file. batches:
-    timed in a turn, fewer where they take longer than TURN_SECONDS.
+    timed in a turn.
     """
     config = load_config(words)
     device = select_device(config.device)
@@ -124,18 +122,12 @@ def plain_loader(
 
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
-    _take(batches, LEAD_IN)
-    seconds, done = timed(device, _take, batches, count)
-    return done * batch_size / seconds
+    def take(number: int) -> None:
+        for _ in range(number):
+            next(batches)
 
-
-def _take(batches: Iterator[Any], count: int) -> int:
-    """Take so many batches, or those of TURN_SECONDS; returns how many."""
-    started, done = time.perf_counter(), 0
-    while done < count and time.perf_counter() - started < TURN_SECONDS:
-        next(batches)
-        done += 1
-    return done
+    take(LEAD_IN)
+    return count * batch_size / timed(device, take, count)[0]
 
 
 def _sample_bytes(config: Config) -> int:

@@ -73,7 +73,10 @@ def run(
     """
     runs, ranks = build_runs(study_file, study, words), read_launch().world_size
     if only is not None:
-        _become([run for run in runs if run.ranks == ranks], only, ranks)
+        runs = [run for run in runs if run.ranks == ranks]
+        if only >= len(runs):
+            raise UsageError(f"--only {only}: the study has {len(runs)} runs of {ranks} ranks, numbered from 0")
+        os.execv(sys.executable, [sys.executable, runs[only].script, *runs[only].words])
     if list_runs:
         for run in runs:
             print(shlex.join(["torchrun", f"--nproc_per_node={run.ranks}", run.script, *run.words]))
@@ -155,14 +158,6 @@ def array_jobs(runs: Sequence[Run], words: Sequence[str]) -> list[str]:
         request = f"--nodes={nodes} --ntasks-per-node={gpus} --gpus-per-node={gpus} --array=0-{tasks - 1}"
         lines.append(f"sbatch {request} submit_scaling.sh {shlex.join(words)}")
     return lines
-
-
-def _become(runs: Sequence[Run], number: int, ranks: int) -> None:
-    """Let this process go on as the training script. Does not return."""
-    if not 0 <= number < len(runs):
-        raise UsageError(f"--only {number}: the study has {len(runs)} runs of {ranks} ranks, numbered from 0")
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, runs[number].script, *runs[number].words])
 
 
 def collect(runs: Sequence[Run]) -> list[dict[str, Any]]:
