@@ -81,8 +81,6 @@ def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
     assert (status, other, nothing) == (0, 0, "") and "0 FAIL" in output, output
     lines = output.splitlines()
     assert [line.split()[2] for line in lines_of(lines, "collectives")] == ["float32:", "bfloat16:"]
-    for kind in ("all_reduce", "all_gather", "all_to_all"):
-        assert re.search(rf"{kind} [\d.]+ GB/s, \d+ us", lines_of(lines, "bandwidth")[0])
     for what in ("process group", "checkpoint group", "shared folder"):
         assert lines_of(lines, what)[0].startswith("ok"), what
     assert "2 ranks met" in lines[0] and "rank 0-1 (" in lines[0]

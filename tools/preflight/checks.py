@@ -27,8 +27,6 @@ from utils.rank_failure import wait_until
 
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks of years
-SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed
-WHERE = {"inside": "inside a node", "across": "across nodes"}
 SLOW = {
     ("NCCL_IB_DISABLE", "1"): "InfiniBand is switched off",
     ("NCCL_P2P_DISABLE", "1"): "GPUs of a node do not talk to one another directly",
@@ -185,7 +183,6 @@ def network(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     dist.all_reduce(torch.ones(1, device=device))
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks")
     yield from collectives(device)
-    yield from bandwidth(device, ranks)
     yield from checkpoint_group(ranks.patience)  # the last: ranks that fail in it disagree on groups
 
 
@@ -198,23 +195,6 @@ def collectives(device: torch.device) -> Iterator[CheckResult]:
             yield CheckResult("FAIL", "collectives", f"{name}: wrong numbers from {', '.join(wrong)}", advice)
         else:
             yield CheckResult("ok", "collectives", f"{name}: {', '.join(right)} give the right numbers")
-
-
-def bandwidth(device: torch.device, ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Bytes/s that a rank sends, and latency: among all ranks, inside each node, and across nodes."""
-    nodes = list(ranks.by_node(range(ranks.size)).values())
-    parts = {"all ranks": [list(range(ranks.size))]}
-    if len(nodes) > 1:
-        parts |= {WHERE[place]: groups for place, groups in collective_speed.places(nodes).items()}
-    sizes = SIZES.get(device.type, SIZES["cuda"])
-    for label, groups in parts.items():
-        shown = []
-        points = collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather", "all_to_all"))
-        for kind, measured in points.items():
-            latency, speed = collective_speed.fit(measured)
-            shown.append(f"{kind} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us")
-        text = f"{label}, sent by a rank, up to {sizes[-1] >> 20} MiB: {'; '.join(shown)}"
-        yield CheckResult("ok", "bandwidth", text)
 
 
 def checkpoint_group(seconds: float) -> Iterator[CheckResult]:
