@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
 from tools.benchmarks import ladder
-from tools.benchmarks.loaders import plain_loader
+from tools.benchmarks.loaders import PlainDataset
 from tools.instruments.team import Rank
 from tools.tables import format_table, installed
 from training.model import build_model
@@ -145,7 +145,7 @@ def test_loaders_are_compared_with_the_plain_design(tiny_options, tmp_path, caps
 def test_the_yardstick_gives_the_same_samples(tiny_config):
     loader = build_task(tiny_config()).build_loaders(CPU)[0]
     means, stds, _ = loader.statistics
-    plain = plain_loader(loader.dataset.files[0].path, loader.statistics, 4, 0).dataset
+    plain = PlainDataset(loader.dataset.files[0].path, loader.statistics)
     assert len(plain) == len(loader.dataset) / len(loader.dataset.files)
     pair = np.empty(loader.dataset.shape, np.float32)
     for index in (0, 18):

@@ -20,7 +20,6 @@ from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases,
 from tools.instruments.counting import Collective
 from tools.instruments.phases import phases_of
 from tools.instruments.pool import is_out_of_memory
-from tools.instruments.rank_case import hidden_share
 from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker, by_phase
 from tools.planner.trace import trace_step
@@ -95,7 +94,7 @@ def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
     for row in [*dp.values(), *mp.values(), *domain.values()]:
         assert min(row["seconds"], row["memory"]["peak"], row["speedup"]) > 0
         assert row["samples_per_sec"] == pytest.approx(row["batch"] / row["seconds"])
-        assert row["hidden"] is None and not row["out_of_memory"]
+        assert not row["out_of_memory"]
         if row["layout"] in (INDEPENDENT, ONE):
             assert row["speedup"] == 1 and not any(row["messages"].values())
     assert len(dp["ranks 4", "fsdp"]["speedup_of_rounds"]) == 2
@@ -288,13 +287,6 @@ def test_interrupted_it_leaves_no_process_behind(how):
     finally:
         process.kill()
         process.communicate()
-
-
-def test_hidden_is_the_share_of_communication_under_compute():
-    assert hidden_share([(0, 10)], [(5, 20)]) == 0.5
-    assert hidden_share([(0, 10), (5, 10), (20, 30)], [(0, 4), (2, 4), (25, 26)]) == 0.25
-    assert hidden_share([(0, 10)], []) == 0
-    assert hidden_share([], [(0, 1)]) is None
 
 
 def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backward():

@@ -259,7 +259,7 @@ class Together:
     def exchange(self, key, value):
         return self.answers.get(key.split(": ")[-1], [value] * 3)
 
-    names, by_node = Rendezvous.names, Rendezvous.by_node
+    names = Rendezvous.names
 
 
 def test_a_folder_that_is_not_shared_is_seen(tmp_path):

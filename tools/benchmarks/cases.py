@@ -7,7 +7,6 @@ ups and downs of the machine cancel. In its turn a case is built and given up ag
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from pandas import DataFrame
 
 from tools.instruments.phases import PHASES
 from tools.instruments.pool import OutOfMemory
-from tools.instruments.rank_case import WARMUP_STEPS, RankCase, hidden_share_of
+from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Rank, Teams
 from tools.instruments.tracker import Messages, by_phase
 from tools.planner.trace import measured
@@ -26,7 +25,6 @@ STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
 HELD = (*STATES, "activations")
 MEMORY = (*HELD, "parameters at most", "peak")
 RANKS_PER_CORE = 32  # more would only fill the machine
-PROFILED_STEPS = 3
 
 
 def check_machine(cases: Sequence[Case]) -> torch.device:
@@ -97,8 +95,7 @@ def measure(rank: Rank, case: Case, steps: int, limit: float | None, first: bool
             memory["activations"] = None
         if limit and memory["peak"] > limit:
             raise MemoryError(f"{memory['peak']:.0f} bytes of tensors: the limit is {limit:.0f}")
-        hidden = hidden_share_of(partial(built.train, PROFILED_STEPS)) if gpu else None
-        figures |= {"memory": memory, "messages": by_phase(trace.messages), "hidden": hidden}
+        figures |= {"memory": memory, "messages": by_phase(trace.messages)}
     del built
     empty_cache(rank.device)
     return figures
@@ -114,13 +111,11 @@ def _row(case: Case, turns: list[Any]) -> dict[str, Any]:
         return row
     # The harmonic mean: ranks that do not wait for one another add up their speeds.
     seconds = [statistics.harmonic_mean(figures["seconds"] for figures in turn) for turn in turns]
-    hidden = [figures["hidden"] for figures in turns[0] if figures["hidden"] is not None]
     return row | {
         "seconds": statistics.median(seconds), "seconds_of_rounds": seconds,
         "samples_per_sec": row["batch"] / statistics.median(seconds),
         "memory": DataFrame([figures["memory"] for figures in turns[0]], dtype=float).max(skipna=False).to_dict(),
         "messages": most_messages([figures["messages"] for figures in turns[0]]),
-        "hidden": statistics.mean(hidden) if hidden else None,
     }  # fmt: skip
 
 

@@ -83,8 +83,10 @@ def _ours(count: int, kind: str, device: torch.device, config: Config) -> float:
 def _plain(count: int, config: Config) -> float:
     """Samples per second of the plain design."""
     (path,) = Path(config.train_data_path).glob("*.h5")
-    loader = plain_loader(path, statistics_of(config), config.global_batch_size, config.num_data_workers)
-    return _timed(chain.from_iterable(repeat(loader)), count, config.global_batch_size, torch.device("cpu"))
+    batch, workers = config.global_batch_size, config.num_data_workers
+    dataset = PlainDataset(path, statistics_of(config))
+    loader = torch.utils.data.DataLoader(dataset, batch, shuffle=True, drop_last=True, num_workers=workers)
+    return _timed(chain.from_iterable(repeat(loader)), count, batch, torch.device("cpu"))
 
 
 class PlainDataset(torch.utils.data.Dataset):
@@ -111,14 +113,6 @@ class PlainDataset(torch.utils.data.Dataset):
         frame -= self.statistics.means
         frame /= self.statistics.stds
         return torch.from_numpy(frame)
-
-
-def plain_loader(
-    path: Path, statistics: ChannelStatistics, batch_size: int, num_workers: int
-) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
-    """The DataLoader of torch over a year file of HDF5, default collation, shuffled."""
-    dataset = PlainDataset(path, statistics)
-    return torch.utils.data.DataLoader(dataset, batch_size, shuffle=True, drop_last=True, num_workers=num_workers)
 
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:

@@ -1,8 +1,7 @@
 """A case on one rank: its training step and a batch, as measurements of ranks use them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
@@ -14,7 +13,6 @@ from utils.config import SCRIPTS, load_config
 from utils.device import library, synchronize
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
-Interval = tuple[float, float]  # start, end
 
 
 def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
@@ -67,36 +65,3 @@ def held(rank: Rank, case: Case) -> RankCase:
 def seconds_of(rank: Rank, case: Case, steps: int) -> float:
     """On a rank: seconds of a step of a case that it holds."""
     return held(rank, case).seconds(steps)
-
-
-def hidden_share_of(run: Callable[[], None]) -> float | None:
-    """Of the time in which kernels of NCCL, RCCL or oneCCL run, the share in which others run too; None without any.
-
-    run: called once under the profiler.
-    """
-    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
-        run()
-    communication, compute = [], []
-    for event in profile.events():
-        if event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation:
-            name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
-            if "ccl" in name:
-                communication.append(span)
-            elif not name.startswith(("memcpy", "memset")):
-                compute.append(span)
-    return hidden_share(communication, compute)
-
-
-def hidden_share(communication: list[Interval], compute: list[Interval]) -> float | None:
-    """Share of the time covered by some intervals in which others go on as well; None where there is no such time."""
-    total = _length(communication)
-    return (total + _length(compute) - _length(communication + compute)) / total if total else None
-
-
-def _length(intervals: list[Interval]) -> float:
-    """Length of the union."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered

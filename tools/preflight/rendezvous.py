@@ -111,16 +111,12 @@ class Rendezvous:
                 if self.rank == 0:
                     wait_until(lambda: store.add("left", 0) >= self.size, LEAVE_SECONDS)
 
-    def by_node(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        """{node: its ranks}, of these ranks."""
+    def names(self, ranks: Iterable[int]) -> str:
+        """The ranks of each node as text: 'rank 1,4-7 (node2)'."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             places.setdefault(self.nodes[rank], []).append(rank)
-        return places
-
-    def names(self, ranks: Iterable[int]) -> str:
-        """The ranks of each node as text: 'rank 1,4-7 (node2)'."""
-        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in self.by_node(ranks).items())
+        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in places.items())
 
 
 def shortened(numbers: Iterable[int]) -> str:
