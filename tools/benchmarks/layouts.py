@@ -70,8 +70,7 @@ def run(
     shown = [in_columns(row) for row in rows]
     print(format_tables("layouts", shown, shown, [row for row in passes if row["kinds"]]))
     config = next(iter(groups.values()))[0].config
-    shared = ", one thread per rank: more ranks than cores share them" if device.type == "cpu" else ""
-    print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device.type}{shared}")
+    print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device}")
     return {"preset": preset, "config": config.config, "machine": machine(device), "rows": rows}
 
 

@@ -125,7 +125,7 @@ def data_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]
             opened.read(1)
         yield CheckResult("ok", "data folder", f"{file} can be read")
     else:
-        message = f"{folder}: {'no .h5 file in it' if folder.is_dir() else 'not there'}"
+        message = f"{folder}: no data files there"
         advice = "docs/data.md says how to fill it, make demo makes sample data; --train_data_path names another"
         yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", message, advice)
 
