@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.benchmarks import ladder, layouts, loaders, scaling
-from utils.errors import FAILED_STATUS, ArgumentParser, real, run_main, whole
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, real, run_main, whole
 from utils.files import write_json
+from utils.launch import read_launch
 
 MANY = whole(1, 2**20)
 
@@ -24,10 +25,12 @@ MANY = whole(1, 2**20)
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Measure what the words of a command line ask for; returns the exit status, None for 0."""
     options, words = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    if read_launch().world_size > 1 and vars(options).get("only") is None:
+        raise UsageError("benchmark.py starts its ranks itself: start it with plain python, in one process")
     given = vars(options)  # named as the arguments of the function that runs the command
     run, write_png, png = given.pop("run"), given.pop("write_png"), given.pop("png", None)
     path = given.pop("json")
-    figures = run(words, **given, **({"json": path} if run is ladder.run else {}))  # after each of its turns too
+    figures = run(words, **given)
     if path:
         write_json(path, figures)
     if png:
@@ -67,7 +70,6 @@ def build_parser() -> ArgumentParser:
     option("--layouts", nargs="+", default=[], metavar="NAME[,KEY=VALUE...]", help=text)
     text = "numbers of ranks (dp), embedding sizes (mp), points along each side of an image (domain)"
     option("--sizes", type=MANY, nargs="+", default=[], metavar="N", help=text)
-    option("--dims", type=int, choices=(2, 3), default=2, help="of an image (%(default)s)")
     option("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
 

@@ -45,21 +45,19 @@ def check_file(name: str, file: Path, seed: int, patience: float = PATIENCE_SECO
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0 where all is right, or the list was asked for."""
     parser = ArgumentParser(prog="python -m exercises.check", description="Check an exercise, or list them all.")
-    parser.add_argument("number", nargs="?", help="of the exercise; none: the list")
+    files = exercises()
+    parser.add_argument("number", nargs="?", type=whole(min(files), max(files)), help="of the exercise; none: the list")
     parser.add_argument("--solution", action="store_true", help="check the solution")
     parser.add_argument("--file", type=Path, help="check this file instead, somebody's exercise of the number")
     parser.add_argument("--seed", type=whole(0, 2**31 - 1), help="of the random sizes and values of a failure")
     options = parser.parse_args(argv)
-    files = exercises()
     if options.number is None:
         for number, file in files.items():
             print("{:3}  {}  {}".format(number, *title(file)))
         print("\nmake exercise N=1 checks the first; exercises/README.md says more")
         return 0
-    if not options.number.isdecimal() or int(options.number) not in files:
-        raise UsageError(f"no exercise '{options.number}': there are {min(files)} to {max(files)}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors
-    number, file = int(options.number), files[int(options.number)]
+    number, file = options.number, files[options.number]
     name, (_, about) = file.stem, title(file)
     if options.solution or options.file:
         file = options.file.resolve() if options.file else FOLDER / "solutions" / file.name

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.instruments.pool import Failure, Pool, Process, RankError, RanksFailed
+from tools.instruments.pool import Pool, Process, RankError, RanksFailed
 
 PATIENCE_SECONDS = 6  # for a check, which needs a second at most
 START_SECONDS = 120  # for all ranks to start, on a busy machine
@@ -38,8 +38,8 @@ def run_ranks(name: str, file: Path, size: int, seed: int, patience: float) -> l
             args = name, str(file), size, seed, f"{folder}/store", patience
             pool.call(size, _check, *args, timeout=START_SECONDS + patience)
         except RanksFailed as failed:
-            for rank, failure in failed.failures.items():
-                said.setdefault(str(failure.error), []).append(str(rank))
+            for rank, error in failed.failures.items():
+                said.setdefault(str(error), []).append(str(rank))
     if size == 1:
         return list(said)
     return [f"{'every rank' if len(r) == size else 'rank ' + ' and '.join(r)}: {text}" for text, r in said.items()]
@@ -100,4 +100,4 @@ def _give_up(process, learner, file, patience):
             place = f"line {frame.f_lineno}, in {frame.f_code.co_name}:\n      {source}"
         frame = frame.f_back
     place = place or "the check: for a rank that has not come so far, or for a collective that not all ranks call"
-    process.answer(Failure(RankError(f"still waiting after {patience:g} s in {place}")))
+    process.answer(RankError(f"still waiting after {patience:g} s in {place}"))

@@ -34,10 +34,8 @@ from tests.conftest import TINY, words_of
 from tests.support import forked, programs
 from tests.support.era5_examples import build, save_netcdf, save_zarr
 from tests.test_plan_measured import made
-from tools import hang
-from tools.benchmarks.scaling import read_study
+from tools.benchmarks.scaling import build_runs
 from tools.forecasting.dated_frames import file_times
-from tools.forecasting.output_files import prepare_folder
 from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu, of_measured
 from tools.timeline import Trace
@@ -106,9 +104,6 @@ def good_files(folder):
     np.save(folder / "means.npy", np.ones((1, 20, 1, 1), np.float32))
     marker = {"iteration": 3, "val_loss": 0.5, "world_size": 1, "config": {}, "trainer": {}, "files": {}}
     summary = {"config": "quick", "run": "logs/quick/00", "iterations": 3, "world_size": 1, "units": {}}
-    call = {"group": "0", "number": 1, "operation": "all_reduce", "tensors": ["Float(3,)"], "done": False}
-    record = {"rank": 0, "world_size": 2, "start": "1", "reason": "", "at": ["train.py:7 main"], "calls": [call]}
-    record["groups"] = {"0": ["default_pg", [0, 1]]}
     calls = {"ph": "X", "ts": 1.0, "dur": 5.0, "cat": "user_annotation", "args": {}}
     trace = {"distributedInfo": {"rank": 0, "world_size": 2}, "baseTimeNanoseconds": 7, "collectives": [
         {"operation": "all_reduce", "group": "0", "number": 1}
@@ -122,12 +117,10 @@ def good_files(folder):
     one = {
         "config": (Path("config/ViT.yaml").read_bytes(), lambda path: load_config([f"--yaml_config={path}"])),
         "hardware": (Path("config/hardware.yaml").read_bytes(), lambda path: load_gpu("a100-40gb", path)),
-        "study": (Path("config/scaling.yaml").read_bytes(), lambda path: read_study(str(path), "quick")),
+        "study": (Path("config/scaling.yaml").read_bytes(), lambda path: build_runs(str(path), "quick", [])),
         "statistics": ((folder / "means.npy").read_bytes(), lambda path: read_statistics(path, 20)),
         MARKER: ({"sha256": digest(marker), **marker}, lambda path: read_marker(path.parent)),
         "summary": (summary, lambda path: read_summary(path, run=str, units=dict)),
-        "collectives-rank0.json": (record, lambda path: hang.main([str(path.parent)])),
-        "skill.json": ({"files": ["a.nc"]}, lambda path: prepare_folder(path.parent)),
         "measured": (made(), lambda path: of_measured("measured", path)),
         "trace.json": (trace, read_trace),
     }

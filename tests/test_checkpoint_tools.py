@@ -10,7 +10,7 @@ from tests.support import programs
 from tests.test_checkpoint import DAMAGES, model_and_optimizer, save
 from tools.checkpoint import main
 from training.checkpoint import CheckpointFolder
-from utils.errors import UsageError
+from utils.errors import UsageError, os_errors_as_usage_errors
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_what_cannot_be_shown_or_exported_is_refused_in_one_line(folder, tmp_pat
         (["show", file], "file: no such folder"),
         (["show", str(tmp_path / "checkpoints" / "iter-00000009")], "no such folder"),
         (["export", checkpoint, file], "file: exists already"),
-        (["export", checkpoint, f"{file}/out"], "out: cannot be written: "),
+        (["export", checkpoint, f"{file}/out"], "file: File exists"),
         (["export", checkpoint], "required: OUT"),
         ([], "required: COMMAND"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=message), os_errors_as_usage_errors():
             main(words)
 
 

@@ -235,7 +235,7 @@ def test_the_command_ends_with_a_status():
     for words, status, text in (
         (["4"], 1, "which rank trains on which sample: not yet. exercises/04_sharded_sampler.py (seed "),
         (["4", "--solution"], 0, "right."),
-        (["16"], 2, "error: no exercise '16': there are 1 to 15"),
+        (["16"], 2, "error: argument number: 16 is not within 1 to 15"),
     ):
         run = programs.run(["-m", "exercises.check", *words])
         assert run.returncode == status, run.stderr

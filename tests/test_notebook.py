@@ -121,18 +121,15 @@ def test_the_committed_notebook_has_no_outputs():
 def test_the_log_folder_is_found_by_each_rule(tmp_path, monkeypatch, no_settings):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tensorboard_server, "ROOT", tmp_path)
-    with pytest.raises(UsageError, match="no log folder: neither .*logs nor .*example_logs is there"):
+    with pytest.raises(UsageError, match="example_logs: no such log folder"):
         find_log_folder()
     for folder in ("example_logs", "logs", "expdir", "log_dir", "logdir", "given"):
         Path(folder).mkdir()
         if folder.endswith("dir"):
             monkeypatch.setenv(folder.upper(), folder)
         assert find_log_folder("given" if folder == "given" else None) == tmp_path / folder
-    with pytest.raises(UsageError, match=r"nowhere \(LOGDIR of the notebook\): no such log folder"):
+    with pytest.raises(UsageError, match="nowhere: no such log folder"):
         find_log_folder("nowhere")
-    monkeypatch.setenv("LOGDIR", "nowhere")
-    with pytest.raises(UsageError, match=r"nowhere \(\$LOGDIR\): no such log folder"):
-        find_log_folder()
 
 
 def test_the_tunnel_line_names_this_host_and_in_a_batch_job_the_login_node(monkeypatch, no_settings):
@@ -172,7 +169,7 @@ def test_the_example_profiles_can_be_read(tmp_path):
     shutil.copytree("example_logs/profiles/two_ranks", tmp_path / "run")
     done = programs.run(["-m", "tools.timeline", str(tmp_path / "run")])
     assert done.returncode == 0, done.stderr
-    assert "late: rank" in done.stdout and (tmp_path / "run/profile/timeline.json.gz").exists()
+    assert "late: rank" in done.stdout and (tmp_path / "run/profile/timeline.png").exists()
 
 
 @pytest.mark.parametrize("name", notebooks.LESSONS)

@@ -53,6 +53,8 @@ def test_a_trace_is_read_as_time_of_each_kind_and_messages_that_are_hidden():
     assert own == {"outer": 6, "aten::mm": 3, "leaf": 1, "wait_tensor": 8}
     assert [read_trace.kind(piece) for piece in pieces if piece.name == "aten::mm"] == ["matrix products"]
     message, step = read_trace.Span("gloo:all_reduce", 4, 14), read_trace.Span("step", 0, 20)
+    others = [read_trace.Span("", *span) for span in ((0, 4), (2, 6), (25, 26))]
+    assert read_trace.hidden([read_trace.Span("", *span) for span in ((0, 10), (5, 10), (20, 30))], others) == 0.35
     *_, row = read_trace.message_table([message], pieces, [step]).splitlines()
     assert row.split("|")[2:5] == ["      1 ", "         0.01 ", "                      60% "]  # not while it waits
 

@@ -55,7 +55,6 @@ COMMANDS = {
     "a file of configs with a long name": ["plan.py", f"--yaml_config={LONG}"],
     "a plan written to a folder": ["plan.py", "--config=quick", "--gpus=1", "--json", "FOLDER"],
     "a picture written to a folder": ["plan.py", "--config=quick", "--gpus=1", "--png", "FOLDER"],
-    "results of preflight written to a folder": ["-m", "tools.preflight", "--json", "FOLDER"],
     "a patience that is no number": ["-m", "tools.preflight", "--timeout=nan"],
     "no day of sample data": [*SAMPLE, "--days=0"],
     "a year that is no number": [*SAMPLE, "--train_years=nan"],

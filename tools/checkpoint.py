@@ -45,12 +45,9 @@ def export(path: Path | str, out: Path | str) -> None:
         raise UsageError(f"{out}: exists already")
     folder, marker = find(path)
     weights = load_weights(folder)
-    metadata = {"format": "pt", "iteration": str(marker["iteration"]), "config": json.dumps(marker.get("config"))}
-    try:
-        with whole_file(out) as part:
-            write_safetensors(part, weights, metadata)
-    except OSError as error:
-        raise UsageError(f"{out}: cannot be written: {error}") from None
+    metadata = {"format": "pt", "iteration": str(marker["iteration"]), "config": json.dumps(marker["config"])}
+    with whole_file(out) as part:
+        write_safetensors(part, weights, metadata)
     values = sum(tensor.numel() for tensor in weights.values())
     print(f"{out}: {len(weights)} tensors, {values:,} values of iteration {marker['iteration']} ({folder})")
 
@@ -58,12 +55,11 @@ def export(path: Path | str, out: Path | str) -> None:
 def show(path: Path | str) -> None:
     """Print the contents of a checkpoint. Raises UsageError if there is none, or if it is damaged."""
     folder, marker = find(path)
-    config = marker.get("config") or {}
     print(f"checkpoint   {folder}")
     print(f"iteration    {marker['iteration']}")
     print(f"val_loss     {marker['val_loss']}")
-    print(f"config       {config.get('config')}")
-    print(f"world size   {marker.get('world_size')}")
+    print(f"config       {(marker['config'] or {}).get('config')}")
+    print(f"world size   {marker['world_size']}")
     print(f"SHA-256      verified, {len(marker['files'])} files")
     tensors = dict(sorted(stored_tensors(folder).items()))
     rows = [
@@ -73,11 +69,9 @@ def show(path: Path | str) -> None:
     print(f"\n{format_table({'tensor': '', 'shape': '', 'dtype': '', 'shards': 'd', 'bytes': ','}, rows)}")
     print()
     for part in ("model", "ema", "optimizer", "random"):
-        own = [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]
-        if not own:
-            continue
-        values, size = sum(stored.size.numel() for stored in own), sum(map(_bytes, own))
-        print(f"{part:<12} {len(own)} tensors, {values:,} values, {size:,} bytes")
+        if own := [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]:
+            values, size = sum(stored.size.numel() for stored in own), sum(map(_bytes, own))
+            print(f"{part:<12} {len(own)} tensors, {values:,} values, {size:,} bytes")
 
 
 def _bytes(stored: TensorStorageMetadata) -> int:
@@ -94,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.add_argument("checkpoint", metavar="CKPT", help="checkpoint, folder of checkpoints, or folder of a run")
     exporter.add_argument("out", metavar="OUT", help="the file to write, model.safetensors")
     args = parser.parse_args(argv)
-    if args.command == "show":
-        show(args.checkpoint)
-    else:
+    if args.command == "export":
         export(args.checkpoint, args.out)
+    else:
+        show(args.checkpoint)
 
 
 if __name__ == "__main__":

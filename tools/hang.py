@@ -3,23 +3,21 @@
 python -m tools.hang logs/quick/00
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.preflight.rendezvous import shortened
-from utils.errors import ArgumentParser, UsageError, reading, run_main
+from utils.errors import ArgumentParser, UsageError, run_main
+from utils.files import read_json
 from utils.rank_failure import FILE_NAME
 
 SAME_SHAPE = ("all_reduce", "broadcast", "allreduce_coalesced")  # on all ranks of the group; others may be uneven
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """A collective that a rank called, the number-th one of its group."""
 
     group: str
@@ -31,41 +29,12 @@ class Call:
     def __str__(self) -> str:
         return " ".join([self.operation, *self.tensors])
 
-    def fits(self, other: "Call") -> bool:
-        """Tell whether two ranks may call these two as the same collective."""
-        return str(self) == str(other) or self.operation == other.operation not in SAME_SHAPE
+    def kind(self) -> str:
+        """What all ranks that take part must call alike."""
+        return str(self) if self.operation in SAME_SHAPE else self.operation
 
 
-class Record:
-    """State that a rank leaves behind (utils.rank_failure). groups: {name: (purpose, ranks)}. at: where it was."""
-
-    def __init__(self, content: dict[str, Any]):
-        self.rank, self.world_size, self.start = content["rank"], content["world_size"], content["start"]
-        self.reason, self.at, self.groups = content["reason"], content["at"], content["groups"]
-        self.calls = [Call(**call) for call in content["calls"] if call["group"] in self.groups]
-
-    def current(self) -> Call | None:
-        """The collective that the rank is in. One that ended in an error counts as done, too."""
-        return next((call for call in self.calls if not call.done), self.calls[-1] if self.calls else None)
-
-    def place(self, call: Call) -> str:
-        """The number of a call and its group, in words."""
-        purpose, ranks = self.groups[call.group]
-        use = "" if purpose in ("default_pg", "undefined") else f" ({purpose.removeprefix('mesh_')})"
-        return f"number {call.number} of {_ranks(ranks)}{use}"
-
-    def missing(self, records: dict[int, "Record"]) -> list[int]:
-        """The ranks that have not called the collective that this one is in."""
-        call = self.current()
-        if call is None:
-            return []
-        return [
-            rank for rank in self.groups[call.group][1] if rank not in records or not records[rank].has_called(call)
-        ]
-
-    def has_called(self, call: Call) -> bool:
-        """Tell whether the rank has come as far as this call of its group."""
-        return any(own.group == call.group and own.number >= call.number for own in self.calls)
+Record = dict[str, Any]  # what a rank leaves behind (utils.rank_failure): groups: {name: (purpose, ranks)}, at, calls
 
 
 def read_ranks(folder: Path) -> dict[int, Record]:
@@ -75,28 +44,33 @@ def read_ranks(folder: Path) -> dict[int, Record]:
         raise UsageError(
             f"{folder}: no {FILE_NAME.format('*')} in it: no rank noticed that the run hung, or there was only one"
         )
-    records = []
-    for path in files:
-        with reading(f"{path} is damaged, remove it to read the others: it"):
-            records.append(Record(json.loads(path.read_bytes())))
-    return {record.rank: record for record in records if record.start == records[-1].start}
+    records = [read_json(path) for path in files]
+    for record in records:
+        record["calls"] = [Call(**call) for call in record["calls"] if call["group"] in record["groups"]]
+    last = [record for record in records if record["start"] == records[-1]["start"]]
+    return {record["rank"]: record for record in sorted(last, key=lambda record: record["rank"])}
 
 
 def explain(records: dict[int, Record]) -> Iterator[str]:
     """Lines that say which ranks wait, in which collective, and for whom."""
-    records = dict(sorted(records.items()))
-    size = next(iter(records.values())).world_size
+    size = next(iter(records.values()))["world_size"]
     if silent := sorted(set(range(size)) - set(records)):
         yield f"no record of {_ranks(silent)}: ended by something else, or on a node whose files are not here"
     mismatches = list(_mismatches(records))
     for calls in mismatches:
         rank = min(calls)
-        yield f"the order of collectives differs: {records[rank].place(calls[rank])} is"
+        yield f"the order of collectives differs: {_place(records[rank], calls[rank])} is"
         yield from _grouped(calls.items())
-    missing = {rank: record.missing(records) for rank, record in records.items()}
-    within = {rank: f"{call}, {record.place(call)}" for rank, record in records.items() if (call := record.current())}
+    reached = {(rank, call.group): call.number for rank, record in records.items() for call in record["calls"]}
+    missing: dict[int, list[int]] = {}
+    within: dict[int, str] = {}  # the collective that a rank is in; one that ended in an error counts as done, too
+    for rank, record in records.items():
+        for call in ([call for call in record["calls"] if not call.done] or record["calls"][-1:])[:1]:
+            within[rank] = f"{call}, {_place(record, call)}"
+            members = record["groups"][call.group][1]
+            missing[rank] = [other for other in members if reached.get((other, call.group), -1) < call.number]
     waiting = defaultdict(list)  # ranks, by those that they wait for, and the collective
-    for rank in filter(missing.get, records):
+    for rank in filter(missing.get, missing):
         waiting[_ranks(missing[rank]), within[rank]].append(rank)
     for (absent, collective), ranks in waiting.items():
         yield f"waiting for {absent}: {_ranks(ranks)}, in {collective}"
@@ -108,24 +82,33 @@ def explain(records: dict[int, Record]) -> Iterator[str]:
         yield "no rank waits for another that has not come; the last collective of"
         yield from _grouped((rank, within.get(rank)) for rank in records)
     yield "where the ranks were (all threads: stacks-rank<N>.txt):"
-    ends = {rank: f", and ended: {record.reason}" if record.reason else "" for rank, record in records.items()}
-    yield from _grouped((rank, " < ".join(record.at) + ends[rank]) for rank, record in records.items())
+    places = []
+    for rank, record in records.items():
+        end = f", and ended: {record['reason']}" if record["reason"] else ""
+        places.append((rank, " < ".join(record["at"]) + end))
+    yield from _grouped(places)
 
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {shortened(numbers)}"
 
 
+def _place(record: Record, call: Call) -> str:
+    """The number of a call and its group, in words."""
+    purpose, ranks = record["groups"][call.group]
+    use = "" if purpose in ("default_pg", "undefined") else f" ({purpose.removeprefix('mesh_')})"
+    return f"number {call.number} of {_ranks(ranks)}{use}"
+
+
 def _mismatches(records: dict[int, Record]) -> Iterator[dict[int, Call]]:
     """{rank: call} of the first number in each group that is not the same collective on all ranks."""
     calls = defaultdict[tuple[str, int], dict[int, Call]](dict)
     for rank, record in records.items():
-        for call in record.calls:
+        for call in record["calls"]:
             calls[call.group, call.number][rank] = call
     found = set()
     for (group, _), same in sorted(calls.items()):
-        first = same[min(same)]
-        if group not in found and not all(first.fits(call) for call in same.values()):
+        if group not in found and len({call.kind() for call in same.values()}) > 1:
             found.add(group)
             yield same
 
@@ -143,10 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError where the folder holds nothing that can be read."""
     parser = ArgumentParser(description="Say which rank of a run that hung was late, and in what the others waited.")
     parser.add_argument("folder", type=Path, help="the folder of the run")
-    folder = parser.parse_args(argv).folder
-    records = read_ranks(folder)
-    with reading(f"{folder}: a record is damaged: it"):
-        print("\n".join(explain(records)))
+    print("\n".join(explain(read_ranks(parser.parse_args(argv).folder))))
 
 
 if __name__ == "__main__":

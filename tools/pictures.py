@@ -7,15 +7,11 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pandas import DataFrame, Series
+from pandas import DataFrame
 
 from utils.files import whole_file
 
 matplotlib.use("Agg")
-
-COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
-SHADES = ("#cc6677", "#882255", "#ddaa99", "#441133")
-HELD_COLORS = {"parameters": "#4477aa", "gradients": "#66ccee", "optimizer": "#ccbb44", "activations": "#bbbbbb"}
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
@@ -30,10 +26,9 @@ def panels(rows: int, count: int = 1, width: float = 8, row: float = 0.4) -> tup
     return figure, list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
 
 
-def draw_bars(axes: Axes, parts: DataFrame, colors: Any = None, stacked: bool = True) -> None:
+def draw_bars(axes: Axes, parts: DataFrame, colors: Sequence[str] | None = None) -> None:
     """Horizontal bars, a row for each label of the index, the first one on top; the columns one behind the other."""
-    colors = list(colors)[: len(parts.columns)] if colors else None  # pandas takes a tuple for one colour
-    parts.plot.barh(ax=axes, stacked=stacked, color=colors, width=0.8)
+    parts.plot.barh(ax=axes, stacked=True, color=colors, width=0.8)
     axes.set(ylabel="", ylim=(len(parts) - 0.5, -0.5))
 
 
@@ -47,14 +42,3 @@ def finish(axes: Axes, **labels: Any) -> None:
     axes.set(**labels)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize="small", frameon=False)
-
-
-def bars(values: Series, unit: str, color: Any = COLORS[0], row: float = 0.4, title: str = "") -> Figure:
-    """A horizontal bar chart with the value at each bar. color: one, or one for each bar."""
-    figure, (axes,) = panels(len(values), row=row)
-    axes.bar_label(axes.barh(values.index, values, color=color), fmt="%.3g", padding=3)
-    axes.margins(x=0.12)
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel=unit)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure

@@ -46,30 +46,20 @@ def format_table(columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> s
     return "\n".join([line(columns), rule, *map(line, cells)])
 
 
-def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lines of a Markdown table of rows with the same keys, which are its titles; '' without rows."""
-    return format_table(dict.fromkeys(rows[0], ""), [[*map(shown, row.values())] for row in rows]) if rows else ""
+def format_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> str:
+    """The tables that config/benchmarks.yaml has for a command, with the rows of each, under their titles.
 
-
-def shown(value: Any) -> str:
-    """A figure with four digits, figures by name one after another, anything else as it is."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {shown(figure)}" for name, figure in value.items())
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
-
-
-def cells(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[list[str]]:
-    """The cells of a table as text, '-' where a value is missing. columns: {title: "{name of a value:.2f}"}."""
+    They are {title: {column: "{name of a value in a row:.2f}"}}; a value that is missing shows as '-'.
+    """
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
         values = [row.get(name) for _, name, _, _ in Formatter().parse(template) if name]
-        return "-" if any(value is None or value != value for value in values) else template.format(**row)
+        missing = any(value is None or value != value for value in values)
+        return "-" if missing else template.format(**row).replace("|", "/")
 
-    return [[cell(template, row) for template in columns.values()] for row in rows]
-
-
-def print_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print the tables that config/benchmarks.yaml has for a command, with the rows of each."""
+    texts = []
     for (title, columns), own in zip(read_mappings(TABLES, "tables")[command].items(), rows, strict=True):
-        table = format_table(dict.fromkeys(columns, ""), cells(own, columns))
-        print(f"{title}\n\n{table}\n" if title else table)
+        texts += [title] if title else []
+        lines = [[cell(template, row) for template in columns.values()] for row in own]
+        texts.append(format_table(dict.fromkeys(columns, ""), lines))
+    return "\n\n".join(texts)

@@ -31,19 +31,11 @@ def find_log_folder(folder: Path | str | None = None) -> Path:
     Raises UsageError if it does not exist.
     """
     variables = ("LOGDIR", "LOG_DIR", "EXPDIR")  # LOG_DIR is that of the submit scripts
-    choices = {"LOGDIR of the notebook": folder, **{f"${name}": os.environ.get(name) for name in variables}}
-    for origin, choice in choices.items():
-        if choice:
-            path = Path(choice).expanduser().resolve()
-            if path.is_dir():
-                return path
-            raise UsageError(f"{path} ({origin}): no such log folder")
-    logs, examples = Path("logs").resolve(), ROOT / "example_logs"
-    if logs.is_dir():
-        return logs
-    if examples.is_dir():
-        return examples
-    raise UsageError(f"no log folder: neither {logs} nor {examples} is there")
+    given = folder or next(filter(None, map(os.environ.get, variables)), None)
+    path = Path(given or ("logs" if Path("logs").is_dir() else ROOT / "example_logs")).expanduser().resolve()
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such log folder: LOGDIR of the notebook, or {', '.join(variables)} name it")
+    return path
 
 
 class PrivateTensorBoard:

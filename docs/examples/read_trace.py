@@ -11,7 +11,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tools.instruments.rank_case import hidden_share
 from tools.tables import format_table
 from utils.errors import ArgumentParser, UsageError, run_main
 
@@ -101,7 +100,17 @@ def kind(span: Span) -> str:
 
 def hidden(spans: list[Span], others: list[Span]) -> float:
     """Share of the time of spans in which others run too, on however many streams."""
-    return hidden_share([(s.start, s.stop) for s in spans], [(o.start, o.stop) for o in others]) or 0.0
+    total = covered(spans)
+    return (total + covered(others) - covered(spans + others)) / total if total else 0.0
+
+
+def covered(spans: list[Span]) -> float:
+    """Microseconds in which one of the spans at least is under way."""
+    time, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda s: s.start):
+        time += max(0.0, span.stop - max(span.start, reached))
+        reached = max(reached, span.stop)
+    return time
 
 
 def time_table(ranges: list[Span], work: list[Span], steps: int) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from exercises.checks.common import Draw, Recorder, Wrong, expect, expect_tensor, factor, same
+from exercises.checks.common import Draw, Recorder, Wrong, expect, expect_same, expect_tensor, factor, same
 
 WORLD_SIZES = (2, 3)
 
@@ -45,17 +45,13 @@ def own(t: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
 
 def compare_output(out: Tensor, reference: Tensor, part: Tensor, b2: Tensor, size: int) -> None:
     """out: to be `reference`. part: what this rank's weights give, without b2."""
-    if same(out, reference):
-        return
-    part, b2 = part.detach(), b2.detach()
+    hints = {
+        "it is this rank's summand: does g add up the ranks' in the forward pass?": (part + b2).detach(),
+        f"b2 was added {size} times, once by each rank: add it after the sum": (reference + (size - 1) * b2).detach(),
+        "b2 is missing": (reference - b2).detach(),
+    }
     hint = "neither whole nor this rank's part of it"
-    if same(out, part) or same(out, part + b2):
-        hint = "it is this rank's summand: does g add up the ranks' in the forward pass?"
-    elif same(out, reference + (size - 1) * b2):
-        hint = f"b2 was added {size} times, once by each rank: add it after the sum"
-    elif same(out, reference - b2):
-        hint = "b2 is missing"
-    raise Wrong(f"the output is not that of the whole MLP: {hint}")
+    expect_same(out.detach(), reference.detach(), "the output is not that of the whole MLP", hint, hints)
 
 
 def compare_gradient(name: str, grad: Tensor | None, wanted: Tensor, size: int) -> None:

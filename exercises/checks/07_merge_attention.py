@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from exercises.checks.common import Draw, Wrong, expect, expect_tensor, same
+from exercises.checks.common import Draw, Wrong, expect, expect_same, expect_tensor, same
 
 WORLD_SIZES = (2, 3)
 
@@ -76,14 +76,13 @@ def explain(out: Tensor, lse: Tensor, right: Tensor, right_lse: Tensor, before: 
         not (lse.isinf() & ~empty).any(), f"{where}lse is infinite: exp has overflowed, take off the larger lse first"
     )
     first, first_lse, second, second_lse = before
+    hints = {
+        "it is the plain mean of the two: a block whose scores are high weighs more": (first + second) / 2,
+        "it is the sum of the two: weights that add up to 1 are missing": first + second,
+        "the weights belong to the other block": swapped(*before),
+    }
     hint = "weigh each block by exp(its lse - lse of both)"
-    if same(out, (first + second) / 2):
-        hint = "it is the plain mean of the two: a block whose scores are high weighs more"
-    elif same(out, first + second):
-        hint = "it is the sum of the two: weights that add up to 1 are missing"
-    elif same(out, torch.where((first_lse > second_lse)[..., None], second, first)) or same(out, swapped(*before)):
-        hint = "the weights belong to the other block"
-    expect(same(out, right), f"{where}out is not attention to both blocks: {hint}")
+    expect_same(out, right, f"{where}out is not attention to both blocks", hint, hints)
     hint = "log(exp(lse) + exp(block_lse)), and not their " + (
         "maximum" if same(lse, first_lse.max(second_lse)) else "sum"
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from exercises.checks.common import Draw, Wrong, expect, expect_tensor, same
+from exercises.checks.common import Draw, Wrong, expect, expect_same, expect_tensor, same
 
 WORLD_SIZES = (2, 3)
 
@@ -42,17 +42,13 @@ def compare_rows(got: Tensor, padded: Tensor, first: int, r: int) -> None:
     expect(same(got[:, r:-r], want[:, r:-r]), "the rows of the band itself are not in the middle of the extended one")
     above, below, want_above, want_below = got[:, :r], got[:, -r:], want[:, :r], want[:, -r:]
     side = "below" if same(above, want_above) else "above"
-    got, want = (below, want_below) if side == "below" else (above, want_above)
-    hint = "which rows does the neighbour need?"
-    if same(got, torch.zeros_like(got)):
-        hint = "they are 0, did they come?"
-    elif same(got, want.flip(1)):
-        hint = "they are upside down"
-    elif same(want, torch.zeros_like(want)):
-        hint = "the image ends here, they are 0"
-    elif same(above, want_below) and same(below, want_above):
-        hint = "those from above and from below are swapped"
-    raise Wrong(f"the {r} rows {side} the band are not those of the image: {hint}")
+    got, want, other = (below, want_below, want_above) if side == "below" else (above, want_above, want_below)
+    zeros = torch.zeros_like(want)
+    hint = "the image ends here, they are 0" if same(want, zeros) else "which rows does the neighbour need?"
+    expect_same(got, want, f"the {r} rows {side} the band are not those of the image", hint, {
+        "they are 0, did they come?": zeros, "they are upside down": want.flip(1),
+        "those from above and from below are swapped": other,
+    })  # fmt: skip
 
 
 def compare_gradient(grad: Tensor | None, want: Tensor, local: Tensor, r: int) -> None:

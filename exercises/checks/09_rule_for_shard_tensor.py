@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from distributed.shard_tensor import ShardTensor
-from exercises.checks.common import Draw, Recorder, Wrong, expect, same
+from exercises.checks.common import Draw, Recorder, Wrong, expect, expect_same, same
 
 WORLD_SIZES = (2, 3)
 
@@ -49,22 +49,14 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
 
 def compare(mean: Tensor, wanted: Tensor, parts: tuple[Tensor, ...], rank: int, gaps: bool, empty: bool) -> None:
     """mean: to be `wanted`, the mean of all `parts`, which have gaps or of which one is empty."""
-    if mean.ndim == 0 and same(mean, wanted):
-        return
-    means = torch.stack([part.nanmean() for part in parts])
-    sizes = torch.tensor([float(part.numel()) for part in parts])
+    means, count = torch.stack([part.nanmean() for part in parts]), sum(part.numel() for part in parts)
     hint = f"it is {mean.tolist()}, not {wanted.item():.4f}"
-    if same(mean, means.mean()):
-        hint = "it is the mean of the ranks' means: a rank with more elements counts for more"
-    elif same(mean, means[rank]):
-        hint = "it is the mean of this rank's part alone"
-    elif mean.isnan().all() and empty:
-        hint = "it is nan, and one rank has no elements: the mean of nothing is nan, its sum is 0"
-    elif mean.isnan().all() and gaps:
-        hint = "it is nan: leave the gaps out of the sum"
-    elif gaps and (
-        same(mean, (means.nan_to_num() * sizes).sum() / sizes.sum())
-        or same(mean, torch.cat(parts).nansum() / sizes.sum())
-    ):
-        hint = "the gaps were counted as elements: count what is not nan"
-    raise Wrong(f"nanmean of parts of {[tuple(part.shape) for part in parts]} is not that of the whole: {hint}")
+    if mean.isnan().all() and (empty or gaps):
+        none = "one rank has no elements: the mean of nothing is nan, its sum is 0"
+        hint = f"it is nan, and {none}" if empty else "it is nan: leave the gaps out of the sum"
+    shapes = [tuple(part.shape) for part in parts]
+    expect_same(mean, wanted, f"nanmean of parts of {shapes} is not that of the whole", hint, {
+        "it is the mean of the ranks' means: a rank with more elements counts for more": means.mean(),
+        "it is the mean of this rank's part alone": means[rank],
+        "the gaps were counted as elements: count what is not nan": torch.cat(parts).nansum() / count,
+    })  # fmt: skip

@@ -2,23 +2,20 @@
 
 import json
 import tempfile
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exercises.checks.common import Draw, Wrong, expect
+from exercises.checks.common import Draw, Wrong
 
 WORLD_SIZES = (1,)
 Kernel = tuple[str, int, int]  # name, start, end
 COLLECTIVES = ("AllReduce_Sum_f32_RING_LL", "AllGather_RING_LL", "ReduceScatter_Sum_f32_RING_LL")
 COMPUTE = (
-    "sm90_xmma_gemm_f32f32",
-    "flash_fwd_kernel",
-    "flash_bwd_kernel",
-    "vectorized_elementwise_kernel",
+    "sm90_xmma_gemm_f32f32", "flash_fwd_kernel", "flash_bwd_kernel", "vectorized_elementwise_kernel",
     "multi_tensor_apply",
-)
+)  # fmt: skip
 
 
 def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
@@ -29,17 +26,60 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
             path = Path(folder, "trace.json")
             path.write_text(json.dumps(trace_of(communication, compute)))
             seen = exercise.kernels(path)
-        busy = {t for _, start, end in compute for t in range(start, end)}
         for _, start, end in communication:
-            compare_exposed(exercise, start, end, compute, busy)
-        total, alone = 0, defaultdict[str, int](int)
-        for name, start, end in communication:
-            alone[name] += sum(t not in busy for t in range(start, end))
-            total += end - start
-        longest = max(communication + compute, key=lambda k: k[2] - k[1])[0]
-        compare_longest(exercise.longest_kernel(*seen), longest, communication, compute)
-        compare_most(exercise.most_exposed(*seen), alone, communication)
-        compare_share(exercise.hidden_share(*seen), 1 - sum(alone.values()) / total, communication, compute)
+            want, inside = alone(start, end, compute), sum(max(0, min(e, end) - max(s, start)) for _, s, e in compute)
+            near = [(s, e) for _, s, e in sorted(compute, key=lambda kernel: kernel[1]) if s < end and e > start]
+            compare(f"exposed({start}, {end}) beside compute at {near}", exercise.exposed(start, end, compute), want, {
+                "where two compute kernels overlap each other, the time counts once": end - start - inside,
+                "nothing was taken off": end - start, "that is what is hidden": end - start - want,
+            })  # fmt: skip
+        everything, exposed = communication + compute, exposed_time(communication, compute)
+        (most, _), *_ = total_time(everything).most_common()
+        hints = {"it took longest in all its calls together, one of another was longer": most}
+        compare("the longest kernel", exercise.longest_kernel(*seen), max(everything, key=length)[0], hints)
+        (most, _), *_ = total_time(communication).most_common()
+        hints = {"it takes most time, but part of it is hidden": most}
+        (most, _), *_ = exposed.most_common()
+        compare("the most exposed collective", exercise.most_exposed(*seen), most, hints)
+        share = exposed.total() / total_time(communication).total()
+        compare("hidden_share", exercise.hidden_share(*seen), 1 - share, {"that is the exposed share": share})
+
+
+def alone(start: int, end: int, compute: list[Kernel]) -> int:
+    """Microseconds in which no compute kernel runs."""
+    return sum(not any(s <= t < e for _, s, e in compute) for t in range(start, end))
+
+
+def length(kernel: Kernel) -> int:
+    """Microseconds that a kernel takes."""
+    return kernel[2] - kernel[1]
+
+
+def total_time(kernels: list[Kernel]) -> Counter[str]:
+    """{name: microseconds of all its kernels}."""
+    total: Counter[str] = Counter()
+    for kernel in kernels:
+        total[kernel[0]] += length(kernel)
+    return total
+
+
+def exposed_time(communication: list[Kernel], compute: list[Kernel]) -> Counter[str]:
+    """{name: microseconds in which its kernels run alone}."""
+    total: Counter[str] = Counter()
+    for name, start, end in communication:
+        total[name] += alone(start, end, compute)
+    return total
+
+
+def compare(what: str, got: Any, want: Any, hints: dict[str, Any]) -> None:
+    """Raise Wrong where the answer is not right. hints: {what to say: the wrong answer that it explains}."""
+
+    def alike(a: Any, b: Any) -> bool:
+        return a == b if isinstance(b, str) or not isinstance(a, int | float) else abs(a - b) < 1e-6
+
+    if not alike(got, want):
+        hint = next((text for text, wrong in hints.items() if alike(got, wrong)), "compare with the definition")
+        raise Wrong(f"{what} is {want}, not {got}: {hint}")
 
 
 def draw_kernels(draw: Draw) -> tuple[list[Kernel], list[Kernel]]:
@@ -58,13 +98,9 @@ def draw_kernels(draw: Draw) -> tuple[list[Kernel], list[Kernel]]:
                 end = t + draw.integer(5, 60)
                 compute.append((COMPUTE[draw.integer(0, 4)], t, end))
                 t = end
-        busy = {t for _, start, end in compute for t in range(start, end)}
-        alone: dict[str, int] = defaultdict(int)
-        for name, start, end in communication:
-            alone[name] += sum(t not in busy for t in range(start, end))
-        first, second = (sorted(alone.values(), reverse=True) + [0])[:2]
-        lengths = sorted((end - start for _, start, end in communication + compute), reverse=True)
-        if first > second and lengths[0] > lengths[1]:
+        first, second, *_ = *sorted(exposed_time(communication, compute).values(), reverse=True), 0
+        lengths = sorted(map(length, communication + compute))
+        if first > second and lengths[-1] > lengths[-2]:
             return communication, compute
 
 
@@ -80,63 +116,3 @@ def trace_of(communication: list[Kernel], compute: list[Kernel]) -> dict[str, An
                 events.append({**place, "cat": "gpu_user_annotation", "name": "nccl:collective"})
     events.append({"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "pid": 0, "tid": 9, "ts": 1000, "dur": 900})
     return {"schemaVersion": 1, "traceEvents": events}
-
-
-def compare_exposed(exercise: ModuleType, start: int, end: int, compute: list[Kernel], busy: set[int]) -> None:
-    """busy: microseconds in which a compute kernel runs."""
-    got, want = exercise.exposed(start, end, compute), sum(t not in busy for t in range(start, end))
-    expect(isinstance(got, int | float), f"exposed returned {got}, expected a number of microseconds")
-    if abs(got - want) < 1e-6:
-        return
-    inside = sum(min(e, end) - max(s, start) for _, s, e in compute if min(e, end) > max(s, start))
-    hint = "does every kernel count, from the later start to the earlier end?"
-    if got == end - start - inside or (got == 0 and inside > end - start - want):
-        hint = "where two compute kernels overlap each other, the time counts once"
-    elif got == end - start:
-        hint = "nothing was taken off"
-    elif got == end - start - want:
-        hint = "that is what is hidden"
-    elif got < 0:
-        hint = "less than nothing: cut kernels that begin before the collective or end after it"
-    near = [(s, e) for _, s, e in sorted(compute, key=lambda k: k[1]) if s < end and e > start]
-    raise Wrong(f"exposed({start}, {end}) beside compute at {near} is {got}, it is {want}: {hint}")
-
-
-def compare_longest(got: str, want: str, communication: list[Kernel], compute: list[Kernel]) -> None:
-    """got: the name that longest_kernel gave."""
-    total: dict[str, int] = defaultdict(int)
-    for name, start, end in communication + compute:
-        total[name] += end - start
-    hint = (
-        "it took longest in all its calls together, one of another was longer"
-        if got == max(total, key=lambda name: total[name])
-        else ""
-    )
-    if got != want and not hint:
-        hint = "collectives are kernels too" if got in COMPUTE else "compare end - start"
-    expect(got == want, f"the longest kernel is {want}, not {got}: {hint}")
-
-
-def compare_most(got: str, alone: dict[str, int], communication: list[Kernel]) -> None:
-    """got: the name that most_exposed gave. alone: {name: exposed microseconds}."""
-    want = max(alone, key=lambda name: alone[name])
-    total: dict[str, int] = defaultdict(int)
-    for name, start, end in communication:
-        total[name] += end - start
-    if got == want:
-        return
-    hint = "add up the exposed time of all calls of a name"
-    if got == max(total, key=lambda name: total[name]):
-        hint = "it takes most time, but part of it is hidden"
-    raise Wrong(f"most_exposed is {got}: {hint}. Exposed are {dict(alone)}")
-
-
-def compare_share(got: float, want: float, communication: list[Kernel], compute: list[Kernel]) -> None:
-    """got: what hidden_share gave."""
-    expect(isinstance(got, int | float), f"hidden_share returned {got}, expected a number")
-    hint = (
-        "that is the exposed share"
-        if abs(got - (1 - want)) < 1e-6
-        else "hidden time of all collectives, over their time"
-    )
-    expect(abs(got - want) < 1e-6, f"hidden_share is {got:.4f}, expected {want:.4f}: {hint}")

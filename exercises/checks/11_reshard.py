@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from exercises.checks.common import Draw, expect, expect_tensor, same
+from exercises.checks.common import Draw, expect, expect_same, expect_tensor, same
 from networks.vit import Attention
 
 WORLD_SIZES = (1,)
@@ -74,14 +74,12 @@ def compare_order(exercise: ModuleType, draw: Draw) -> None:
     sorted_weight = expect_tensor(exercise.qkv_outermost(weight, heads), weight.shape, "qkv_outermost(weight)")
     sorted_bias = expect_tensor(exercise.qkv_outermost(bias, heads), bias.shape, "qkv_outermost(bias)")
     want = weight.view(heads, 3, d, -1).transpose(0, 1).reshape(weight.shape)
-    hint = "rows of q come first, head by head, then those of k"
-    if same(sorted_weight, weight):
-        hint = "the order has not changed"
-    elif same(sorted_weight, weight.view(3, heads, d, -1).transpose(0, 1).reshape(weight.shape)):
-        hint = "this is the way back, from (q|k|v, head, d)"
-    elif same(sorted_weight, weight.view(heads, 3, d, -1).permute(1, 2, 0, 3).reshape(weight.shape)):
-        hint = "heads vary faster than d"
-    expect(same(sorted_weight, want), f"qkv_outermost: {hint}")
+    expect_same(sorted_weight, want, "qkv_outermost", "rows of q come first, head by head, then those of k", {
+        "the order has not changed": weight,
+        "this is the way back, from (q|k|v, head, d)":
+            weight.view(3, heads, d, -1).transpose(0, 1).reshape(weight.shape),
+        "heads vary faster than d": weight.view(heads, 3, d, -1).permute(1, 2, 0, 3).reshape(weight.shape),
+    })  # fmt: skip
     other = nn.MultiheadAttention(heads * d, heads, batch_first=True)
     state = {"in_proj_weight": sorted_weight, "in_proj_bias": sorted_bias}
     other.load_state_dict(state | {f"out_proj.{k}": v for k, v in attention.proj.state_dict().items()})

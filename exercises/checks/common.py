@@ -47,6 +47,13 @@ def same(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+def expect_same(got: Tensor, want: Tensor, what: str, hint: str, hints: dict[str, Tensor]) -> None:
+    """Equal, or Wrong. hints: {what to say: the wrong result that it explains}; hint: of any other."""
+    if not same(got, want):
+        found = [text for text, wrong in hints.items() if same(got, wrong)]
+        raise Wrong(f"{what}: {(*found, hint)[0]}")
+
+
 def expect_tensor(value: Any, shape: Sequence[int], what: str) -> Tensor:
     """A tensor of this shape, or Wrong."""
     expect(

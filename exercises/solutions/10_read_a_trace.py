@@ -6,8 +6,7 @@ alone, exposed. A profiler's table, which adds up durations by name, cannot tell
 Fill in three questions to a trace of a GPU, as `--profile torch` writes it (trace.json.gz). The check draws traces of
 its own in that form. Times overlap: of kernels on several streams too, and then a microsecond counts once.
 
-Done for real in tools/instruments/rank_case.py (hidden_share). Chapter: docs/profiling.md, and the column
-"hidden" in docs/reference/data_parallel.md.
+Done for real in docs/examples/read_trace.py (hidden). Chapter: docs/profiling.md.
 """
 
 import json

@@ -58,7 +58,7 @@ class Workers:
             answers = self.pool.call(called, _run, *call, timeout=timeout)
         except RanksFailed as failed:
             self.size = 0  # the next test gets fresh processes
-            problems = [f"rank {rank}: {f.traceback or f.error}" for rank, f in failed.failures.items()]
+            problems = [f"rank {n}: {''.join(getattr(e, '__notes__', [str(e)]))}" for n, e in failed.failures.items()]
             raise AssertionError("\n".join(problems)) from None
         self.size = world_size
         return answers[:world_size]

@@ -12,13 +12,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from pandas import Series
+from pandas import DataFrame
 
 from tools.instruments.clock import timed
-from tools.instruments.pool import OutOfMemory
 from tools.instruments.team import Rank, Teams
-from tools.pictures import bars, save
-from tools.tables import installed, machine, print_tables
+from tools.pictures import draw_bars, finish, panels, save
+from tools.tables import format_tables, installed, machine
 from training.assembly import build_step
 from training.float8 import has_float8
 from training.flops import training_flops
@@ -27,7 +26,6 @@ from training.tasks import build_task
 from utils.config import load_config
 from utils.device import empty_cache, library, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
-from utils.files import write_json
 from utils.schema import Config
 
 TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
@@ -59,14 +57,11 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     ]
 
 
-def run(
-    words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3, json: str | None = None
-) -> dict[str, Any]:
+def run(words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
-    workers: of the steps after the first. steps: timed in one turn. json: a file that has the figures after every turn.
-    A step that fails is left out, and named under `failed`; later ones go on from the step before. Raises UsageError
-    where the first one fails, unless it lacks memory: the others rest on it.
+    workers: of the steps after the first. steps: timed in one turn. A step that fails is left out, and named under
+    `failed`; later ones go on from the step before. Raises UsageError where the first one fails: the others rest on it.
     """
     config = load_config(words)
     climbed = ladder(config, workers)
@@ -74,7 +69,6 @@ def run(
     teams: dict[str, Teams] = {}
     turns: dict[str, list[dict[str, Any]]] = {}
     failed: dict[str, str] = {}
-    figures: dict[str, Any] = {"config": config.config, "machine": machine(select_device(config.device))}
     with ExitStack() as stack:
         for number in range(rounds):
             for name, extra, reason in climbed:
@@ -87,45 +81,41 @@ def run(
                         teams[name].call(1, _start, own)
                     turns[name] = turns.get(name, []) + teams[name].call(1, _turn, steps)
                 except UsageError as error:
-                    if not turns and not isinstance(error, OutOfMemory):
-                        raise UsageError(f"{name}: {first_line(error)}") from None
+                    if not turns:
+                        raise
                     failed[name] = first_line(error)
                     turns.pop(name, None)
                 if number == 0 and name not in (*TRIED, *failed):
                     options |= extra
-                figures |= {"steps": _rows(config, steps, turns), "failed": failed}
-                if json:
-                    write_json(json, figures)
         for name in turns:
             teams[name].call(1, _end)
 
-    rows = figures["steps"]
-    print_tables("ladder", rows)
-    batch, count = config.global_batch_size, len(rows[0]["losses"]) if rows else 0
+    rows = _rows(config, steps, turns)
+    print(format_tables("ladder", rows))
+    batch, count = config.global_batch_size, len(rows[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
     for name, _, reason in climbed:
         if reason:
             print(f"{name}: skipped, {reason}")
     for name, reason in failed.items():
         print(f"{name}: failed, {reason}")
-    return figures
+    about = machine(select_device(config.device))
+    return {"config": config.config, "machine": about, "steps": rows, "failed": failed}
 
 
 def _rows(config, steps, turns):
     """The figures of each step that was measured, from its turns."""
     rows: list[dict[str, Any]] = []
     kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
-    for name, own_turns in turns.items():
-        last = own_turns[-1]
-        speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
-        flops = speed * flops_per_sample
+    for name, own in turns.items():
+        speed = statistics.median(samples / turn["seconds"] for turn in own)
+        flops, losses = speed * flops_per_sample, own[-1]["losses"]
         rows.append({
             "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
             "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
-            "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
-            "flops_per_sec": flops, "tera": flops / 1e12, "mfu": flops / last["matmul_flops_per_sec"],
-            "matmul_flops_per_sec": last["matmul_flops_per_sec"], "peak_memory_bytes": last["peak_memory_bytes"],
-            "gib": last["peak_memory_bytes"] / 2**30, "losses": last["losses"], "loss": last["losses"][-1],
+            "data_wait": sum(turn["wait"] for turn in own) / sum(turn["seconds"] for turn in own),
+            "tera": flops / 1e12, "mfu": flops / max(turn["matmul_flops_per_sec"] for turn in own),
+            "gib": max(turn["peak_memory_bytes"] for turn in own) / 2**30, "losses": losses, "loss": losses[-1],
         })  # fmt: skip
         kept = kept if name in TRIED else speed
     return rows
@@ -133,8 +123,11 @@ def _rows(config, steps, turns):
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Samples/s of each step."""
-    speeds = Series({step["step"]: step["samples_per_sec"] for step in figures["steps"]})
-    save(bars(speeds, "samples/s", title=f"{figures['config']}: samples/s, step by step"), path)
+    speeds = DataFrame({"samples/s": {step["step"]: step["samples_per_sec"] for step in figures["steps"]}})
+    figure, (axes,) = panels(len(speeds))
+    draw_bars(axes, speeds)
+    finish(axes, title=f"{figures['config']}: step by step", xlabel="samples/s")
+    save(figure, path)
 
 
 def _start(rank: Rank, config: Config) -> None:
@@ -143,7 +136,7 @@ def _start(rank: Rank, config: Config) -> None:
     valid_loader.close()
     step = build_step(config, rank.device, config.config)
     batches = loader.train(config.seed, 0, 10**9)
-    rank.kept = {"step": step, "loader": loader, "batches": batches, "losses": [], "memory": 0, "peak": 0.0}
+    rank.kept = {"step": step, "loader": loader, "batches": batches, "losses": []}
     _train(rank, LEAD_IN + 1)
     empty_cache(rank.device)
 
@@ -160,18 +153,18 @@ def _train(rank: Rank, steps: int) -> float:
 
 
 def _turn(rank: Rank, steps: int) -> dict[str, Any]:
-    """One turn of so many timed steps: seconds, those of them waited for data; and of all turns so far the rest."""
+    """One turn of so many timed steps: seconds, those of them waited for data, memory, and all losses so far."""
     _train(rank, LEAD_IN)
     seconds, wait = timed(rank.device, _train, rank, steps)
-    rank.kept["memory"] = max(rank.kept["memory"], peak_memory_bytes(rank.device))  # without the products below
+    peak = peak_memory_bytes(rank.device)  # without the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
-    rank.kept["peak"] = max(rank.kept["peak"], matmul_flops_per_sec(rank.device, dtype))
+    matmul = matmul_flops_per_sec(rank.device, dtype)
     empty_cache(rank.device)
     if gpu := library(rank.device, "reset_peak_memory_stats"):
         gpu.reset_peak_memory_stats(rank.device)
+    losses = torch.stack(rank.kept["losses"]).tolist()
     return {
-        "seconds": seconds, "wait": wait, "peak_memory_bytes": rank.kept["memory"],
-        "matmul_flops_per_sec": rank.kept["peak"], "losses": torch.stack(rank.kept["losses"]).tolist(),
+        "seconds": seconds, "wait": wait, "peak_memory_bytes": peak, "matmul_flops_per_sec": matmul, "losses": losses,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Layouts side by side on this machine: speed, memory and communication, beside what the planner's trace says.
+"""Layouts side by side on this machine: speed, memory and communication.
 
 Each preset makes groups of cases; in a group the first is what the others are compared with.
 
@@ -6,14 +6,12 @@ dp: strategies of rung 2 on numbers of ranks, weak scaling. Every rank has the s
 `independent`: as many ranks with the same local work, started together, that send one another nothing (--noddp).
 mp: layouts of rung 3 for model sizes, strong scaling. All train with the same whole batch; the first is one rank.
 domain: layouts of rung 4 for image sizes. The same image on one device, which is the first, whole images on every
-device (DDP), or one image over several devices (domain). A forward pass and a training step are measured apart,
-because one may fit where the other does not.
+device (DDP), or one image over several devices (domain).
 """
 
 import math
 import re
 from collections.abc import Collection, Sequence
-from itertools import product
 from typing import Any
 
 from pandas import DataFrame
@@ -22,9 +20,8 @@ from tools.benchmarks.cases import HELD, STATES, compare
 from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
-from tools.instruments.tracker import Messages
-from tools.pictures import HELD_COLORS, SHADES, draw_bars, finish, mark, panels, save
-from tools.tables import MIB, machine, print_tables
+from tools.pictures import draw_bars, finish, panels, save
+from tools.tables import MIB, format_tables, machine
 from utils.config import choices, load_config
 from utils.errors import UsageError
 from utils.layout import Layout
@@ -40,7 +37,6 @@ INDEPENDENT, ONE = "independent", "one rank"
 OPTIONS = {  # of the config, for the size of each dimension of a layout
     "tp": "tensor_parallel", "cp": "context_parallel", "pp": "pipeline_parallel", "domain": "domain_parallel",
 }  # fmt: skip
-NO_GPU = "hidden: the share of communication under compute is read from the kernels of a GPU; there is none here"
 
 
 def run(
@@ -48,7 +44,6 @@ def run(
     preset: str,
     layouts: Sequence[str] = (),
     sizes: Sequence[int] = (),
-    dims: int = 2,
     memory_limit_gib: float | None = None,
     steps: int = 3,
     rounds: int = 3,
@@ -56,9 +51,9 @@ def run(
     """Measure the layouts of a preset, and print three tables: speed, memory, communication.
 
     words: options of the config. layouts: names, with options of their own after commas: 'cp4,cp_method=ring'. sizes:
-    numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). dims: of an image, 2 or
-    3. memory_limit_gib: of a rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON
-    has them. Raises UsageError for what cannot be run, before anything is timed, and where a rank fails.
+    numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). memory_limit_gib: of a
+    rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON has them. Raises UsageError
+    for what cannot be run, and where a rank fails.
     """
     names, usual = PRESETS[preset]
     layouts, sizes = layouts or names, sizes or usual
@@ -69,18 +64,13 @@ def run(
         groups = {f"embed {n}": layout_cases([*words, f"--embed_dim={n}"], layouts) for n in sizes}
         groups = groups or {"": layout_cases(words, layouts)}
     else:
-        for side, mode in product(sizes, ("forward", "training")):
-            size = f"{' x '.join([str(side)] * dims)}, {mode}"
-            groups[size] = domain_cases(words, layouts, [side] * dims, mode == "training")
+        groups = {f"{side} x {side}": domain_cases(words, layouts, [side, side]) for side in sizes}
     device, rows = compare(groups, steps, rounds, memory_limit_gib and memory_limit_gib * 2**30)
-    shown = [row | in_columns(row) for row in rows]
-    passes = [row | in_columns(row, [phase]) | {"pass": phase} for row, phase in product(shown, PHASES)]
-    print_tables("layouts", shown, shown, [row for row in passes if row["kinds"] or row["planned_kinds"]])
-    if device.type == "cpu":
-        print(f"{NO_GPU}\n")
+    passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
+    shown = [in_columns(row) for row in rows]
+    print(format_tables("layouts", shown, shown, [row for row in passes if row["kinds"]]))
     config = next(iter(groups.values()))[0].config
-    shared = ", one thread per rank: more ranks than cores share them" if device.type == "cpu" else ""
-    print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device.type}{shared}")
+    print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device}")
     return {"preset": preset, "config": config.config, "machine": machine(device), "rows": rows}
 
 
@@ -110,23 +100,23 @@ def layout_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
     return cases
 
 
-def domain_cases(words: list[str], layouts: Sequence[str], image: Sequence[int], training: bool) -> list[Case]:
+def domain_cases(words: list[str], layouts: Sequence[str], image: Sequence[int]) -> list[Case]:
     """The cases of an image size; a device, or those that share an image, take one image at a time."""
     words = ["--config=classify_quick", *words, "--img_size", *map(str, image)]
-    cases = [named_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1, training)]
+    cases = [named_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
         shared = [
             f"--data_parallel={'ddp' if sizes['domain'] == '1' else 'fsdp'}",
             f"--global_batch_size={sizes['dp']}",
         ]
-        cases.append(named_case(text, "train_shard.py", [*words, *split_words(sizes), *shared], ranks, training))
+        cases.append(named_case(text, "train_shard.py", [*words, *split_words(sizes), *shared], ranks))
     return cases
 
 
-def named_case(text: str, script: str, words: Sequence[str], ranks: int, training: bool = True) -> Case:
+def named_case(text: str, script: str, words: Sequence[str], ranks: int) -> Case:
     """The Case of a text like 'tp2,data_parallel=fsdp': a name, then options of its own. words: options before them."""
-    return build_case(text, script, [*words, *(f"--{option}" for option in text.split(",")[1:])], ranks, training)
+    return build_case(text, script, [*words, *(f"--{option}" for option in text.split(",")[1:])], ranks)
 
 
 def split_words(sizes: dict[str, str]) -> list[str]:
@@ -149,50 +139,36 @@ def parse_layout(name: str, dims: Collection[str], example: str) -> tuple[dict[s
     return dict.fromkeys(dims, "1") | sizes, ranks
 
 
-def by_kind(messages: Messages, phases: Sequence[str] = PHASES) -> dict[str, tuple[float, float]]:
-    """{kind: (collectives, bytes)} of some phases together."""
-    found: dict[str, tuple[float, float]] = {}
-    for kind, (calls, size) in sorted(pair for phase in phases for pair in messages[phase].items()):
-        before = found.get(kind, (0, 0))
-        found[kind] = before[0] + calls, before[1] + size
-    return found
+def sent_in(row: dict[str, Any], phase: str) -> dict[str, Any]:
+    """The messages of a phase of a row as values of a table; sizes in MiB."""
+    kinds = row["messages"][phase]
+    texts = [f"{calls:.0f} {kind} {size / MIB:.2f}" for kind, (calls, size) in kinds.items()]
+    return {"kinds": ", ".join(texts), "sent": sum(size for _, size in kinds.values()) / MIB}
 
 
-def in_columns(row: dict[str, Any], phases: Sequence[str] = PHASES) -> dict[str, Any]:
-    """The figures of a row as values of a table; messages of some phases; times in ms, sizes in MiB."""
-    columns: dict[str, Any] = {"kinds": "", "planned_kinds": ""}
+def in_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a row as values of a table; times in ms, sizes in MiB."""
     if row["out_of_memory"]:
-        return columns | {"ms": "out of memory"}
-    columns |= {"ms": f"{1000 * row['seconds']:.1f}", "cpu_ms": 1000 * row["cpu_seconds"]}
+        return row | {"ms": "out of memory"}
+    columns = {name: size / MIB for name, size in row["memory"].items()}
+    columns["states"] = sum(columns[name] for name in STATES)
     if "speedup" in row:
         columns["rounds"] = f"{min(row['speedup_of_rounds']):.2f} to {max(row['speedup_of_rounds']):.2f}"
-    for source, before in (("memory", ""), ("planned_memory", "planned ")):
-        held = {name: size / MIB for name, size in row[source].items()}
-        columns |= {f"{before}{name}": size for name, size in held.items()}
-        columns[f"{before}states"] = sum(held[name] for name in STATES)
-    for source, before in (("messages", ""), ("planned_messages", "planned_")):
-        kinds = by_kind(row[source], phases)
-        columns[f"{before}kinds"] = ", ".join(
-            f"{calls:.0f} {kind} {size / MIB:.2f}" for kind, (calls, size) in kinds.items()
-        )
-        columns[f"{before}sent"] = sum(size for _, size in kinds.values()) / MIB
-    return columns
+    return row | columns | {"ms": f"{1000 * row['seconds']:.1f}"}
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
-    """Of the last size: memory of a rank by use, samples/s, and MiB that a rank sends by phase; marks: as planned."""
+    """Of the last size: memory of a rank by use, samples/s, and MiB that a rank sends by phase."""
     rows = [row for row in figures["rows"] if row["size"] == figures["rows"][-1]["size"] and "seconds" in row]
     if not rows:
         raise UsageError(f"{path}: memory ran out everywhere at the last size, there is nothing to draw")
     labels = [row["layout"] for row in rows]
     figure, (held, speed, sent) = panels(len(rows), 3, 16)
-    memory, planned = (DataFrame([row[part] for row in rows], labels) / MIB for part in ("memory", "planned_memory"))
-    draw_bars(held, memory[list(HELD)].fillna(0), list(HELD_COLORS.values()))
-    mark(held, planned[list(HELD)].sum(axis=1), "planned")
+    memory = DataFrame([row["memory"] for row in rows], labels)[list(HELD)].fillna(0) / MIB
+    draw_bars(held, memory)
     finish(held, title=f"{figures['config']}: memory of a rank", xlabel="MiB")
-    draw_bars(speed, DataFrame({"all ranks": [row["samples_per_sec"] for row in rows]}, labels), SHADES)
+    draw_bars(speed, DataFrame({"all ranks": [row["samples_per_sec"] for row in rows]}, labels))
     finish(speed, title="speed", xlabel="samples/s")
-    draw_bars(sent, DataFrame([{p: in_columns(row, [p])["sent"] for p in PHASES} for row in rows], labels), SHADES[:3])
-    mark(sent, [in_columns(row)["planned_sent"] for row in rows], "planned")
+    draw_bars(sent, DataFrame([{p: sent_in(row, p)["sent"] for p in PHASES} for row in rows], labels))
     finish(sent, title="sent by a rank in a step", xlabel="MiB")
     save(figure, path)

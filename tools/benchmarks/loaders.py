@@ -4,13 +4,12 @@ All take turns in every round, and a ratio is taken within a round, so that the 
 """
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import h5py
 import numpy as np
@@ -19,8 +18,9 @@ from pandas import DataFrame
 from torch import Tensor
 
 from tools.instruments.clock import timed
-from tools.tables import installed, machine, print_tables
+from tools.tables import format_tables, installed, machine
 from training.tasks import build_task
+from training.tasks.forecast import statistics_of
 from utils.config import load_config
 from utils.data_protocol import ChannelStatistics
 from utils.device import select_device
@@ -28,14 +28,13 @@ from utils.schema import Config
 from weather.dataset import FieldDataset
 
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
-TURN_SECONDS = 2  # at most: a busy machine, or large batches, would make a table of minutes
 
 
 def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12, rounds: int = 3) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
     words: options of the config. workers: of each loader. frames: of the training data, copied into one file. batches:
-    timed in a turn, fewer where they take longer than TURN_SECONDS.
+    timed in a turn.
     """
     config = load_config(words)
     device = select_device(config.device)
@@ -55,7 +54,7 @@ def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12,
         "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * sample_bytes,
         "ratio_to_plain": speeds.div(speeds["plain"], axis=0).median(),
     }).to_dict("records")  # fmt: skip
-    print_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results])
+    print(format_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results]))
     print(
         f"{workers} workers, batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all "
         "of it were read"
@@ -83,63 +82,46 @@ def _ours(count: int, kind: str, device: torch.device, config: Config) -> float:
 
 def _plain(count: int, config: Config) -> float:
     """Samples per second of the plain design."""
-    train, valid = build_task(config.model_copy(update={"num_data_workers": 0})).build_loaders(select_device("cpu"))
-    dataset = cast(FieldDataset, train.dataset)
-    loader = plain_loader(dataset, train.statistics, config.global_batch_size, config.num_data_workers)
-    with closing(train), closing(valid):
-        return _timed(chain.from_iterable(repeat(loader)), count, config.global_batch_size, train.device)
+    (path,) = Path(config.train_data_path).glob("*.h5")
+    batch, workers = config.global_batch_size, config.num_data_workers
+    dataset = PlainDataset(path, statistics_of(config))
+    loader = torch.utils.data.DataLoader(dataset, batch, shuffle=True, drop_last=True, num_workers=workers)
+    return _timed(chain.from_iterable(repeat(loader)), count, batch, torch.device("cpu"))
 
 
 class PlainDataset(torch.utils.data.Dataset):
     """The plain design, as in most tutorials: the yardstick for ours.
 
-    It reads twice for each sample, into new arrays, and normalises in numpy. The reading process opens the files.
+    It reads twice for each sample, into new arrays, and normalises in numpy. The reading process opens the file.
     """
 
-    def __init__(self, paths: Sequence[Path], means: np.ndarray, stds: np.ndarray):
-        self.paths, self.means, self.stds = paths, means, stds
-        self.files: list[h5py.Dataset] | None = None
-        self.index: list[tuple[int, int]] = []  # file, frame
-        for number, path in enumerate(paths):
-            with h5py.File(path, "r", locking=False) as file:
-                self.index += [(number, t) for t in range(file["fields"].shape[0] - 1)]
+    def __init__(self, path: Path, statistics: ChannelStatistics):
+        self.path, self.statistics = path, statistics
+        self.fields: h5py.Dataset | None = None
+        with h5py.File(path, "r", locking=False) as file:
+            self.samples = len(file["fields"]) - 1
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.samples
 
     def __getitem__(self, i: int) -> tuple[Tensor, ...]:
-        if self.files is None:
-            self.files = [h5py.File(path, "r", locking=False)["fields"] for path in self.paths]
-        number, t = self.index[i]
-        return tuple(torch.from_numpy(self._normalised(self.files[number][t + step])) for step in (0, 1))
+        if self.fields is None:
+            self.fields = h5py.File(self.path, "r", locking=False)["fields"]
+        return self._normalised(self.fields[i]), self._normalised(self.fields[i + 1])
 
-    def _normalised(self, frame: np.ndarray) -> np.ndarray:
-        frame -= self.means
-        frame /= self.stds
-        return np.ascontiguousarray(frame)
-
-
-def plain_loader(
-    dataset: FieldDataset, statistics: ChannelStatistics, batch_size: int, num_workers: int
-) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
-    """The DataLoader of torch over the files of a FieldDataset, default collation, shuffled."""
-    plain = PlainDataset([file.path for file in dataset.files], statistics.means, statistics.stds)
-    return torch.utils.data.DataLoader(plain, batch_size, shuffle=True, drop_last=True, num_workers=num_workers)
+    def _normalised(self, frame: np.ndarray) -> Tensor:
+        frame -= self.statistics.means
+        frame /= self.statistics.stds
+        return torch.from_numpy(frame)
 
 
 def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
-    _take(batches, LEAD_IN)
-    seconds, done = timed(device, _take, batches, count)
-    return done * batch_size / seconds
+    def take(number: int) -> None:
+        for _ in range(number):
+            next(batches)
 
-
-def _take(batches: Iterator[Any], count: int) -> int:
-    """Take so many batches, or those of TURN_SECONDS; returns how many."""
-    started, done = time.perf_counter(), 0
-    while done < count and time.perf_counter() - started < TURN_SECONDS:
-        next(batches)
-        done += 1
-    return done
+    take(LEAD_IN)
+    return count * batch_size / timed(device, take, count)[0]
 
 
 def _sample_bytes(config: Config) -> int:

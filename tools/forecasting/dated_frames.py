@@ -89,13 +89,8 @@ class DatedFrames:
         return self.times[np.logical_and.reduce(followed)]
 
     def describe(self) -> str:
-        """The range of dates as text, in at most four spans."""
-        gaps = np.flatnonzero(np.diff(self.times) > self.interval * HOUR)
-        firsts, lasts = self.times[[0, *(gaps + 1)]], self.times[[*gaps, -1]]
-        spans = [f"{show(a)} to {show(b)}" for a, b in zip(firsts, lasts, strict=True)]
-        if len(spans) > 4:
-            spans = [*spans[:2], "...", *spans[-2:]]
-        return f"{', '.join(spans)}, every {self.interval} hours"
+        """The range of dates as text."""
+        return f"{self.folder} has {show(self.times[0])} to {show(self.times[-1])}, every {self.interval} hours"
 
 
 def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
@@ -105,7 +100,7 @@ def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Seque
     are followed by a frame at every lead time. Raises UsageError with the available dates if a date is missing or too
     few data follow it.
     """
-    there, longest = f"{frames.folder} has {frames.describe()}", leads[-1]
+    there, longest = frames.describe(), leads[-1]
     possible = frames.starts(leads)
     if len(possible) == 0:
         raise UsageError(f"no date has {longest} hours of data after it for a forecast of that length: {there}")
@@ -115,12 +110,10 @@ def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Seque
         return possible[np.linspace(0, len(possible) - 1, wanted).round().astype(int)]
     dates = sorted({parse_date(text) for text in wanted})
     for date in dates:
-        if date not in frames.times:
-            raise UsageError(f"start {show(date)}: {there}")
         if date not in possible:
             raise UsageError(
-                f"start {show(date)}: no data for every step of the {longest} hours after it: {there}; the last "
-                f"possible start is {show(possible[-1])}"
+                f"start {show(date)}: no data for it and for every step of the {longest} hours after it: {there}; the "
+                f"last possible start is {show(possible[-1])}"
             )
     return np.array(dates)
 

@@ -9,8 +9,7 @@ start. u500 becomes u_component_of_wind(time, prediction_timedelta, level, ...).
 Rasp et al. 2024, arXiv:2308.15560; https://weatherbench2.readthedocs.io (init-time convention).
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,43 +18,24 @@ import numpy as np
 import xarray
 
 from tools.forecasting.dated_frames import show
-from utils.errors import UsageError
-from utils.files import read_json, whole_file
-from weather.channels import CHANNELS, QUANTITIES
+from utils.files import whole_file
+from weather.channels import CHANNELS, ERA5, QUANTITIES, channel_key
 from weather.grid import HOUR, Grid
 
-STANDARD_NAMES = {
-    "u": "eastward_wind", "v": "northward_wind", "t": "air_temperature", "z": "geopotential",
-    "r": "relative_humidity", "q": "specific_humidity", "sp": "surface_air_pressure",
-    "mslp": "air_pressure_at_mean_sea_level", "tcwv": "atmosphere_mass_content_of_water_vapor",
-}  # fmt: skip
-HEIGHTS = {"u10": 10.0, "v10": 10.0, "t2m": 2.0}  # m above the ground; in other names the number is the level in hPa
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
-SKILL = "skill.json"
+SKILL, LAYOUTS = "skill.json", ("cf", "weatherbench2")
 LEVEL = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
 KEPT = ("units", "standard_name", "units_metadata")  # attributes that all levels of a variable share
 Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding)
 
 
 def prepare_folder(path: Path | str) -> None:
-    """Make the folder for one forecast, and remove the files that an earlier forecast has written there.
-
-    One rank calls this. Raises UsageError if the folder cannot be written.
-    """
-    path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if (path / SKILL).exists():
-            for name in read_json(path / SKILL)["files"]:
-                (path / Path(name).name).unlink(missing_ok=True)
-        with whole_file(path / SKILL) as part:
-            part.write_text('{"files": []}\n')
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
-        raise UsageError(f"{path / SKILL}: was not written by a forecast: choose another --out") from None
+    """Make the folder for one forecast, without the files of an earlier one."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    for file in Path(path).glob("forecast-*.nc"):
+        file.unlink()
 
 
 def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str, str]:
@@ -77,7 +57,8 @@ def file_name(start: np.datetime64) -> str:
 def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf") -> None:
     """Write a Dataset of forecast_dataset to a file named by its start date. Raises OSError, naming the file."""
     with whole_file(Path(folder) / file_name(forecast["forecast_reference_time"].values[0])) as part:
-        LAYOUTS[layout](forecast).to_netcdf(part, engine="h5netcdf")
+        data = weatherbench2_dataset(forecast) if layout == "weatherbench2" else forecast
+        data.to_netcdf(part, engine="h5netcdf")
 
 
 def forecast_dataset(
@@ -118,14 +99,12 @@ def forecast_dataset(
 
 def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
     """CF standard name of a channel, and its scalar coordinate (name, (dims, ...)); each may be None."""
-    if name in HEIGHTS:
-        value = HEIGHTS[name]
+    quantity, level = quantity_of(name)
+    standard_name, height = ERA5["cf"].get(quantity, (None, None))
+    if height:
         attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
-        return STANDARD_NAMES[name[0]], (f"height{value:.0f}", ((), value, attrs, FULL))
-    level = weatherbench2_name(name)[1]
-    if level is None:
-        return STANDARD_NAMES.get(name) if len(name) > 1 else None, None
-    return STANDARD_NAMES[name[0]], (f"p{level}", ((), float(level), LEVEL, FULL))
+        return standard_name, (f"height{height:.0f}", ((), height, attrs, FULL))
+    return standard_name, (f"p{level}", ((), float(level), LEVEL, FULL)) if level else None
 
 
 def _described(standard_name: str) -> dict[str, str]:
@@ -133,12 +112,11 @@ def _described(standard_name: str) -> dict[str, str]:
     return attrs | ({"units_metadata": "leap_seconds: none"} if standard_name.endswith("time") else {})
 
 
-def weatherbench2_name(channel: str) -> tuple[str, int | None]:
-    """(variable, level in hPa or None) of a channel: z500 is ("geopotential", 500); what is unknown keeps its name."""
-    if channel in QUANTITIES and len(channel) > 1:
-        return QUANTITIES[channel].names[1], None
-    found = re.fullmatch(r"([a-z])([1-9]\d{0,3})", channel)
-    return (QUANTITIES[found[1]].names[1], int(found[2])) if found and found[1] in QUANTITIES else (channel, None)
+def quantity_of(channel: str) -> tuple[str, int | None]:
+    """(quantity of ERA5, level in hPa or None) of a channel: z500 is ("z", 500); ("", None) for any other."""
+    quantity, level = channel_key(channel)
+    known = quantity in QUANTITIES and (len(quantity) > 1 or level is not None)
+    return (quantity, level) if known else ("", None)
 
 
 def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
@@ -153,9 +131,8 @@ def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
     del data["prediction_timedelta"].attrs["units"]  # timedelta64 has its own
     stacks: dict[str, list[xarray.DataArray]] = {}
     for channel, field in data.data_vars.items():
-        variable, level = weatherbench2_name(str(channel))
-        if variable in data:  # another channel has that name
-            variable, level = str(channel), None
+        quantity, level = quantity_of(str(channel))
+        variable = QUANTITIES[quantity].names[1] if quantity else str(channel)
         attributes = {key: field.attrs[key] for key in KEPT if key in field.attrs}
         if variable == "relative_humidity" and attributes["units"] == "%":
             field, attributes["units"] = field / 100, "1"
@@ -174,8 +151,3 @@ def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
     if "level" in data:
         data["level"].attrs = LEVEL
     return data
-
-
-LAYOUTS: dict[str, Callable[[xarray.Dataset], xarray.Dataset]] = {
-    "cf": lambda forecast: forecast, "weatherbench2": weatherbench2_dataset,
-}  # fmt: skip

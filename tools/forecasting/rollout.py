@@ -1,6 +1,6 @@
 """Autoregressive forecasts: the output of a model after one step is its input for the next step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,12 +70,17 @@ def roll_out(
     writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # one of the ranks that hold the same forecast
     example = None
 
-    def physical(fields, channels=slice(None)):
-        return (fields[:, channels].cpu() * stds[channels] + means[channels]).numpy()
+    # Every rank makes as many batches of the same size, since all ranks of a sharded model take part in each forward
+    # pass: dates after the first `count` of a batch repeat.
+    order = Order(len(starts), config.local_batch_size or 1, comm.get_rank("dp"), comm.get_size("dp"))
+
+    def physical(fields):
+        return (fields.cpu() * stds + means).numpy()
 
     parallel.model.eval()
     with torch.no_grad(), autocast(config, frames.device):
-        for dates, count in own_batches(starts, config.local_batch_size or 1):
+        for batch, count in enumerate(order.counts()):
+            dates = starts[order.samples(batch)]
             start = frames.read(dates)
             persistence, kept, truths = whole(start[:, :n_out])[:count], [], []
             state, made = start[:, :n_in], rollout_of(config, frames.device)
@@ -88,14 +93,14 @@ def roll_out(
                 if writes and (out or example is None):
                     kept.append(physical(forecast))
                 if writes and example is None:
-                    truths.append(physical(truth[:1], slice(shown, shown + 1))[:, 0])
-            if example is None and writes and count:
-                example = np.concatenate(truths), np.stack([fields[0, shown] for fields in kept])
-            if out and writes:
-                for i in range(count):
-                    fields = np.stack([fields[i] for fields in kept])  # (L, C, H, W)
-                    one = forecast_dataset(dates[i], leads, fields, names, units, grid, attributes)
-                    write_netcdf(out, one, layout)
+                    truths.append(physical(truth[:1])[:, shown])
+            if kept:
+                fields = np.stack(kept, 1)  # (B, L, C, H, W)
+                if example is None and count:
+                    example = np.concatenate(truths), fields[0, :, shown]
+                if out:
+                    for date, one in zip(dates, fields, strict=False):
+                        write_netcdf(out, forecast_dataset(date, leads, one, names, units, grid, attributes), layout)
     scores = skill.compute(names)  # a collective: after it, every rank has written its files
     shown_fields = example or (np.empty(0),) * 2
     return Result(starts, leads, names, units, grid, scores, spectra.compute(), channel, *shown_fields)
@@ -125,17 +130,6 @@ def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
             f"{config.n_out_channels}, not enough for a second step; give --lead_hours {step}"
         )
     return list(range(step, lead_hours + 1, step))
-
-
-def own_batches(starts: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """The start dates of this data-parallel rank in batches, as (dates, count): dates after the first `count` repeat.
-
-    Every rank gets the same number of batches of the same size, because all ranks of a sharded model must take part in
-    each forward pass.
-    """
-    order = Order(len(starts), batch_size, comm.get_rank("dp"), comm.get_size("dp"))
-    for batch, count in enumerate(order.counts()):
-        yield starts[order.samples(batch)], count
 
 
 class LeadTimeSkill:

@@ -1,6 +1,6 @@
 """The report of a forecast: a table of its skill, curves, maps and an animation."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,17 @@ from tools.forecasting.output_files import SKILL, file_name
 from tools.forecasting.rollout import Result
 from tools.forecasting.spectra import spread
 from tools.pictures import save
+from tools.tables import format_table
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
-from utils.errors import UsageError
-from utils.files import read_json, write_json
+from utils.files import write_json
 from weather.grid import HOUR
 
 
-def report(
-    result: Result, out: Path | str, about: dict[str, Any], files: bool, others: Mapping[str, dict[str, Any]]
-) -> None:
+def report(result: Result, out: Path | str, about: dict[str, Any], files: bool) -> None:
     """Write skill, pictures and animation of a Result to the folder `out`, and print a summary. One rank calls this.
 
     about: of output_files.attributes. files: the forecasts are in the folder as NetCDF.
-    others: records of read_skill, of runs to compare with.
     """
     out, first, spectra = Path(out), result.starts[0], result.spectra
     units = dict(zip(result.names, result.units, strict=True))
@@ -33,7 +30,7 @@ def report(
     pictures = ["skill.png", "spectra.png", f"{result.channel}.png", f"{result.channel}.webp"]
     record = {
         **about, "starts": [show(start) for start in result.starts], "lead_hours": result.leads, "units": units,
-        **result.skill, "files": [*names, *pictures],
+        **result.skill,
         "spectra": {
             "lead_hours": spectra.leads, "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
             "ratio": dict(zip(result.names, spectra.ratio().tolist(), strict=True)),
@@ -62,10 +59,8 @@ def report(
 
     print(f"\n{skill_table(result, headline, units)}")
     short = f"{result.spectra.short:.0f} km"
-    for run, skill in {"": record, **others}.items():
-        rmse = skill["rmse"]
-        hours = [f"{name} {useful_hours(rmse, name, result.leads)} h" for name in headline if name in rmse["model"]]
-        print(f"RMSE below persistence and climatology up to: {', '.join(hours)}{run and f' ({run})'}")
+    hours = [f"{name} {useful_hours(result.skill['rmse'], name, result.leads)} h" for name in headline]
+    print(f"RMSE below persistence and climatology up to: {', '.join(hours)}")
     print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
     finite = np.isfinite(list(result.skill["rmse"]["model"].values())).all(0)  # (L,)
     if not finite.all():
@@ -74,33 +69,18 @@ def report(
     print(f"animation:  {out / pictures[3]}")
 
 
-def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence[int]) -> dict[str, Any]:
-    """Read the skill of the forecast in a run's folder. Raises UsageError where its dates or lead times are others."""
-    path = Path(run) / "forecast" / SKILL
-    if not path.exists():
-        raise UsageError(f"{path}: no forecast yet: python forecast.py --run_folder {run}")
-    record = read_json(path)
-    for key, own in (("lead_hours", list(leads)), ("starts", [show(start) for start in starts])):
-        if record.get(key) != own:
-            raise UsageError(f"{path}: its forecast has other {key} than this one: compare those of the same options")
-    return record
-
-
 def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:
-    """RMSE of each forecast, ACC and power of the model by lead time, as text, a block of lines for each channel."""
+    """RMSE of each forecast, ACC and power of the model by lead time, as text."""
     some, power = spread(len(result.leads)), dict(zip(result.names, result.spectra.ratio(), strict=True))
-    lines = [
-        f"{'mean over ' + str(len(result.starts)) + ' starts':<33}" + "".join(f"{result.leads[i]:>9} h" for i in some)
-    ]
+    rows: list[list[Any]] = []
     for name in channels:
-        rows = {f"RMSE {forecast}": values[name] for forecast, values in result.skill["rmse"].items()}
-        rows["ACC model"] = result.skill["acc"]["model"][name]
-        shown = {label: [values[i] for i in some] for label, values in rows.items()}
-        shown["power model"] = power[name]
-        for number, (label, values) in enumerate(shown.items()):
-            channel = f"{name} ({units[name]})" if number == 0 else ""
-            lines.append(f"{channel:<15}{label:<18}" + "".join(f"{value:>11.3f}" for value in values))
-    return "\n".join(lines)
+        scores = {f"RMSE {forecast}": values[name] for forecast, values in result.skill["rmse"].items()}
+        scores["ACC model"] = result.skill["acc"]["model"][name]
+        for label, values in scores.items():
+            rows.append([f"{name} ({units[name]})", label, *(values[i] for i in some)])
+        rows.append([f"{name} ({units[name]})", "power model", *power[name]])
+    titles = {f"mean over {len(result.starts)} starts": "", "score": ""}
+    return format_table(titles | {f"{result.leads[i]} h": ".3f" for i in some}, rows)
 
 
 def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float | None]]], name: str, leads: Sequence[int]) -> int:

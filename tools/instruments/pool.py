@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from utils.errors import UsageError
 from utils.rank_failure import exit_at_once
@@ -35,17 +35,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-class Failure(NamedTuple):
-    """The error of a rank, and where it was raised; '' for a rank that gave no answer."""
-
-    error: Exception
-    traceback: str = ""
-
-
 class RanksFailed(Exception):
-    """Ranks raised an error, have ended, or gave no answer in time. failures: {rank: Failure}."""
+    """Ranks raised an error, have ended, or gave no answer in time. failures: {rank: its error}."""
 
-    def __init__(self, failures: dict[int, Failure]):
+    def __init__(self, failures: dict[int, Exception]):
         super().__init__(failures)
         self.failures = failures
 
@@ -58,7 +51,7 @@ class Process:
         self.kept: dict[Any, Any] = {}
 
     def answer(self, value: Any) -> None:
-        """Send what a function has returned, or its Failure."""
+        """Send what a function has returned, or an error."""
         with suppress(OSError):  # the parent is gone
             self.pipe.send_bytes(pickle.dumps(value))
 
@@ -74,7 +67,8 @@ class Process:
             try:
                 value = function(self, *args)
             except BaseException as error:
-                value = Failure(self._as_sent(error), traceback.format_exc())
+                value = self._as_sent(error)
+                value.add_note(traceback.format_exc())
             self.answer(value)
 
     def _as_sent(self, error: BaseException) -> Exception:
@@ -119,9 +113,9 @@ class Pool(AbstractContextManager):
                 with suppress(OSError):  # a rank that is gone shows by its missing answer
                     pipe.send_bytes(pickle.dumps((function, args)))
             answers = self._answers(size, time.monotonic() + timeout)
-            failures = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Failure)}
+            failures = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Exception)}
             if not failures:
-                failures = {rank: Failure(RankError("no answer")) for rank in range(size) if rank not in answers}
+                failures = {rank: RankError("no answer") for rank in range(size) if rank not in answers}
             if failures:
                 raise RanksFailed(failures)
         except BaseException:
@@ -130,7 +124,7 @@ class Pool(AbstractContextManager):
         return [answers[rank] for rank in range(size)]
 
     def _answers(self, size: int, end: float) -> dict[int, Any]:
-        """{rank: its answer} until the time `end`, or soon after the first Failure."""
+        """{rank: its answer} until the time `end`, or soon after the first error."""
         answers: dict[int, Any] = {}
         waiting = dict(zip(self.pipes, range(size), strict=False))
         while waiting and (ready := wait(list(waiting), max(0, end - time.monotonic()))):
@@ -142,8 +136,8 @@ class Pool(AbstractContextManager):
                     self.processes[rank].join(1)
                     killed = self.processes[rank].exitcode == -signal.SIGKILL  # by the system, which lacked memory
                     kind = OutOfMemory if killed else RankError
-                    answers[rank] = Failure(kind(f"rank {rank} of {size} has ended (out of memory?)"))
-                if isinstance(answers[rank], Failure):
+                    answers[rank] = kind(f"rank {rank} of {size} has ended (out of memory?)")
+                if isinstance(answers[rank], Exception):
                     end = min(end, time.monotonic() + FAREWELL_SECONDS)
         return answers
 

@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +15,14 @@ from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
 
-LEAVE_SECONDS = 10  # for a rank to end by itself
-
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A case to measure: a config in a layout, and its name in a table. Compared by identity, since it is a key.
-
-    training: False for forward passes alone.
-    """
+    """A case to measure: a config in a layout, and its name in a table. Compared by identity, since it is a key."""
 
     name: str
     config: Config
     layout: Layout
-    training: bool = True
 
     @property
     def ranks(self) -> int:
@@ -81,16 +75,13 @@ class Teams(AbstractContextManager):
             self.running.pop(size)
             failures = list(failed.failures.values())
             # A rank without memory lets others fail that wait for it.
-            told = next((failure for failure in failures if isinstance(failure.error, OutOfMemory)), failures[0])
-            if isinstance(told.error, RankError):
-                print(told.traceback, file=sys.stderr, end="")
-            raise told.error from None
+            told = next((error for error in failures if isinstance(error, OutOfMemory)), failures[0])
+            if isinstance(told, RankError):
+                print(*getattr(told, "__notes__", []), file=sys.stderr, end="")  # where it was raised
+            raise told from None
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        for size, pool in self.running.items():
-            if kind is None:
-                with suppress(RanksFailed):
-                    pool.call(size, _leave, timeout=LEAVE_SECONDS)
+    def __exit__(self, *_: object) -> None:
+        for pool in self.running.values():
             pool.end()
 
 
@@ -108,8 +99,3 @@ def _join(process: Process, size: int, port: int, config: Config, whole_machine:
 
 def _call(process: Process, function: Callable[..., Any], args: tuple) -> Any:
     return function(process.kept["rank"], *args)
-
-
-def _leave(process: Process) -> None:
-    process.kept.clear()
-    comm.shutdown()

@@ -9,31 +9,26 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from utils.comm import open_store
 from utils.errors import first_line
 from utils.launch import Launch
-from utils.rank_failure import agent_has_store, wait_until
+from utils.rank_failure import wait_until
 
 LEAVE_SECONDS = 5  # the time that rank 0, which holds the store, waits for the others to leave it
+ARRIVAL = "arrival"
 T = TypeVar("T")
 
 
 class Absent(Exception):
-    """Ranks did not answer in time, or could not meet at all. advice: what to do."""
-
-    def __init__(self, message: str, advice: str = "its own output may say why"):
-        super().__init__(message)
-        self.advice = advice
+    """Ranks did not answer in time, or could not meet at all."""
 
 
 def limited(seconds: float, function: Callable[..., T], *args: Any) -> T:
@@ -50,69 +45,63 @@ def limited(seconds: float, function: Callable[..., T], *args: Any) -> T:
     try:
         return outcome.result(seconds)
     except TimeoutError:
-        if outcome.done():  # the function itself raised it
-            raise
         raise TimeoutError(f"not done after {seconds:g} s") from None
 
 
 class Rendezvous:
     """The meeting of all ranks of a Launch.
 
-    patience: seconds that a rank waits for the others. nodes: the node of each rank, None until the rank has come.
-    device: the device of the process group, None while there is no group.
+    patience: seconds that a rank waits for the others. nodes: the node of each rank, known once it has come.
     """
 
     def __init__(self, launch: Launch, patience: float):
         self.rank, self.size, self.launch, self.patience = launch.rank, launch.world_size, launch, patience
         self.address = f"{launch.master_addr}:{launch.master_port}"
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self.nodes: list[str | None] = [self.node] if self.size == 1 else [None] * self.size
+        self.nodes = [self.node] * self.size
+        if launch.nodes > 1:
+            self.nodes = [f"node {rank // launch.ranks_per_node + 1} of {launch.nodes}" for rank in range(self.size)]
         self.store: dist.Store | None = None
-        self.device: torch.device | None = None
 
     def connect(self) -> None:
         """Open the store, which rank 0 or torchrun serves, and meet the other ranks there.
 
         Raises Absent with the ranks that did not come, or with the address or port that cannot be used.
         """
-        seconds, serves = 2 * self.patience, self.rank == 0 and not agent_has_store()
         try:
             socket.getaddrinfo(self.launch.master_addr, self.launch.master_port)
-            self.store = open_store(self.launch, seconds)
-        except socket.gaierror as error:
-            message = f"MASTER_ADDR {self.launch.master_addr} is not known on {self.node}: {error.strerror}"
-            raise Absent(message, "set MASTER_ADDR to a name or an address of rank 0's node") from None
+            self.store = open_store(self.launch, 2 * self.patience)
         except (OSError, RuntimeError) as error:
-            if not serves and isinstance(error, OSError):
-                message = f"{self.names([0])} did not come: {self.address} cannot be reached from {self.node}"
-                raise Absent(
-                    f"{message} within {seconds:g} s", "is it running? does a firewall close the port?"
-                ) from None
-            message = f"{self.address} cannot be {'opened' if serves else 'used'} on {self.node}: {first_line(error)}"
-            raise Absent(message, "another MASTER_PORT: another program may have this one") from None
-        self.nodes = self.exchange("arrival", self.node)
+            raise Absent(
+                f"{self.names([0])} cannot be met at {self.address} from {self.node}: {first_line(error)} - is it "
+                "running? is MASTER_ADDR its node? does a firewall, or another program, have MASTER_PORT?"
+            ) from None
+        self.nodes = self.exchange(ARRIVAL, self.node)
 
     def exchange(self, key: str, value: Any, patience: float | None = None) -> list[Any]:
         """The values of all ranks, in rank order. Each key can be used once. Raises Absent."""
         if self.store is None:
             return [value]
         patience, store, keys = patience or self.patience, self.store, [f"{key}/{rank}" for rank in range(self.size)]
+
+        def meet() -> list[Any]:
+            store.set(keys[self.rank], json.dumps(value))
+            store.wait(keys, timedelta(seconds=patience))
+            return [json.loads(text) for text in store.multi_get(keys)]
+
         try:
-            return limited(2 * patience + 5, self._exchange, store, keys, value, patience)
+            return limited(2 * patience + 5, meet)
         except dist.DistStoreError:  # the wait is over
-            there = [store.check([name]) for name in keys]
-            if key == "arrival":
-                self.nodes = [json.loads(store.get(k)) if come else None for k, come in zip(keys, there, strict=True)]
-            absent = self.names(rank for rank, come in enumerate(there) if not come)
-            what = "did not come" if key == "arrival" else f"did not reach '{key}'"
-            raise Absent(f"{absent} {what} within {patience:g} s") from None
+            absent = []
+            for rank, name in enumerate(keys):
+                if not store.check([name]):
+                    absent.append(rank)
+                elif key == ARRIVAL:
+                    self.nodes[rank] = json.loads(store.get(name))
+            what = "come" if key == ARRIVAL else f"reach '{key}'"
+            raise Absent(f"{self.names(absent)} did not {what} within {patience:g} s") from None
         except (RuntimeError, TimeoutError):
             raise Absent(f"{self.names([0])}, which holds the store, is gone or stuck at '{key}'") from None
-
-    def _exchange(self, store: dist.Store, keys: list[str], value: Any, patience: float) -> list[Any]:
-        store.set(keys[self.rank], json.dumps(value))
-        store.wait(keys, timedelta(seconds=patience))
-        return [json.loads(text) for text in store.multi_get(keys)]
 
     def leave(self) -> None:
         """Leave the store. Rank 0, which holds it, leaves last; it does not wait for a rank that has failed."""
@@ -122,24 +111,12 @@ class Rendezvous:
                 if self.rank == 0:
                     wait_until(lambda: store.add("left", 0) >= self.size, LEAVE_SECONDS)
 
-    def by_node(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        """{node: its ranks}, of these ranks. A rank that never came gets its planned node."""
-        places: dict[str, list[int]] = {}
-        for rank in ranks:
-            places.setdefault(self.nodes[rank] or self._planned_node(rank), []).append(rank)
-        return places
-
     def names(self, ranks: Iterable[int]) -> str:
         """The ranks of each node as text: 'rank 1,4-7 (node2)'."""
-        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in self.by_node(ranks).items())
-
-    def _planned_node(self, rank: int) -> str:
-        number = rank // self.launch.ranks_per_node
-        names = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
-        try:
-            return subprocess.run(names, capture_output=True, text=True, timeout=5).stdout.split()[number]
-        except (OSError, IndexError, subprocess.TimeoutExpired):
-            return self.node if self.launch.nodes == 1 else f"node {number + 1} of {self.launch.nodes}"
+        places: dict[str, list[int]] = {}
+        for rank in ranks:
+            places.setdefault(self.nodes[rank], []).append(rank)
+        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in places.items())
 
 
 def shortened(numbers: Iterable[int]) -> str:
@@ -154,13 +131,12 @@ def shortened(numbers: Iterable[int]) -> str:
 
 
 class CheckResult(NamedTuple):
-    """level: ok, warn or FAIL. advice: what to do about a warn or a FAIL. values: numbers for the JSON report."""
+    """level: ok, warn or FAIL. advice: what to do about a warn or a FAIL."""
 
     level: str
     what: str
     found: str
     advice: str = ""
-    values: dict[str, Any] | None = None
 
     def line(self) -> str:
         """The result as one line of text."""
@@ -168,15 +144,14 @@ class CheckResult(NamedTuple):
         return f"{self.level:<5} {self.what:<14} {self.found}{advice}"
 
 
-def merge(answers: Iterable[list[CheckResult]], ranks: Rendezvous) -> list[CheckResult]:
+def merge(answers: Iterable[list[list[str]]], ranks: Rendezvous) -> list[CheckResult]:
     """Join the results of all ranks, in rank order; a result that only some ranks have names them."""
-    ranks_of: dict[str, list[int]] = {}
+    ranks_of: dict[CheckResult, list[int]] = {}
     for rank, results in enumerate(answers):
         for result in results:
-            ranks_of.setdefault(json.dumps(result), []).append(rank)
+            ranks_of.setdefault(CheckResult(*result), []).append(rank)
     merged = []
-    for text, members in ranks_of.items():
-        common = CheckResult(*json.loads(text))
+    for common, members in ranks_of.items():
         whose = f"{ranks.names(members)}: " if len(members) < ranks.size else ""
         merged.append(common._replace(found=f"{whose}{common.found}"))
     return merged

@@ -1,0 +1,213 @@
+"""What preflight checks. Each check yields its results; what one raises, or takes too long for, is a failure of it."""
+
+import datetime
+import os
+import platform
+import shutil
+import sys
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tools.instruments import collective_speed
+from tools.preflight.rendezvous import CheckResult, Rendezvous
+from utils.config import ROOT
+from utils.device import backend_for, built_for, driver, library, physical_name, select_device
+from utils.errors import first_line
+from utils.files import whole_file
+from utils.launch import interface_addresses, name_gloo_interface
+from utils.rank_failure import wait_until
+
+LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
+DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks of years
+SLOW = {
+    ("NCCL_IB_DISABLE", "1"): "InfiniBand is switched off",
+    ("NCCL_P2P_DISABLE", "1"): "GPUs of a node do not talk to one another directly",
+    ("NCCL_SHM_DISABLE", "1"): "shared memory is switched off",
+    ("NCCL_DEBUG", "TRACE"): "a line for every call",
+    ("CUDA_LAUNCH_BLOCKING", "1"): "the host waits for every kernel",
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every collective is checked",
+}
+
+
+def packages(_options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Check that Python and the packages have the versions that requirements.txt pins."""
+    level = "ok" if sys.version_info >= (3, 11) else "FAIL"
+    yield CheckResult(level, "python", platform.python_version(), "3.11 or newer is needed")
+    pins = [line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
+    for name, pin in pins:
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield CheckResult(
+                "FAIL", "packages", f"{name} is missing", "make setup, or pip install -r requirements.txt"
+            )
+            continue
+        if installed.split("+")[0] != pin:
+            advice = "make setup; another version may work, make test tells"
+            yield CheckResult("warn", "packages", f"{name} {installed}, requirements.txt says {pin}", advice)
+    yield CheckResult("ok", "packages", f"{len(pins)} compared; torch {torch.__version__}, built for {built_for()}")
+
+
+def devices(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """The device of this rank, and its free memory; select_device refuses one that torch does not see."""
+    device = select_device(options.device, ranks.launch.local_rank)
+    if device.type == "cpu":
+        yield CheckResult("ok", "devices", "training runs on the CPU")
+        return
+    level, message = "ok", f"{torch.accelerator.device_count()} x {device.type}"
+    if gpu := library(device, "mem_get_info"):
+        free, total = (size / 2**30 for size in gpu.mem_get_info(device))
+        level = "ok" if free > 0.9 * total else "warn"
+        message += f" {gpu.get_device_name(device)}, {free:.0f} of {total:.0f} GiB free, {built_for()}, "
+        message += f"driver {' '.join(driver() or ['unknown'])}"  # a container may hide it
+    yield CheckResult(level, "devices", message, "another process holds memory")
+
+
+def environment(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Find variables of the environment that slow a run down or name something that does not exist."""
+    cpus, env, threads = os.cpu_count() or 1, os.environ, torch.get_num_threads()
+    yield CheckResult("ok", "launch", f"{ranks.size} rank(s) on {ranks.launch.nodes} node(s)")
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
+    there = min(ranks.launch.ranks_per_node, ranks.size)
+    message = f"OMP_NUM_THREADS {env.get('OMP_NUM_THREADS', 'unset')}: {threads} a rank, {mine} CPUs for it, "
+    level = "warn" if threads > mine or threads * there > cpus else "ok"
+    advice = f"OMP_NUM_THREADS={max(1, min(mine, cpus // there))}" if threads > 1 else "fewer ranks on a node"
+    yield CheckResult(level, "threads", f"{message}{there} rank(s) on the node", advice)
+    for name, value in sorted(env.items()):
+        setting = f"{name}={value}"
+        if (name, value) in SLOW:
+            yield CheckResult("warn", "variables", f"{setting}: {SLOW[name, value]}", f"unset {name}")
+        elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            level = "FAIL" if unknown_interfaces(value) else "ok"
+            yield CheckResult(level, "variables", setting, f"one of {' '.join(interface_addresses())}")
+        elif name.startswith(("NCCL_", "TORCH_NCCL_")) or name == "CUDA_VISIBLE_DEVICES":
+            yield CheckResult("ok", "variables", setting)
+
+
+def unknown_interfaces(value: str) -> bool:
+    """Tell whether no interface of this node matches 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them)."""
+    if value.startswith("^"):
+        return False
+    exact, names = value.startswith("="), tuple(value.lstrip("=").split(","))
+    return not any(there in names if exact else there.startswith(names) for there in interface_addresses())
+
+
+def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Check that this rank can write, sync and rename files in the log folder."""
+    folder, advice = Path(options.expdir), "another folder: --expdir, or LOG_DIR for sites/launch.sh"
+    mark = folder / f".preflight-{uuid.uuid4().hex}"
+    try:
+        with whole_file(mark) as part:
+            part.touch()
+        mark.unlink()
+        free = shutil.disk_usage(folder).free / 1e9
+    except OSError as error:
+        yield CheckResult("FAIL", "log folder", f"{folder}: {error.strerror or error}", advice)
+        return
+    message = f"{folder}: written, synced, renamed; {free:.0f} GB free"
+    yield CheckResult("ok" if free > LEAST_FREE_GB else "warn", "log folder", message, f"make room, or {advice}")
+
+
+def data_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Check that there is a file to train with, and that it can be read."""
+    folder = Path(options.train_data_path or "data")
+    file = next((path for pattern in DATA_FILES for path in folder.rglob(pattern) if path.is_file()), None)
+    if file:
+        with file.open("rb") as opened:
+            opened.read(1)
+        yield CheckResult("ok", "data folder", f"{file} can be read")
+    else:
+        message = f"{folder}: no data files there"
+        advice = "docs/data.md says how to fill it, make demo makes sample data; --train_data_path names another"
+        yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", message, advice)
+
+
+def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Check that the other ranks soon see a file of rank 0: all of them write a checkpoint into one folder."""
+    if ranks.size == 1:
+        return
+    folder, mark = Path(options.expdir), Path(options.expdir) / f".preflight-{uuid.uuid4().hex}"
+    if ranks.rank == 0:
+        mark.touch()
+    name, began = ranks.exchange("shared folder: written", mark.name)[0], time.monotonic()
+
+    def seen() -> bool:
+        with suppress(OSError):
+            return folder / name in folder.iterdir()  # listing the folder asks the server
+        return False
+
+    found = wait_until(seen, min(10, ranks.patience / 2))
+    answers = ranks.exchange("shared folder: seen", time.monotonic() - began if found else None)
+    mark.unlink(missing_ok=True)
+    blind = [rank for rank, answer in enumerate(answers) if answer is None]
+    message = f"not seen by {ranks.names(blind)}" if blind else f"seen after {max(answers):.1f} s"
+    advice = "a folder that all nodes share: --expdir, or LOG_DIR"
+    yield CheckResult("FAIL" if blind else "ok", "shared folder", f"{folder}: a file of rank 0 is {message}", advice)
+
+
+def network(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Check that all ranks can join one group, NCCL if each has a GPU of its own, otherwise gloo, and how it works."""
+    if ranks.size == 1:
+        return
+    launch, device = ranks.launch, select_device(options.device, ranks.launch.local_rank)
+    gpu = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
+    gpus = ranks.exchange("network: devices", gpu)
+    without, count = [rank for rank, gpu in enumerate(gpus) if gpu is None], len(set(gpus) - {None})
+    if count and (without or count < ranks.size):
+        message = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
+        message = f"{ranks.names(without)} has no GPU, others have" if without else message
+        advice = "equal nodes, and one rank per GPU: --nproc_per_node, --ntasks-per-node, --gpus-per-task"
+        yield CheckResult("FAIL", "devices", message, advice)
+        device = torch.device("cpu")
+    elif count and launch.ranks_per_node < (here := torch.accelerator.device_count()):
+        message = f"{launch.ranks_per_node} ranks on a node, {here} GPUs"
+        yield CheckResult("warn", "devices", message, "as many ranks as GPUs, or some are idle")
+
+    name_gloo_interface(launch)
+    backend = backend_for(device)
+    # NCCL ends the process at its timeout, before the rendezvous can say which rank is missing.
+    patience = datetime.timedelta(seconds=ranks.patience * (1 if backend == "gloo" else 100))
+    store = ranks.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=ranks.rank, world_size=ranks.size, timeout=patience,
+        device_id=None if backend == "gloo" else device,
+    )  # fmt: skip
+    dist.all_reduce(torch.ones(1, device=device))
+    yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks")
+    yield from collectives(device)
+    yield from checkpoint_group(ranks.patience)  # the last: ranks that fail in it disagree on groups
+
+
+def collectives(device: torch.device) -> Iterator[CheckResult]:
+    """Check that collectives of every kind give the right numbers."""
+    for dtype in (torch.float32, torch.bfloat16):
+        right, name = collective_speed.are_right(device, dtype), str(dtype).removeprefix("torch.")
+        if wrong := [kind for kind, well in right.items() if not well]:
+            advice = "NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1 to find the link; tell the site"
+            yield CheckResult("FAIL", "collectives", f"{name}: wrong numbers from {', '.join(wrong)}", advice)
+        else:
+            yield CheckResult("ok", "collectives", f"{name}: {', '.join(right)} give the right numbers")
+
+
+def checkpoint_group(seconds: float) -> Iterator[CheckResult]:
+    """Check that all ranks can join a gloo group beside their own: a checkpoint's, whatever the devices are."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "what the host name resolves to")
+    patience = datetime.timedelta(seconds=seconds)
+    try:
+        dist.monitored_barrier(dist.new_group(backend="gloo", timeout=patience), patience, wait_all_ranks=True)
+    except RuntimeError as error:
+        advice = "GLOO_SOCKET_IFNAME: the interface by which the other nodes reach this one"
+        yield CheckResult("FAIL", "checkpoint group", f"gloo through {interface}: {first_line(error)}", advice)
+        return
+    yield CheckResult("ok", "checkpoint group", f"gloo through {interface}: all ranks have met")
+
+
+CHECKS = (packages, devices, environment, log_folder, data_folder, shared_folder, network)
