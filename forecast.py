@@ -16,7 +16,7 @@ import time
 from tools.forecasting.dated_frames import DatedFrames, choose_starts, run_config
 from tools.forecasting.output_files import LAYOUTS, attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
-from tools.forecasting.skill_report import report
+from tools.forecasting.skill_report import read_skill, report
 from training.assembly import build_parallel
 from training.trained_weights import check_origin, find, load_weights_into
 from utils import comm
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     frames = comm.agree(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
     leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
     starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
+    others = comm.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
     names = frames.dataset.description.names[: config.n_out_channels]
     channel = comm.agree(lambda: shown_channel(names, options.channel))
     checkpoint, marker = comm.on_main(lambda: find(options.run_folder, options.checkpoint))
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     result = roll_out(parallel, frames, starts, leads, config, channel, files, about, options.layout)
     if comm.is_main():
         print(f"{len(starts)} forecasts of {leads[-1]} hours in {time.perf_counter() - began:.1f} s, from {checkpoint}")
-        report(result, out, about, not options.skill_only)
+        report(result, out, about, not options.skill_only, others)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -74,6 +75,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
     option("--layout", choices=LAYOUTS, default="cf", help="of the forecasts' files (%(default)s)")
+    option("--compare", nargs="+", default=[], metavar="RUN", help="say too how long the forecasts of these are of use")
     option("--skill_only", action="store_true", help="write only scores, maps and animation, no fields")
     return parser.parse_known_args(argv)
 

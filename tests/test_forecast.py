@@ -233,6 +233,22 @@ def test_a_forecast_is_of_use_until_its_error_is_that_of_a_trivial_one(model, ho
     assert useful_hours({"model": {"z500": model}} | trivial, "z500", [6, 12, 18, 24]) == hours
 
 
+def test_forecasts_of_other_runs_from_the_same_dates_are_compared(run, tmp_path, capsys):
+    options = ("--lead_hours", 12, "--starts", 3)
+    forecast_of(run, tmp_path / "other/forecast", *options)
+    capsys.readouterr()
+    forecast_of(run, tmp_path / "out", *options, "--compare", tmp_path / "other")
+    one, other = (line for line in capsys.readouterr().out.splitlines() if line.startswith("RMSE below"))
+    assert other == f"{one} ({tmp_path}/other)" and "z500 " in one
+    for runs, words, line in (
+        (tmp_path / "none", options, "no forecast yet: python forecast.py --run_folder"),
+        (tmp_path / "other", ("--lead_hours", 6, "--starts", 3), "its forecast has other dates or lead times"),
+        (tmp_path / "other", ("--lead_hours", 12, "--starts", 2), "its forecast has other dates or lead times"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            forecast_of(run, tmp_path / "out", *words, "--compare", runs)
+
+
 def test_the_layout_of_weatherbench2_holds_the_same_forecasts(run, serial, tmp_path):
     words = ["--run", str(run), "--out", str(tmp_path), "--lead_hours", "24", "--starts", "3"]
     forecast.main([*words, "--layout", "weatherbench2"])

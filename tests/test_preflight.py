@@ -81,7 +81,7 @@ def test_two_ranks_connect_and_their_collectives_are_right(words, tmp_path):
     assert (status, other, nothing) == (0, 0, "") and "0 FAIL" in output, output
     lines = output.splitlines()
     assert [line.split()[2] for line in lines_of(lines, "collectives")] == ["float32:", "bfloat16:"]
-    for what in ("process group", "checkpoint group", "shared folder"):
+    for what in ("process group", "checkpoint group", "shared folder", "clocks", "bandwidth"):
         assert lines_of(lines, what)[0].startswith("ok"), what
     assert "2 ranks met" in lines[0] and "rank 0-1 (" in lines[0]
     assert list((tmp_path / "logs").iterdir()) == []
@@ -259,12 +259,15 @@ class Together:
     def exchange(self, key, value):
         return self.answers.get(key.split(": ")[-1], [value] * 3)
 
-    names = Rendezvous.names
+    names, by_node = Rendezvous.names, Rendezvous.by_node
 
 
-def test_a_folder_that_is_not_shared_is_seen(tmp_path):
-    (folder,) = checks.shared_folder(SimpleNamespace(expdir=str(tmp_path)), Together(seen=[0.0, None, None]))
+def test_a_folder_that_is_not_shared_and_clocks_that_differ_are_seen(tmp_path):
+    ranks = Together(seen=[0.0, None, None], clocks=[100.0, 100.1, 107.0])
+    (folder,) = checks.shared_folder(SimpleNamespace(expdir=str(tmp_path)), ranks)
     assert folder.level == "FAIL" and "is not seen by rank 1-2 (b)" in folder.found
+    (clock,) = checks.clocks(None, ranks)
+    assert (clock.level, clock.found) == ("warn", "at most 7.0 s apart")
 
 
 def test_results_of_some_ranks_say_whose_they_are():

@@ -1,6 +1,6 @@
 """The report of a forecast: a table of its skill, curves, maps and an animation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ from tools.pictures import save
 from tools.tables import format_table
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
-from utils.files import write_json
+from utils.errors import UsageError
+from utils.files import read_json, write_json
 from weather.grid import HOUR
 
 
-def report(result: Result, out: Path | str, about: dict[str, Any], files: bool) -> None:
+def report(
+    result: Result, out: Path | str, about: dict[str, Any], files: bool, others: Mapping[str, dict[str, Any]]
+) -> None:
     """Write skill, pictures and animation of a Result to the folder `out`, and print a summary. One rank calls this.
 
-    about: of output_files.attributes. files: the forecasts are in the folder as NetCDF.
+    about: of output_files.attributes. files: the forecasts are in the folder as NetCDF. others: of read_skill, by run.
     """
     out, first, spectra = Path(out), result.starts[0], result.spectra
     units = dict(zip(result.names, result.units, strict=True))
@@ -59,14 +62,26 @@ def report(result: Result, out: Path | str, about: dict[str, Any], files: bool) 
 
     print(f"\n{skill_table(result, headline, units)}")
     short = f"{result.spectra.short:.0f} km"
-    hours = [f"{name} {useful_hours(result.skill['rmse'], name, result.leads)} h" for name in headline]
-    print(f"RMSE below persistence and climatology up to: {', '.join(hours)}")
+    for run, skill in {"": record, **others}.items():
+        hours = [f"{name} {useful_hours(skill['rmse'], name, result.leads)} h" for name in headline]
+        print(f"RMSE below persistence and climatology up to: {', '.join(hours)}{run and f' ({run})'}")
     print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
     finite = np.isfinite(list(result.skill["rmse"]["model"].values())).all(0)  # (L,)
     if not finite.all():
         print(f"the forecast is not finite from {result.leads[finite.argmin()]} hours on: the rollout is unstable")
     print(f"everything is in {out}: {', '.join(['skill.json', *pictures[:3], *names[:1]])}{' ...' * (len(names) > 1)}")
     print(f"animation:  {out / pictures[3]}")
+
+
+def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence[int]) -> dict[str, Any]:
+    """Read the skill of the forecast in a run's folder. Raises UsageError where its dates or lead times are others."""
+    path = Path(run) / "forecast" / SKILL
+    if not path.exists():
+        raise UsageError(f"{path}: no forecast yet: python forecast.py --run_folder {run}")
+    record = read_json(path)
+    if [record["lead_hours"], record["starts"]] != [list(leads), [show(start) for start in starts]]:
+        raise UsageError(f"{path}: its forecast has other dates or lead times: compare those of the same options")
+    return record
 
 
 def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 2 -m tools.preflight              and whether two ranks reach one another
     sbatch -N 2 submit_preflight.sh                             the same over nodes (docs/launch.md)
 
-Each line starts with ok, warn or FAIL and says what was checked, what was found, and what to do. Nothing is trained
-or timed. Every wait has a time limit, and a missing rank is named. Exit status: 0 nothing failed,
+Each line starts with ok, warn or FAIL and says what was checked, what was found, and what to do. Nothing is trained.
+Every wait has a time limit, and a missing rank is named. Exit status: 0 nothing failed,
 1 a check failed, 2 wrong options.
 """
 

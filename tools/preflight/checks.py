@@ -25,6 +25,8 @@ from utils.files import whole_file
 from utils.launch import interface_addresses, name_gloo_interface
 from utils.rank_failure import wait_until
 
+CLOCKS_APART = 2.0  # seconds
+SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks of years
 SLOW = {
@@ -116,18 +118,36 @@ def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
     yield CheckResult("ok" if free > LEAST_FREE_GB else "warn", "log folder", message, f"make room, or {advice}")
 
 
-def data_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
-    """Check that there is a file to train with, and that it can be read."""
+def data_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Check that there is a file to train with, and how fast all ranks together read it."""
     folder = Path(options.train_data_path or "data")
     file = next((path for pattern in DATA_FILES for path in folder.rglob(pattern) if path.is_file()), None)
+    speeds = ranks.exchange("data folder: read", read_speed(file) if file else None)
     if file:
-        with file.open("rb") as opened:
-            opened.read(1)
-        yield CheckResult("ok", "data folder", f"{file} can be read")
+        read = [speed for speed in speeds if speed is not None]
+        yield CheckResult("ok", "data folder", f"{file}: {sum(read) / 1e9:.2f} GB/s of {len(read)} rank(s) together")
     else:
         message = f"{folder}: no data files there"
         advice = "docs/data.md says how to fill it, make demo makes sample data; --train_data_path names another"
         yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", message, advice)
+
+
+def read_speed(file: Path) -> float:
+    """Bytes/s of the beginning of a file."""
+    began = time.perf_counter()
+    with file.open("rb", buffering=0) as opened:
+        count = len(opened.read(2**26))
+    return count / (time.perf_counter() - began)
+
+
+def clocks(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Compare the clocks of the ranks, on which dates of files and log lines depend."""
+    if ranks.size > 1:
+        ranks.exchange("clocks: ready", True)
+        times = ranks.exchange("clocks", time.time())
+        apart = max(times) - min(times)
+        level = "ok" if apart < CLOCKS_APART else "warn"
+        yield CheckResult(level, "clocks", f"at most {apart:.1f} s apart", "time synchronisation (NTP) of the nodes")
 
 
 def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -183,6 +203,7 @@ def network(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     dist.all_reduce(torch.ones(1, device=device))
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks")
     yield from collectives(device)
+    yield from bandwidth(device, ranks)
     yield from checkpoint_group(ranks.patience)  # the last: ranks that fail in it disagree on groups
 
 
@@ -195,6 +216,22 @@ def collectives(device: torch.device) -> Iterator[CheckResult]:
             yield CheckResult("FAIL", "collectives", f"{name}: wrong numbers from {', '.join(wrong)}", advice)
         else:
             yield CheckResult("ok", "collectives", f"{name}: {', '.join(right)} give the right numbers")
+
+
+def bandwidth(device: torch.device, ranks: Rendezvous) -> Iterator[CheckResult]:
+    """Measure what a rank sends in a second, and latency: among all ranks, inside each node, and across nodes."""
+    parts = {"all": [list(range(ranks.size))]}
+    nodes = list(ranks.by_node(range(ranks.size)).values())
+    if len(nodes) > 1:
+        parts |= collective_speed.places(nodes)
+    sizes = SIZES.get(device.type, SIZES["cuda"])
+    for place, groups in parts.items():
+        shown = []
+        for kind, points in collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather")).items():
+            latency, speed = collective_speed.fit(points)
+            shown.append(f"{kind} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us")
+        where = {"all": "all ranks", "inside": "inside a node", "across": "across nodes"}[place]
+        yield CheckResult("ok", "bandwidth", f"{where}, sent by a rank: {'; '.join(shown)}")
 
 
 def checkpoint_group(seconds: float) -> Iterator[CheckResult]:
@@ -210,4 +247,4 @@ def checkpoint_group(seconds: float) -> Iterator[CheckResult]:
     yield CheckResult("ok", "checkpoint group", f"gloo through {interface}: all ranks have met")
 
 
-CHECKS = (packages, devices, environment, log_folder, data_folder, shared_folder, network)
+CHECKS = (packages, devices, environment, log_folder, data_folder, shared_folder, clocks, network)

@@ -113,10 +113,14 @@ class Rendezvous:
 
     def names(self, ranks: Iterable[int]) -> str:
         """The ranks of each node as text: 'rank 1,4-7 (node2)'."""
+        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in self.by_node(ranks).items())
+
+    def by_node(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """{node: those of the ranks that are on it}."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             places.setdefault(self.nodes[rank], []).append(rank)
-        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in places.items())
+        return places
 
 
 def shortened(numbers: Iterable[int]) -> str:
