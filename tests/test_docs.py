@@ -94,8 +94,12 @@ def test_a_command_is_one_that_the_programs_take(line):
     elif program == "benchmark.py":
         check_benchmark(words)
     elif program == "plan.py":
-        planner = ["calibrate.read_launch", "validate.verify"]
-        parts = ["plan.load_gpu", "plan.compare", *(f"tools.planner.{name}" for name in planner)]
+        parts = [
+            "tools.planner.calibrate.read_launch",
+            "tools.planner.validate.verify",
+            "tools.layout_check.check.check",
+        ]
+        parts += ["plan.load_gpu", "plan.compare"]
         with contextlib.ExitStack() as stack:
             for part in parts:
                 stack.enter_context(mock.patch(part, side_effect=Parsed))
