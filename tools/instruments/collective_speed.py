@@ -4,7 +4,6 @@ Times are measured by size, and fitted as latency and bandwidth.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from scipy.optimize import least_squares
 from torch import Tensor
 
+from tools.instruments.clock import timed
 from tools.instruments.counting import bytes_sent
-from utils.device import synchronize
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 BATCHES = 5
@@ -110,22 +109,18 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     sent = bytes_sent(kind, given.nbytes, ranks) if kind != "all_to_all" else given.nbytes * (ranks - 1) / ranks
     factor = torch.rand(PRODUCT, PRODUCT, device=device)
 
-    def batch(times: int, calls: int = 1) -> float:
-        synchronize(device)
-        began = time.perf_counter()
+    def batch(times: int, calls: int = 1) -> None:
         for _ in range(times):
             torch.mm(factor, factor)
             for _ in range(calls):
                 call()
-        synchronize(device)
-        return (time.perf_counter() - began) / times
 
     batch(1)
-    number = torch.tensor([seconds / BATCHES / max(batch(2), 1e-6)], device=device)
+    number = torch.tensor([seconds / BATCHES / max(timed(device, batch, 2)[0] / 2, 1e-6)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MIN, group)  # as many on all ranks
     times = max(1, int(number))
-    found = statistics.median(batch(times) - batch(times, 0) for _ in range(BATCHES))
-    usual = torch.tensor([max(1e-6, found)], device=device)
+    pairs = [(timed(device, batch, times)[0], timed(device, batch, times, 0)[0]) for _ in range(BATCHES)]
+    usual = torch.tensor([max(1e-6, statistics.median(both - alone for both, alone in pairs) / times)], device=device)
     dist.all_reduce(usual, dist.ReduceOp.MAX, group)
     return float(sent), float(usual)
 

@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from itertools import count
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
 from tools.instruments.phases import PHASES, phases_of
+from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 from utils.torch_private import storage_id
 
@@ -56,38 +58,51 @@ LIKE = {  # operators of a CPU that torch counts nothing of, and those that comp
 class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
-    tensors: those that exist before. limit: bytes held at once above which a MemoryError is raised. Memory that an
-    operation holds only while it runs is not seen.
+    tensors: those that exist before. Memory that an operation holds only while it runs is not seen.
     phase, sent_forward: kept up to date by tools.instruments.phases. groups: {name of a process group: ranks in it}.
+    storages: {address: (number in the order of creation, weak reference, bytes)} of those that exist. saved: numbers of
+    those that the backward pass needs.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = (), limit: float | None = None):
+    def __init__(self, tensors: Iterable[Tensor] = ()):
         super().__init__()
-        self.limit, self.held = limit, 0
         self.phase = "forward"
         self.sent_forward: set[int] = set()
         self.operations: Counter[Operation] = Counter()
         self.messages: Counter[Message] = Counter()
         self.groups: dict[str, tuple[int, ...]] = {}
-        # Storages are numbered in the order of their creation. By address: the number, and a weak reference.
-        self.storages: dict[int, tuple[int, weakref.ref]] = {}
-        self.sizes: dict[int, int] = {}
+        self.numbers = count()
+        self.storages: dict[int, tuple[int, weakref.ref, int]] = {}
+        self.saved: set[int] = set()
         self.labels: dict[int, str] = {}
         self.events: list[tuple[int, int]] = []  # number, change of its size
-        self.born = 0
-        self._note(tensors)
+        self.note(tensors)
 
-    def label(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Say what the memory of these tensors is used for."""
-        for tensor in plain_tensors(tensors):
-            number = self._number(tensor.untyped_storage())
-            before = self.labels.get(number, "temporaries")
-            self.labels[number] = min(before, name, key=LABELS.index)
+    def label(self, name: str, tensors: Iterable[Tensor]) -> set[int]:
+        """Say what the memory of these tensors is used for; returns the numbers of their storages."""
+        numbers = self.note(tensors)
+        for number in numbers:
+            self.labels[number] = min(self.labels.get(number, LABELS[-1]), name, key=LABELS.index)
+        return numbers
+
+    def note(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Note the size of the storages of these tensors; returns their numbers."""
+        return {self._sized(tensor.untyped_storage()) for tensor in plain_tensors(tensors)}
+
+    def save(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that the backward pass needs."""
+        self.saved |= self.label("activations", tensors)
+
+    def nbytes(self, numbers: set[int]) -> int:
+        """Bytes of those of these storages that still exist."""
+        return sum(size for number, _, size in self.storages.values() if number in numbers)
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note the memory of an operation, and count it."""
         given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
-        self._note(given + made)
+        self.note(given + made)
+        if func in EXPENSIVE and torch.is_grad_enabled():  # selective checkpointing keeps it, and autograd is not told
+            self.save(made)
         if sent := collective(func, args, kwargs):
             name = sent.group.group_name
             self.groups.setdefault(name, tuple(dist.get_process_group_ranks(sent.group)))
@@ -117,33 +132,20 @@ class Tracker(Watch):
         dtype = (given or made)[0].dtype
         self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
 
-    def _number(self, storage):
-        key = storage._cdata
+    def _sized(self, storage):
+        """Note the size of a storage, which fully_shard may change; returns its number."""
+        key, size = storage._cdata, storage.nbytes()
         if key not in self.storages:
-            self.born += 1
-            self.storages[key] = self.born, weakref.ref(storage, lambda _, key=key: self._gone(key))
-        return self.storages[key][0]
+            self.storages[key] = next(self.numbers), weakref.ref(storage, lambda _: self._gone(key)), 0
+        number, reference, before = self.storages[key]
+        self.storages[key] = number, reference, size
+        if size != before:
+            self.events.append((number, size - before))
+        return number
 
     def _gone(self, key):
-        number, _ = self.storages.pop(key)
-        self._changed(number, -self.sizes.pop(number, 0))
-
-    def _note(self, tensors):
-        for tensor in plain_tensors(tensors):
-            self._sized(tensor.untyped_storage())
-
-    def _sized(self, storage):
-        """Note the size of a storage, which fully_shard may change."""
-        number, size = self._number(storage), storage.nbytes()
-        if change := size - self.sizes.get(number, 0):
-            self.sizes[number] = size
-            self._changed(number, change)
-            if self.limit is not None and self.held > self.limit:
-                raise MemoryError(f"{self.held} bytes of tensors: the limit is {self.limit:.0f}")
-
-    def _changed(self, number, change):
-        self.held += change
-        self.events.append((number, change))
+        number, _, size = self.storages.pop(key)
+        self.events.append((number, -size))
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_

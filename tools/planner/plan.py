@@ -26,8 +26,7 @@ class Plan:
     """A layout on a GPU, of the rank that holds most; sizes in bytes.
 
     memory: {category: its own largest size}; "activations" includes the batch and the batch that is fetched ahead.
-    peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells. inference: the same of a
-    forward pass, while everything that training keeps stays allocated; None by formula.
+    peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells.
     flops: of a step on all devices, including what checkpointing computes again.
     """
 
@@ -36,7 +35,6 @@ class Plan:
     gpu: Gpu
     memory: dict[str, float]
     peak: float
-    inference: float | None
     flops: float
     time: StepTime
 
@@ -93,7 +91,6 @@ class Plan:
             | {"overhead": round(self.overhead)},
             "host_bytes": round(self.host),
             "peak_allocated_bytes": round(self.peak),
-            "inference_peak_allocated_bytes": None if self.inference is None else round(self.inference),
             "gpu_memory_bytes": self.gpu.memory,
             "fits": self.fits,
             "collectives": self.time.collectives,
@@ -108,10 +105,8 @@ class Plan:
         }  # fmt: skip
 
 
-def plan_layout(
-    config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None, traces: Sequence[Trace] | None = None
-) -> Plan:
-    """The Plan of a layout. calibration: a factor from step_time.calibrate. traces: by default those of trace_step.
+def plan_layout(config: Config, layout: Layout, gpu: Gpu, traces: Sequence[Trace] | None = None) -> Plan:
+    """The Plan of a layout. traces: by default those of trace_step.
 
     Raises ValueError where the model cannot be split so.
     """
@@ -120,14 +115,12 @@ def plan_layout(
     batch = max(trace.memory["batch"] for trace in traces)
     memory["activations"] += 2 * batch
     flops = sum(op.flops * calls for trace in traces for op, calls in trace.operations.items()) / len(traces)
-    inference = [trace.inference for trace in traces if trace.inference is not None]
     return Plan(
         config,
         layout,
         gpu,
         memory,
         max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace,
-        max(inference) + gpu.workspace if inference else None,
         flops * layout.world_size,
-        step_time(traces, config, layout, gpu, calibration),
+        step_time(traces, config, layout, gpu),
     )

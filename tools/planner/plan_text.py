@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, Plan
-from tools.planner.search import Assumptions, Point, Request
+from tools.planner.search import Point, Request, sample_bytes
 from tools.planner.trace import HOST
 from tools.tables import format_table
 from training.flops import precision
@@ -56,8 +56,7 @@ def memory_text(plan: Plan) -> str:
     host = HOST if plan.config.cpu_offload else ()
     sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
     sizes |= {
-        "at most at once, in training": plan.peak,
-        "at most at once, in a forward pass": plan.inference or 0,
+        "at most at once": plan.peak,
         "outside of the allocator, and its loss": plan.overhead,
         "needed": plan.needed,
         f"{plan.gpu.name} has": plan.gpu.memory,
@@ -86,12 +85,9 @@ def time_text(plan: Plan) -> str:
     """The time of a step by part as a table, its error and what bounds it."""
     time, config = plan.time, plan.config
     rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
-    rest = "data sheets: --calibrate a run to narrow it"
-    if plan.gpu.measured:
-        rest = f"measurements of {plan.gpu.measured.processor}, {plan.gpu.measured.cores} cores"
-        other = plan.gpu.measured.elsewhere()
-        rest += f"; this is another machine: {other}" if other else ""
-    rest = "one measured run" if time.calibrated else rest
+    rest = "data sheets: --calibrate on such GPUs to narrow it"
+    if measured := plan.gpu.measured:
+        rest = f"measurements of {measured.processor}, {measured.cores} cores"
     return (
         f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
         f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
@@ -138,8 +134,9 @@ def refused_text(refused: dict[str, int]) -> str:
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
-def scaling_text(points: Sequence[Point], request: Request, assumed: Assumptions) -> str:
+def scaling_text(points: Sequence[Point], request: Request) -> str:
     """The curve as a table, and what it assumes. points: from tools.planner.search.scaling."""
+    gpu = request.gpu
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
          rate(point), point.efficiency, point.plan.needed / GIB, point.bound)
@@ -150,7 +147,9 @@ def scaling_text(points: Sequence[Point], request: Request, assumed: Assumptions
         "GiB needed": ".1f", "bound by": "",
     }  # fmt: skip
     return (
-        f"{request.gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
+        f"{gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
         f"samples/s of a GPU to those of the first line.\n\n{format_table(columns, rows)}\n\n"
-        f"{assumed.text(request.any_layout())}"
+        f"Assumed: step times of ranks vary by {gpu.jitter:.1%} (jitter), each step waits for the slowest; a "
+        f"sample of {sample_bytes(request.any_layout()) / 1e6:.2f} MB is read at {gpu.node_read / 1e9:g} GB/s a node "
+        f"(node_read), {gpu.total_read / 1e9:g} GB/s of all (total_read), while the step before computes."
     )

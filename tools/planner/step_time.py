@@ -6,7 +6,7 @@ tools.planner.collective_time. The pipeline's bubble: Narayanan et al. 2021 (arX
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,27 +21,38 @@ from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config
 
-# Half-widths of the band, see StepTime.
-UNCALIBRATED, CALIBRATED, MEASURED = 0.35, 0.20, 0.25
-LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3  # of a calibration
+UNCALIBRATED, MEASURED = 0.35, 0.25  # half-widths of the band, see StepTime
 
 # torch.compile fuses chains of elementwise operations: about every second tensor stays in registers.
 COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.5, 0.5
 GRAPH_LAUNCHES = 0.1  # a CUDA graph is launched once; about 1 us remains between its kernels
 HEAD_SIZES = 32, 64, 96, 128, 192, 256  # of the kernels of FlashAttention-2; other sizes are padded
 
-KINDS = {"matmul": "matmul", ATTENTION: ATTENTION}  # operations with a part of their own; others: memory
 BOUNDS = {
     "matmul": "compute", ATTENTION: "compute", "memory": "memory bandwidth", "launch": "launches",
     "bubble": "bubble of the pipeline",
 }  # fmt: skip
-GROUP_KINDS = "domain", "dp", "cp", "pp", "tp"  # the beginnings of groups' names
 SAME_WEIGHTS = "dp", "cp", "domain", "image"  # groups whose ranks reduce gradients of the same weights
 
 
-@dataclass(frozen=True)
+def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu) -> "StepTime":
+    """StepTime of the slowest traced rank.
+
+    traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node.
+
+    Gradient reductions and, but on a CPU, gathers of sharded parameters overlap with the computation of their phase,
+    except for one bucket. The exchanges of ring attention overlap with attention. The step waits for every other
+    message. On a measured machine computation takes as long as that of the slowest rank. Where all
+    ranks share one image, parameters and tokens travel along the same group: all gathers then count as waited for, an
+    upper bound. Raises UsageError for fp8 on a GPU without it.
+    """
+    if config.amp_mode == "fp8" and gpu.fp8 is None:
+        raise UsageError(f"amp_mode fp8: {gpu.name} has no 8-bit products (fp8 in its entry): use --amp_mode bf16")
+    return max((StepTime(trace, config, layout, gpu) for trace in traces), key=lambda step: step.seconds)
+
+
 class StepTime:
-    """A step of the slowest traced rank, without reading and preparing data.
+    """A step of a traced rank, without reading and preparing data.
 
     seconds: of the step, the sum of `parts`: matmul, attention, memory (all other kernels), launch (the GPU waits for
     the host), communication that computation does not hide, one part for each kind of group ("communication tp"), and
@@ -56,120 +67,44 @@ class StepTime:
     machine: `python -m tools.planner.validate`.
     """
 
-    seconds: float
-    error: float
-    calibrated: bool
-    parts: dict[str, float]
-    phases: dict[str, float]
-    bound: str
-    collectives: list[dict[str, Any]]
-
-
-def step_time(
-    traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None
-) -> StepTime:
-    """StepTime of a training step.
-
-    traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node. calibration: factor on the times of
-    computation, including launches, from `calibrate`; None: times come from data sheets.
-
-    Gradient reductions and, but on a CPU, gathers of sharded parameters overlap with the computation of their phase,
-    except for one bucket. The exchanges of ring attention overlap with attention. The step waits for every other
-    message. On a measured machine computation takes as long as that of the slowest rank. Where all
-    ranks share one image, parameters and tokens travel along the same group: all gathers then count as waited for, an
-    upper bound. Raises UsageError for fp8 on a GPU without it.
-    """
-    if config.amp_mode == "fp8" and gpu.fp8 is None:
-        raise UsageError(f"amp_mode fp8: {gpu.name} has no 8-bit products (fp8 in its entry): use --amp_mode bf16")
-    steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
-    slowest = max(steps, key=lambda step: sum(step.seconds.values()))
-    parts = slowest.parts
-    most: dict[str, float] = defaultdict(float)
-    for name, seconds in parts.items():
-        most[BOUNDS.get(name, name)] += seconds
-    bound = max(most, key=lambda name: most[name])
-    kind, _, group = bound.partition(" ")
-    return StepTime(
-        seconds=sum(parts.values()),
-        error=CALIBRATED if calibration else MEASURED if gpu.measured else UNCALIBRATED,
-        calibrated=calibration is not None,
-        parts=parts,
-        phases=slowest.phases,
-        bound=f"communication ({group})" if kind == "communication" else bound,
-        collectives=slowest.collectives,
-    )
-
-
-def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, summary: Mapping[str, Any]) -> float:
-    """The factor on times of computation with which step_time gives the speed of a real run.
-
-    summary: a mapping, as in summary.json of a run's folder. Its samples_per_sec is read and, where given, its
-    data_wait_fraction (the share of time spent waiting for batches, which is taken out) and world_size. The other
-    arguments describe that run.
-
-    Raises UsageError where the speed is missing, belongs to another number of ranks, or is faster than communication.
-    """
-    speed, ranks = summary.get("samples_per_sec"), summary.get("world_size", layout.world_size)
-    if not speed:
-        raise UsageError("calibration: the summary of the run has no samples_per_sec: no step was timed")
-    if ranks != layout.world_size:
-        raise UsageError(f"calibration: the summary is of a run on {ranks} ranks, the layout has {layout.world_size}")
-    measured = config.global_batch_size / speed * (1 - (summary.get("data_wait_fraction") or 0))
-
-    def too_long(factor: float) -> float:
-        return step_time(traces, config, layout, gpu, factor).seconds - measured
-
-    for factor in LEAST_FACTOR, MOST_FACTOR:
-        if (off := too_long(factor)) * (factor - 1) < 0:
-            raise UsageError(
-                f"calibration: {speed:.4g} samples/s cannot be met: the run took {measured:.3g} s a step, and with "
-                f"computation {factor:g} times as long it takes {measured + off:.3g} s; is it of this configuration "
-                "and GPU?"
-            )
-    from scipy.optimize import brentq  # slow to import
-
-    return brentq(too_long, LEAST_FACTOR, MOST_FACTOR, xtol=1e-9)
-
-
-class _Step:
-    """The step of one traced rank. seconds: {(phase, name of a part): seconds}."""
-
-    def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu, calibration: float):
+    def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu):
         self.trace, self.config, self.layout, self.gpu = trace, config, layout, gpu
-        waits = gpu.measured.slowest if gpu.measured and layout.world_size > 1 else 1.0  # for the slowest rank
-        self.calibration = calibration * waits
-        self.speeds = gpu.measured.speeds(min(layout.world_size, gpu.gpus_per_node)) if gpu.measured else None
-        self.compute = self._compute(self.speeds)
+        self.error = MEASURED if gpu.measured else UNCALIBRATED
+        self.late = gpu.measured.slowest if gpu.measured and layout.world_size > 1 else 1.0  # of the slowest rank
+        self.ranks = min(layout.world_size, gpu.gpus_per_node)
+        self.compute = self._compute(self.ranks)
         self.collectives = self._collectives()
-        self.seconds = self.compute.copy()
+        self.table = self.compute.copy()  # {(phase, part): seconds}
         host = self._host()
-        if gpu.synchronous:  # the host computes by itself
-            self.seconds.update({(phase, "launch"): seconds for phase, seconds in host.items()})
-        pipelined = sum(seconds for (phase, _), seconds in self.seconds.items() if phase != "update")
+        if gpu.device == "cpu":  # the host computes by itself
+            self.table.update({(phase, "launch"): seconds for phase, seconds in host.items()})
+        pipelined = sum(seconds for (phase, _), seconds in self.table.items() if phase != "update")
         pipelined += self._communicate()
-        if not gpu.synchronous:
-            for phase, seconds in self.phases.items():
-                self.seconds[phase, "launch"] = max(0.0, host[phase] - seconds)
-        self.seconds["backward", "bubble"] = self._bubble(pipelined)
+        if gpu.device != "cpu":
+            for phase, seconds in self._phases().items():
+                self.table[phase, "launch"] = max(0.0, host[phase] - seconds)
+        self.table["backward", "bubble"] = self._bubble(pipelined)
 
-    @property
-    def phases(self) -> dict[str, float]:
-        """{phase: seconds}."""
-        return {phase: sum(s for (when, _), s in self.seconds.items() if when == phase) for phase in PHASES}
+        self.phases = self._phases()
+        self.parts: dict[str, float] = dict.fromkeys(BOUNDS, 0.0)
+        most: dict[str, float] = defaultdict(float)
+        for (_, part), seconds in self.table.items():
+            self.parts[part] = self.parts.get(part, 0.0) + seconds
+        for part, seconds in self.parts.items():
+            kind, _, group = part.partition(" ")
+            most[BOUNDS.get(part, f"{kind} ({group})")] += seconds
+        self.seconds = sum(self.parts.values())
+        self.bound = max(most, key=lambda name: most[name])
 
-    @property
-    def parts(self) -> dict[str, float]:
-        """{name of a part: seconds}."""
-        parts = dict.fromkeys(("matmul", ATTENTION, "memory", "launch", "bubble"), 0.0)
-        for (_, name), seconds in self.seconds.items():
-            parts[name] = parts.get(name, 0.0) + seconds
-        return parts
+    def _phases(self):
+        return {phase: sum(s for (when, _), s in self.table.items() if when == phase) for phase in PHASES}
 
-    def _compute(self, speeds):
-        seconds = Counter()
+    def _compute(self, ranks):
+        """{(phase, part): seconds} of operations, while so many ranks of a node compute."""
+        seconds, speeds = Counter(), self.gpu.measured.speeds(ranks) if self.gpu.measured else None
         for operation, calls in self.trace.operations.items():
-            kind = KINDS.get(operation.kind, "memory")
-            seconds[operation.phase, kind] += calls * self._operation(operation, speeds) * self.calibration
+            part = operation.kind if operation.flops else "memory"
+            seconds[operation.phase, part] += calls * self._operation(operation, speeds) * self.late
         return seconds
 
     def _operation(self, operation, speeds):
@@ -202,22 +137,22 @@ class _Step:
         return low.get(dtype, gpu.tf32 if self.config.enable_tf32 else gpu.fp32) * gpu.matmul_efficiency
 
     def _collectives(self) -> list[dict[str, Any]]:
-        sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0])
+        counts: Counter[tuple[str, str, str]] = Counter()
+        sizes: Counter[tuple[str, str, str]] = Counter()
         for message, times in self.trace.messages.items():  # an extrapolated trace may count below zero
-            total = sums[message.phase, message.kind, message.group]
-            total[0] += times
-            total[1] += times * message.sent
+            key = message.phase, message.kind, message.group
+            counts[key] += times
+            sizes[key] += times * message.sent
         found = []
-        for (phase, kind, group), (calls, sent) in sums.items():
-            count = max(1, round(calls))
-            ranks = self.trace.groups[group]
+        for (phase, kind, group), sent in sizes.items():
+            count, ranks = max(1, round(counts[phase, kind, group])), self.trace.groups[group]
             shapes = node_shapes(ranks, self.layout.world_size, self.gpu.gpus_per_node)
             ring = not (kind == "send" or self._is_ring(kind, group))
             seconds = max(collective_time(kind, sent, count, len(ranks), *shape, self.gpu, ring) for shape in shapes)
-            found.append(
-                {"phase": phase, "kind": kind, "group": group, "ranks": ranks, "count": count, "bytes": round(sent)}
-                | {"inside": all(nodes == 1 for nodes, _ in shapes), "seconds": seconds}
-            )
+            found.append({
+                "phase": phase, "kind": kind, "group": group, "ranks": ranks, "count": count, "bytes": round(sent),
+                "inside": all(nodes == 1 for nodes, _ in shapes), "seconds": seconds,
+            })  # fmt: skip
         return found
 
     def _is_ring(self, kind, group):
@@ -233,7 +168,7 @@ class _Step:
         if phase == "backward" and kind == "all_reduce" and _kind_of(group) in SAME_WEIGHTS:
             return "compute"  # gradients; over the ranks of one image where these are all
         sharded = _kind_of(group) == "dp" and self.config.data_parallel in SHARDED
-        if phase != "update" and sharded and not self.gpu.synchronous:  # on a CPU fully_shard waits for each one
+        if phase != "update" and sharded and self.gpu.device != "cpu":  # on a CPU fully_shard waits for each one
             return "compute"
         return None
 
@@ -264,27 +199,25 @@ class _Step:
             left = total - (total - left) * (self.gpu.measured.overlap if self.gpu.measured else 1)
             for collective in found:
                 part = f"communication {_kind_of(collective['group'])}"
-                self.seconds[phase, part] += left * collective["seconds"] / total if total else 0
+                self.table[phase, part] += left * collective["seconds"] / total if total else 0
             waited += 0 if overlap == "compute" else left
         return waited
 
     def _host(self):
         """{phase: seconds} in which the host launches operations: a lower bound; on a CPU beside computing."""
-        seconds = Counter()
-        if self.gpu.synchronous:
-            for operation, calls in self.trace.operations.items():
-                seconds[operation.phase] += calls * self.speeds.host.get(operation.phase, 0.0) * self.calibration
-            for name, calls in wrapped(self.trace, self.collectives, self.config).items():
-                for phase, each in self.gpu.measured.around.get(name, {}).items():
-                    seconds[phase] += calls * each * self.calibration
-            return seconds
-        config = self.config
-        factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
-        launch = factor * self.gpu.launch * self.calibration
+        config, gpu, seconds = self.config, self.gpu, Counter()
+        each = gpu.measured.speeds(self.ranks).host if gpu.measured else dict.fromkeys(PHASES, gpu.launch)
+        if gpu.device != "cpu":
+            factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
+            each = dict.fromkeys(PHASES, factor * fmean(each.values()))
+            for collective in self.collectives:
+                seconds[collective["phase"]] += collective["count"] * each[collective["phase"]] * self.late
+        else:
+            for name, calls in wrapped(self.trace, self.collectives, config).items():
+                for phase, own in gpu.measured.around.get(name, {}).items():
+                    seconds[phase] += calls * own * self.late
         for operation, calls in self.trace.operations.items():
-            seconds[operation.phase] += calls * launch
-        for collective in self.collectives:
-            seconds[collective["phase"]] += collective["count"] * launch
+            seconds[operation.phase] += calls * each[operation.phase] * self.late
         return seconds
 
     def _bubble(self, seconds):
@@ -293,12 +226,11 @@ class _Step:
         While the pipeline fills and drains only some ranks of a node compute: where they share memory, each is then
         faster.
         """
-        config, stages, ranks = self.config, self.layout.pp, min(self.layout.world_size, self.gpu.gpus_per_node)
+        config, stages, gained = self.config, self.layout.pp, 0.0
         passes = config.gradient_accumulation * (2 if config.pp_schedule == "interleaved" else 1)
-        gained = 0.0
-        if self.gpu.measured and stages <= ranks:
+        if self.gpu.measured and stages <= self.ranks:
             for working in range(1, stages):
-                faster = self._compute(self.gpu.measured.speeds(ranks * working // stages))
+                faster = self._compute(self.ranks * working // stages)
                 gained += sum(self.compute[key] - faster[key] for key in faster if key[0] != "update")
         return ((stages - 1) * seconds - 2 * gained) / passes
 
@@ -310,24 +242,22 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
     each operation of the forward pass. full, selective: blocks that are computed again. collectives: of StepTime.
     """
     counted, blocks = Counter[str](), config.depth // config.pipeline_parallel
-    if config.domain_parallel not in (1, "1", "1x1"):
-        counted["domain"] = round(sum(n for operation, n in trace.operations.items() if operation.phase == "forward"))
-    if config.activation_checkpointing in ("full", "selective"):
-        passes = config.gradient_accumulation * config.rollout_steps
-        counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
+    groups = {_kind_of(collective["group"]) for collective in collectives}
     for collective in collectives:
         name = _kind_of(collective["group"])
         if name == "dp" or (name in SAME_WEIGHTS and collective["kind"] == "all_reduce"):
             name = "fsdp" if config.data_parallel in SHARDED else "ddp"
-        if name == "ddp":
-            counted[name] = 1
-        elif name != "domain":
-            counted[name] += collective["count"]
-    shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
-    if config.data_parallel in SHARDED and shared:  # parameters travel as tokens do
+        counted[name] += collective["count"]
+    counted["ddp"] = min(1, counted["ddp"])
+    split = config.domain_parallel not in (1, "1", "1x1")
+    counted["domain"] = split * round(sum(n for op, n in trace.operations.items() if op.phase == "forward"))
+    if config.activation_checkpointing in ("full", "selective"):
+        passes = config.gradient_accumulation * config.rollout_steps
+        counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
+    if config.data_parallel in SHARDED and groups & {"cp", "domain", "image"}:  # parameters travel as tokens do
         counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * (2 if config.data_parallel == "zero2" else 3))
     return counted
 
 
 def _kind_of(group: str) -> str:
-    return next((kind for kind in GROUP_KINDS if group.startswith(kind)), group)
+    return group.partition("_")[0]

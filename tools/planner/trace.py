@@ -5,25 +5,27 @@ linear in the number of blocks of a stage.
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks.vit import Attention
-from tools.instruments.memory import memory_of_a_step, optimizer_states
 from tools.instruments.phases import phases_of
 from tools.instruments.tracker import Message, Operation
 from tools.planner.cuda_autocast import CudaAutocast
-from tools.planner.fake import FakeTensor, FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
+from tools.planner.fake import FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
 from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
@@ -34,6 +36,7 @@ from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
 from utils.tiles import own_window
+from utils.torch_private import storage_id
 
 SHORT = 2, 3  # blocks of a stage to extrapolate from
 MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
@@ -51,16 +54,16 @@ HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host 
 class Trace:
     """A step of one rank.
 
-    memory: {label: bytes at most} of tools.instruments.tracker, and "peak". held: as tools.instruments.memory has it.
-    inference: most bytes in a forward pass, while everything that training keeps stays allocated;
-    None where it was not traced.
+    memory: {label: bytes at most} of tools.instruments.tracker, and "peak". held: bytes at some moments. parameters:
+    between forward and backward pass, whole ones that lie beside a rank's part included. parameters at most: in the
+    forward pass, while the unit that computes is gathered. gradients: before the update. optimizer: its state.
+    activations: what the backward pass needs of the forward pass, of a pipeline the most of its micro-batches.
     operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
     in this rank's group}.
     """
 
     memory: dict[str, float]
     held: Mapping[str, float]
-    inference: float | None
     operations: Counter[Operation]
     messages: Counter[Message]
     groups: dict[str, tuple[int, ...]]
@@ -105,7 +108,6 @@ def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
     return Trace(
         {name: linear(few.memory[name], more.memory[name]) for name in few.memory},
         {name: linear(few.held[name], more.held[name]) for name in few.held},
-        linear(few.inference, more.inference),
         counted(few.operations, more.operations),
         counted(few.messages, more.messages),
         more.groups,
@@ -158,34 +160,61 @@ def _shapes(config, layout):
 
 
 def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
-    """The Trace of one more step of a TrainingStep that has made one; of a real step too, but without inference."""
-    parallel, states = step.parallel, optimizer_states(step.optimizer)
+    """The Trace of one more step of a TrainingStep that has made one; of a real step too."""
+    parallel, optimizer = step.parallel, getattr(step.optimizer, "optim", step.optimizer)  # of ZeroRedundancyOptimizer
+    own = [p for group in step.optimizer.param_groups for p in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
     stages = parallel.pipeline.stages if parallel.pipeline else []
     called: list[nn.Module] = [stage.submod for stage in stages] or [parallel.module]
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
     received = receive_buffers(stages)
-    there = [*weights, *states, *buckets, *received]
-    tracker = FakeTracker([*there, x, y])
+    tracker = FakeTracker([*weights, *states, *buckets, *received, x, y])
     tracker.label("parameters", weights)
-    tracker.label("optimizer", states)
     tracker.label("gradients", buckets)
     tracker.label("batch", [x, y])
     tracker.label("buffers", received)
+    held = Counter({"optimizer": tracker.nbytes(tracker.label("optimizer", states))})
 
-    with phases_of(step, tracker), tracker:
-        held = memory_of_a_step(step, x, y, tracker)
+    def note(name: str, numbers: set[int]) -> None:
+        held[name] = max(held[name], tracker.nbytes(numbers))
+
+    def parameters() -> set[int]:
+        return tracker.note([*own, *parallel.model.parameters()])
+
+    def changes(before: str, phase: str) -> None:
+        if before == "forward":
+            note("parameters", parameters())
+            note("parameters at most", parameters())
+            note("activations", tracker.saved)
+        if phase == "update":
+            note("gradients", tracker.label("gradients", [p.grad for p in own if p.grad is not None]))
+
+    def gathered(unit: nn.Module, *_: Any) -> None:
+        tracker.label("buffers", unit.parameters())
+        note("parameters at most", parameters())
+
+    def saved(tensor: Tensor) -> Tensor:
+        if storage_id(tensor) not in set(map(storage_id, parallel.model.parameters())):
+            tracker.save([tensor])
+        return tensor
+
+    with phases_of(step, tracker, changes), ExitStack() as stack:
+        for unit in [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]:
+            # First in line, so before the unit is resharded.
+            stack.callback(unit.register_forward_hook(gathered, prepend=True).remove)
+        stack.enter_context(warnings.catch_warnings())  # torch says that selective checkpointing passes the hooks by
+        warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor))
+        stack.enter_context(tracker)
+        step(0, x, y)
     memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
     messages: Counter[Message] = Counter()
     names = {group: dimensions[ranks] for group, ranks in tracker.groups.items()}
     for message, calls in tracker.messages.items():
         messages[message._replace(group=names[message.group])] += calls
     groups = {names[group]: ranks for group, ranks in tracker.groups.items()}
-    inference = 0
-    if isinstance(x, FakeTensor):
-        there = [] if step.config.cpu_offload else there
-        inference = _inference(step, called[0], x, there) + (memory["gradients"] if there and not buckets else 0)
-    return Trace(memory, held, inference, tracker.operations, messages, groups)
+    return Trace(memory, held, tracker.operations, messages, groups)
 
 
 def _dimensions():
@@ -196,13 +225,3 @@ def _dimensions():
             names.setdefault(tuple(dist.get_process_group_ranks(comm.get_group(dimension))), dimension)
         names.setdefault(tuple(range(dist.get_world_size())), "world")
     return names
-
-
-def _inference(step, module, x, there):
-    """Most bytes in a forward pass of a micro-batch without gradients. there: tensors that stay allocated."""
-    x = x.chunk(step.config.gradient_accumulation)[0][:, : step.config.model_in_channels].clone()
-    if step.parallel.pipeline and not step.parallel.pipeline.first:
-        x = torch.empty(step.parallel.pipeline.stages[0].tokens)
-    with FakeTracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
-        module(x)
-    return tracker.memory()["peak"]
