@@ -24,7 +24,6 @@ from tools.planner.search import LAYOUT_OPTIONS, Request, best_layouts, gpu_coun
 from tools.planner.submit import choose, submit_plan
 from utils.comm import run_ranks
 from utils.errors import ArgumentParser, UsageError, whole
-from utils.files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,16 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     option("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
     option("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
     option("--calibrate", action="store_true", help="measure this machine, for --gpu")
-    option("--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them")
+    option("--json", action="store_true", help="print the plans as JSON")
     option("--png", metavar="FILE", help="write a picture")
     option("--verify", action="store_true", help="run small layouts for real and compare them with plans")
     option("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
     option("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
     options, words = parser.parse_known_args(words)
     if options.verify:
-        from tools.planner.validate import verify
+        from tools.planner.validate import build_cases, verify
 
-        return 1 if verify() else 0
+        return 1 if verify(build_cases()) else 0
     if options.calibrate:
         from tools.planner import calibrate
 
@@ -71,13 +70,10 @@ def main(argv: list[str] | None = None) -> int:
         if len(counts) > 1:
             raise UsageError("--choose and --submit take a layout of one number of --gpus")
         plans, text = [choose(plans, options.choose or 1)], report.plan_text
-    as_json = [plan.to_json() for plan in plans]
-    if options.json == "-":
-        print(json.dumps(as_json, indent=1))
+    if options.json:
+        print(json.dumps([plan.to_json() for plan in plans], indent=1))
     else:
         print(text(plans, request))
-    if options.json and options.json != "-":
-        write_json(options.json, as_json)
     if options.png:
         from tools.planner.plan_pictures import layouts_picture, scaling_picture
 

@@ -33,13 +33,12 @@ from docs.examples import zarr_years
 from tests.conftest import TINY, words_of
 from tests.support import forked, programs
 from tests.support.era5_examples import build, save_netcdf, save_zarr
-from tests.test_plan_measured import made
 from tools import hang
 from tools.benchmarks.scaling import read_study
 from tools.forecasting.dated_frames import file_times
 from tools.forecasting.output_files import prepare_folder
 from tools.planner.compare import compare
-from tools.planner.hardware import load_gpu, of_measured
+from tools.planner.hardware import load_gpu
 from tools.timeline import Trace
 from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
 from training.run_folder import read_summary
@@ -128,7 +127,6 @@ def good_files(folder):
         "summary": (summary, lambda path: read_summary(path, run=str, units=dict)),
         "collectives-rank0.json": (record, lambda path: hang.main([str(path.parent)])),
         "skill.json": ({"files": ["a.nc"]}, lambda path: prepare_folder(path.parent)),
-        "measured": (made(), lambda path: of_measured("measured", path)),
         "trace.json": (trace, read_trace),
     }
     found = {}

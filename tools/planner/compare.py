@@ -1,6 +1,5 @@
 """A finished run compared with the plan of its config: figures of a step, and the likely reason for what differs."""
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,19 +52,18 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     gpu, ranks, where = gpu_of_run(gpu_name, last["device"]), last["ranks"], folder / "config.yaml"
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
     plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
-    planned, found = {}, {}
+    planned, found, ratios = {}, {}, {}
     for key, (title, unit) in ROWS.items():
         if run[key] is not None:
             planned[title], found[title] = plan[key] / unit, run[key] / unit
-    ratios = {title.split(",")[0]: found[title] / value for title, value in planned.items() if value}
-    lines = [
+            if plan[key]:
+                ratios[key] = run[key] / plan[key]
+    return "\n".join([
         f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
         f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
         f"{beside('', planned, found)}\n",
         *(f"- {reason}" for reason in _reasons(gpu, config, last, ratios, _means(readings))),
-        f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(file))}",
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def gpu_of_run(name: str | None, device: str) -> Gpu:
@@ -82,15 +80,10 @@ def gpu_of_run(name: str | None, device: str) -> Gpu:
 def planned_figures(plan: Plan) -> dict[str, Any]:
     """A plan as JSON, also with its config, its seconds by phase, and its number of collectives."""
     phases = {f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()}
-    return (
-        plan.to_json()
-        | phases
-        | {
-            "settings": plan.config.model_dump(),
-            "pipeline_s": phases["forward_s"] + phases["backward_s"],
-            "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
-        }
-    )
+    return plan.to_json() | phases | {
+        "settings": plan.config.model_dump(), "pipeline_s": phases["forward_s"] + phases["backward_s"],
+        "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
+    }  # fmt: skip
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -126,8 +119,7 @@ def _means(readings):
 def _steady(folder):
     """Readings of rank 0 after the warmup of its last start, or all of them in a shorter run."""
     path = folder / FILE_NAME.format(0)
-    whole = ("iterations", "since_start", "ranks", "device", "memory/most_bytes", "time/step")
-    readings = [r for r in read_metrics(path) if all(r.get(name) for name in whole)] if path.exists() else []
+    readings = read_metrics(path) if path.exists() else []
     if not readings:
         raise UsageError(f"{folder}: has no readings ({path.name}): no step of this run was read")
     begins = max(i for i, r in enumerate(readings) if i == 0 or r["since_start"] <= r["iterations"])
@@ -141,21 +133,20 @@ def _reasons(gpu: Gpu, config: Config, last: dict[str, Any], ratios: dict[str, f
     same = last["device"] == "cpu" if gpu.device == "cpu" else gpu.measured or is_gpu(gpu.name, last["device"])
     if not same:
         yield f"the plan is for {gpu.name}, and {last['device']} is another device: times and memory are its own"
-        off -= {"step", "memory at most", "forward", "backward", "update", "forward and backward"}
-    if gpu.device == "cpu" and config.num_data_workers and "step" in off:
+        off &= {"calls"}
+    if gpu.device == "cpu" and config.num_data_workers and "step_time_s" in off:
         yield "reader: its threads share the cores with computing, which no plan has: --num_data_workers 0"
     data, late = mean("data") / mean("step"), mean("slowest_over_mean")
     if data > OFF:
         yield f"data: a step waits {data:.0%} of its time for its batch, which no plan has: --num_data_workers"
     if late > 1 + OFF:
         yield f"straggler: rank {last['time/slowest_rank']:.0f} takes {late:.2f} times the mean until ranks first meet"
-    if "step" in off:
-        forward, backward = ratios.get("forward", 1), ratios.get("backward", 1)
-        if last["ranks"] > 1 and backward > forward * (1 + OFF):
+    if "step_time_s" in off:
+        if last["ranks"] > 1 and ratios.get("backward_s", 1) > ratios.get("forward_s", 1) * (1 + OFF):
             yield "messages: the backward pass, which reduces gradients, is further off than the forward one"
         else:
             yield "computation: all phases are off alike: the device reaches another share of its peak than planned"
-    if "memory at most" in off:
+    if "peak_allocated_bytes" in off:
         yield "memory: fragments and compiled code are not planned; docs/plan.md says what is"
-    if "collectives of a step" in off:
+    if "calls" in off:
         yield "collectives: the run sends others than planned: another version of torch, or validation in between"

@@ -44,11 +44,17 @@ def candidates(
     layout works. A choice without effect is left out: methods of attention over one rank, strategies for one.
     """
     fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
+    if config.cpu_offload or config.noddp:
+        fixed.add("data_parallel")
+
+    def values(name: str, wanted: Iterable[Any], of_use: bool = True) -> Iterable[Any]:
+        """The values of a key that are tried."""
+        return wanted if of_use and name not in fixed else [getattr(config, name)]
+
     found: list[tuple[Config, Layout]] = []
     refused: Counter[str] = Counter()
     trial, keys = Trial(config), config.model_dump(exclude={"config"})
-    sizes = [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]
-    for tp in [config.tensor_parallel] if "tensor_parallel" in fixed else sizes:
+    for tp in values("tensor_parallel", [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]):
         if tp > ranks_per_node and found:
             break
         try:
@@ -56,10 +62,13 @@ def candidates(
         except UsageError as error:
             refused[str(error)] += 1
             continue
-        for split in _splits(config, gpus, tp, fixed):
-            for way in _ways(config, gpus, split, fixed):
+        for cp, pp, domain in _splits(config, gpus // tp, values):
+            split = dict(zip(SPLITS, (tp, cp, pp, domain), strict=True))
+            dp = max(1, gpus // (tp * cp * pp * math.prod(tile_counts(domain))))
+            strategies = _strategies(config, gpus, ranks_per_node, dp, gpus // (tp * pp) > 1, values)
+            for way in _ways(config, dp, split, values):
                 takes = []
-                for own in _data_parallel(config, gpus, ranks_per_node, split, fixed):
+                for own in strategies:
                     try:
                         checked = check_config(keys | split | way | own, config.config, "", (), gpus)
                         takes.append((checked, checked.layout(gpus, ranks_per_node)))
@@ -77,74 +86,55 @@ def _divisors(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
-def _splits(config, gpus, tp, fixed):
-    """Sizes of cp, pp and domain that go with a tp, as settings."""
-    rest = gpus // tp if gpus % tp == 0 else 0
+def _splits(config, ranks, values):
+    """Sizes of cp, pp and domain, among so many ranks."""
     rows, columns = (n // config.patch_size for n in config.img_size[:2])
-
-    def sizes(name):
-        return [getattr(config, name)] if name in fixed else _divisors(rest) if rest else []
-
-    for cp in sizes("context_parallel"):
-        for pp in sizes("pipeline_parallel"):
-            free = {"context_parallel", "pipeline_parallel"}.isdisjoint(fixed)
-            if not free or (rest % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
-                yield {"tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp, "domain_parallel": 1}
-    counts = [n for n in _divisors(rest) if n > 1] if rest else []
-    tiles = [n for n in counts if n <= rows]
+    counts = _divisors(ranks)
+    cps, pps = values("context_parallel", counts), values("pipeline_parallel", counts)
+    for cp, pp in itertools.product(cps, pps):
+        free = cps == pps == counts  # else the scripts say what is wrong
+        if not free or (ranks % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
+            yield cp, pp, 1
+    tiles = [n for n in counts if 1 < n <= rows]
     tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
-    if "domain_parallel" in fixed:
-        tiles = [config.domain_parallel]
-    for domain in tiles:
+    for domain in values("domain_parallel", tiles):
         if domain not in (1, "1", "1x1"):
-            yield {"tensor_parallel": tp, "context_parallel": 1, "pipeline_parallel": 1, "domain_parallel": domain}
+            yield 1, 1, domain
 
 
-def _ways(config, gpus, sizes, fixed):
+def _ways(config, dp, sizes, values):
     """Methods and schedules of a split, as settings."""
-    tp, cp, pp, domain = (sizes[name] for name in SPLITS)
-
-    def values(name, wanted, of_use):
-        return [getattr(config, name)] if name in fixed or not of_use else wanted
-
-    micro_batches = config.gradient_accumulation
-    if pp > 1 and "gradient_accumulation" not in fixed:
-        dp = max(1, gpus // (tp * cp * pp))
-        share = config.global_batch_size // dp
-        micro_batches = next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)
+    tp, cp, pp, domain = sizes.values()
+    share = config.global_batch_size // dp
+    micro_batches = [next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)]
     slices = [False, True] if cp == pp == 1 else [True]  # a rank holds less and sends the same bytes
-    for sequence, cp_method, domain_method, schedule in itertools.product(
-        values("sequence_parallel", slices, tp > 1 and domain == 1),
-        values("cp_method", choices("cp_method"), cp > 1),
-        values("domain_method", choices("domain_method"), domain != 1),
-        values("pp_schedule", SCHEDULES, pp > 1),
-    ):
-        yield {
-            "sequence_parallel": sequence, "cp_method": cp_method, "domain_method": domain_method,
-            "pp_schedule": schedule, "gradient_accumulation": micro_batches,
-        }  # fmt: skip
+    options = {
+        "sequence_parallel": values("sequence_parallel", slices, tp > 1 and domain == 1),
+        "cp_method": values("cp_method", choices("cp_method"), cp > 1),
+        "domain_method": values("domain_method", choices("domain_method"), domain != 1),
+        "pp_schedule": values("pp_schedule", SCHEDULES, pp > 1),
+        "gradient_accumulation": values("gradient_accumulation", micro_batches, pp > 1),
+    }
+    for way in itertools.product(*options.values()):
+        yield dict(zip(options, way, strict=True))
 
 
-def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
-    """Data-parallel strategies and activation checkpointing of a split, as settings."""
-    tp, cp, pp, domain = (sizes[name] for name in SPLITS)
-    replicas = max(1, gpus // (tp * pp))
-    dp = replicas // (cp * math.prod(tile_counts(domain)))
-    strategies = choices("data_parallel") if replicas > 1 else ("ddp",)
-    if "data_parallel" in fixed or config.cpu_offload or config.noddp:
-        strategies = (config.data_parallel,)
-    checkpointing = CHECKPOINTING
-    if "activation_checkpointing" in fixed:
-        checkpointing = (config.activation_checkpointing,)
+def _strategies(config, gpus, ranks_per_node, dp, several, values):
+    """Data-parallel strategies and activation checkpointing of dp ranks, as settings.
+
+    several: more than one rank has the same weights.
+    """
+    found, inside = [], max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
+    strategies = values("data_parallel", choices("data_parallel") if several else ["ddp"])
     for strategy in strategies:
-        inside = max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
-        if strategy == "hsdp" and "data_parallel" not in fixed and (gpus <= ranks_per_node or inside == dp or dp == 1):
+        if strategy == "hsdp" and len(strategies) > 1 and (gpus <= ranks_per_node or inside == dp or dp == 1):
             continue  # the same as fsdp
-        for again in checkpointing:
+        for again in values("activation_checkpointing", CHECKPOINTING):
             # Keys that belong to other strategies are at their defaults.
-            others = [name for name, own in STRATEGY_KEYS.items() if strategy not in own and name not in fixed]
-            plain = {name: Config.model_fields[name].default for name in others}
-            yield {"data_parallel": strategy, "activation_checkpointing": again, **plain}
+            others = [key for key, own in STRATEGY_KEYS.items() if strategy not in own]
+            plain = {key: values(key, [Config.model_fields[key].default])[0] for key in others}
+            found.append({"data_parallel": strategy, "activation_checkpointing": again, **plain})
+    return found
 
 
 class Trial:
