@@ -9,7 +9,7 @@ from distributed.domain_parallel import split_images
 from distributed.model_parallel import split_model
 from tests.support.marks import slow_but
 from tools.planner.fake import fake_rank
-from tools.planner.layouts import Trial, candidates, command, script_of, split_refusal
+from tools.planner.layouts import candidates, command, script_of, split_refusal, trial
 from training.model import build_model
 from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
@@ -39,7 +39,7 @@ def really_refused(config, tp, cp, pp, domain):
 @pytest.mark.parametrize("dropout", slow_but([0.1], [0.0, 0.1], "refusals without dropout"))
 def test_a_split_is_refused_exactly_when_the_scripts_refuse_it(method, dropout):
     config = config_of(SMALL).model_copy(update={"dropout": dropout, "cp_method": method, "domain_method": method})
-    trial, refused = Trial(config), 0
+    refusal, refused = trial(config), 0
     sizes = [(tp, cp, pp, 1) for tp, cp, pp in itertools.product((1, 2, 3, 8), (1, 2, 3, 16), (1, 2, 3, 8))]
     sizes += [(tp, 1, 1, domain) for tp in (1, 2, 3) for domain in (2, 3, 16, "2x2", "4x3", "1x32", "8x2")]
     for (tp, cp, pp, domain), schedule in itertools.product(sizes, ("1f1b", "interleaved")):
@@ -49,7 +49,7 @@ def test_a_split_is_refused_exactly_when_the_scripts_refuse_it(method, dropout):
         }  # fmt: skip
         tried = config.model_copy(update=settings)
         if not (tp == 1 and schedule == "interleaved" and pp == 1):
-            found, real = trial.refusal(settings), really_refused(tried, tp, cp, pp, domain)
+            found, real = refusal(settings), really_refused(tried, tp, cp, pp, domain)
             assert bool(found) == bool(real), (tp, cp, pp, domain, found, real)
             refused += bool(real)
     assert refused > 10
@@ -57,12 +57,10 @@ def test_a_split_is_refused_exactly_when_the_scripts_refuse_it(method, dropout):
 
 def test_a_refusal_says_what_the_script_says():
     config = config_of(SMALL)
-    assert split_refusal(config, 3, 1, 1, 1) == "tensor parallel: 4 heads cannot be split over 3 ranks"
-    assert (
-        split_refusal(config, 1, 1, 1, "1x32") == "domain parallel: 16 columns of patches cannot be split over 32 ranks"
-    )
+    columns = "domain parallel: 16 columns of patches cannot be split over 32 ranks"
+    assert split_refusal(config.model_copy(update={"domain_parallel": "1x32"})) == columns
     classifier = config_of(["--yaml_config=config/shard.yaml", "--config=classify_quick"])
-    assert "head gives no image" in split_refusal(classifier, 1, 2, 1, 1)
+    assert "head gives no image" in split_refusal(classifier.model_copy(update={"context_parallel": 2}))
     _, refused = candidates(config, 8, 8)
     assert refused["tensor parallel: 4 heads cannot be split over 8 ranks"] > 0
 

@@ -163,7 +163,7 @@ class Tracker(Watch):
         self.resizing.stop()
         return super().__exit__(*error)
 
-    def memory(self, apart: Collection[str] = ()) -> dict[str, float]:
+    def memory(self, apart: Collection[str] = ()) -> Counter[str]:
         """{label: most bytes, each at its own moment}; "peak": most bytes at once, without the labels `apart`."""
         now: Counter[str] = Counter()
         most: Counter[str] = Counter()
@@ -173,7 +173,7 @@ class Tracker(Watch):
             most[label] = max(most[label], now[label])
             now["peak"] += change * (label not in apart)
             most["peak"] = max(most["peak"], now["peak"])
-        return {name: most[name] for name in (*LABELS, "peak")}
+        return most
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

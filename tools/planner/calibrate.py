@@ -212,16 +212,15 @@ def report(gpu: Gpu) -> str:
     found, rows = gpu.measured, []
     assert found
     for busy, speeds in found.compute.items():
-        for dtype in ("float32", "bfloat16", "float16"):
-            products, copies = (speeds.operations[name][dtype] for name in ("mm", "clone"))
-            rates = max(flops / s for flops, _, s in products), max(moved / s for _, moved, s in copies)
-            rows.append((f"{busy} at work, {dtype}", *(rate / 1e9 for rate in rates)))
+        for dtype, products in speeds.operations["mm"].items():
+            copied = max(moved / s for _, moved, s in speeds.operations["clone"][dtype])
+            computed = max(flops / s for flops, _, s in products)
+            rows.append((f"{busy} at work, {dtype}", computed / 1e9, copied / 1e9))
     speed = format_table({"ranks of a node": "", "GFLOP/s": ".1f", "GB/s copied": ".1f"}, rows)
-    rows = [
+    sent = [
         (f"{kind}, {where}", own.ranks, own.latency * 1e6, own.bandwidth / 1e9)
         for where, kinds in found.collectives.items()
         for kind, own in kinds.items()
     ]
-    columns = {"collective": "", "ranks": "d", "latency us": ".0f", "GB/s": ".2f"}
-    collectives = format_table(columns, rows) if rows else "One rank: no collective was measured (torchrun, srun)."
+    collectives = format_table({"collective": "", "ranks": "d", "latency us": ".0f", "GB/s": ".2f"}, sent)
     return f"{found.processor}, {found.cores} cores, {found.threads} thread(s) a rank\n\n{speed}\n\n{collectives}"

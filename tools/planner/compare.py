@@ -95,17 +95,18 @@ def measured(folder: Path) -> dict[str, Any]:
     mean, last = _means(readings), readings[-1]
     counts = [r["messages"] for r in readings if r.get("messages")]
     calls = next((n for n in counts if n % 1 == 0), None)  # a fraction: a CUDA graph was captured meanwhile
-    pipeline = bool(mean("pipeline"))
+
+    def phase(name: str, *more: str) -> float | None:
+        return mean(name, *more) if mean(name) else None
+
     return {
-        "step_time_s": mean("step") - mean("data"),
-        "forward_s": None if pipeline else mean("forward") or None,
-        "backward_s": None if pipeline else mean("backward", "reduce") or None,
-        "pipeline_s": mean("pipeline", "reduce") if pipeline else None,
-        "update_s": mean("optimizer") or None,
+        "step_time_s": mean("step") - mean("data"), "forward_s": phase("forward"),
+        "backward_s": phase("backward", "reduce"), "pipeline_s": phase("pipeline", "reduce"),
+        "update_s": phase("optimizer"),
         # Of a CPU the run knows its resident set alone, with Python and its libraries in it.
         "peak_allocated_bytes": last["memory/most_bytes"] if last["device"] != "cpu" else None,
         "calls": 0 if calls is None and last["ranks"] == 1 else calls,
-    }
+    }  # fmt: skip
 
 
 def _means(readings):

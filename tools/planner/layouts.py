@@ -1,14 +1,14 @@
 """Every layout of a model on a number of GPUs that a training script can run, and the command that runs it.
 
-The code of the scripts itself decides: Layout, check_config, split_model and split_images accept or refuse a layout. A
-split is tried with one block, and a pipeline by itself with all blocks, since neither depends on the other.
+The code of the scripts itself decides: Layout, check_config, split_model and split_images accept or refuse a layout.
 """
 
 import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from tools.planner.fake import fake_rank
@@ -32,6 +32,14 @@ from utils.schema import Config
 CHECKPOINTING = "none", "full"
 SCHEDULES = "1f1b", "interleaved"  # gpipe holds more and is no faster
 MICRO_BATCHES = 4, 2, 1  # for each stage of a pipeline: the most that the batch allows, for a small bubble
+# A split is tried with one block, and a pipeline by itself with all blocks, since neither depends on the other.
+ONE_BLOCK = {
+    "depth": 1, "tp_backend": "native", "pipeline_parallel": 1, "pp_schedule": "1f1b", "gradient_accumulation": 1
+}  # fmt: skip
+ONE_RANK_A_STAGE = {
+    "tensor_parallel": 1, "context_parallel": 1, "domain_parallel": 1, "sequence_parallel": False,
+    "cp_method": "gather", "domain_method": "gather", "gradient_accumulation": 1,
+}  # fmt: skip
 WIDEST_TP = 8  # nodes that tensor parallelism may span, where no layout inside a node works
 
 
@@ -53,7 +61,7 @@ def candidates(
 
     found: list[tuple[Config, Layout]] = []
     refused: Counter[str] = Counter()
-    trial, keys = Trial(config), config.model_dump(exclude={"config"})
+    refusal, keys = trial(config), config.model_dump(exclude={"config"})
     for tp in values("tensor_parallel", [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]):
         if tp > ranks_per_node and found:
             break
@@ -74,7 +82,7 @@ def candidates(
                         takes.append((checked, checked.layout(gpus, ranks_per_node)))
                     except UsageError as error:
                         refused[str(error).removeprefix(": ")] += 1
-                if takes and (reason := trial.refusal(split | way)):
+                if takes and (reason := refusal(split | way)):
                     refused[reason] += len(takes)
                 else:
                     found += takes
@@ -137,29 +145,19 @@ def _strategies(config, gpus, ranks_per_node, dp, several, values):
     return found
 
 
-class Trial:
-    """Asks split_model and split_images, on an imagined rank, whether they would split the model of a config."""
+def trial(config: Config) -> Callable[[dict[str, Any]], str | None]:
+    """A function that tells why a split of the model is refused, None where it is not, for settings {key: value}."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.known: dict[tuple, str | None] = {}
+    @cache
+    def refusal(*settings: tuple[str, Any]) -> str | None:
+        return split_refusal(config.model_copy(update=dict(settings)))
 
-    def refusal(self, settings: dict[str, Any]) -> str | None:
-        """Why a split is refused, None where it is not. settings: {key: value} in place of the config's."""
-        tp, cp, pp, domain = (settings[name] for name in SPLITS)
-        methods = settings["sequence_parallel"], settings["cp_method"], settings["domain_method"]
-        refusal = self._once(1, settings, (tp, cp, 1, domain), *methods)
-        return refusal or self._once(self.config.depth, settings, (1, 1, pp, 1), settings["pp_schedule"])
-
-    def _once(self, depth, settings, sizes, *methods):
-        if (sizes, *methods) not in self.known:
-            update = settings | {"depth": depth, "tp_backend": "native"}
-            self.known[sizes, *methods] = split_refusal(self.config.model_copy(update=update), *sizes)
-        return self.known[sizes, *methods]
+    return lambda settings: refusal(*(settings | ONE_BLOCK).items()) or refusal(*(settings | ONE_RANK_A_STAGE).items())
 
 
-def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) -> str | None:
-    """Why the model of a config cannot be split over these ranks; None where it can. domain: 4, "2x2", ..."""
+def split_refusal(config: Config) -> str | None:
+    """Why the model of a config cannot be split as it says, on an imagined rank; None where it can."""
+    tp, cp, pp, domain = (getattr(config, name) for name in SPLITS)
     tiles = tile_counts(domain)
     shared = math.prod(tiles)
     if shared > 1 and (cp > 1 or pp > 1):
@@ -183,28 +181,26 @@ def script_of(options: Mapping[str, Any]) -> str:
     raise UsageError(f"no script has {' and '.join(used)} together")
 
 
+def arguments(config: Config, words: Iterable[str]) -> list[str]:
+    """The options with which a script has this config. words: those that gave the config, whatever the layout."""
+    options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
+    path, name = options["yaml_config"], options["config"]
+    written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
+    own = [] if path == SCRIPTS[script_of(vars(config))].yaml_config else [f"--yaml_config={path}"]
+    own.append(f"--config={name}")
+    for key in Config.model_fields:
+        value = getattr(config, key)
+        if key not in ("config", "local_batch_size") and value != written[key]:  # the global batch is the same anywhere
+            own += option_words(key, value)
+    return own
+
+
 def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
     """The command line that runs a layout: plain python, torchrun on one node, sbatch on several.
 
-    words: the options that gave the config; the command leaves out those that the layout replaces. Raises UsageError
-    for words that are no options.
+    words: the options that gave the config. Raises UsageError for words that are no options.
     """
     script = script_of(vars(config))
-    own_file, _, submit = SCRIPTS[script]
-    options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
-    path, name = options.pop("yaml_config"), options.pop("config")
-    written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
-    changed = {
-        key: value
-        for key in Config.model_fields
-        if key != "config" and (value := getattr(config, key)) != options.get(key, written[key])
-    }
-    kept = {key: value for key, value in options.items() if key not in changed} | changed
-    if "local_batch_size" in options:  # it may belong to another number of ranks
-        kept.pop("local_batch_size", None)
-        kept["global_batch_size"] = config.global_batch_size
-    own = [] if path == own_file else [f"--yaml_config={path}"]
-    own += [f"--config={name}", *(word for key, value in kept.items() for word in option_words(key, value))]
     nodes = -(-layout.world_size // ranks_per_node)
     if layout.world_size == 1:
         start = ["python", script]
@@ -212,5 +208,5 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
         start = ["torchrun", f"--nproc_per_node={layout.world_size}", script]
     else:
         per_node = [] if ranks_per_node == 4 else [f"--gpus-per-node={ranks_per_node}"]
-        start = ["sbatch", "-N", str(nodes), *per_node, submit]
-    return shlex.join([*start, *own])
+        start = ["sbatch", "-N", str(nodes), *per_node, SCRIPTS[script].submit]
+    return shlex.join([*start, *arguments(config, words)])

@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.planner.hardware import Gpu
 from tools.planner.step_time import StepTime, step_time
-from tools.planner.trace import HOST, Trace, trace_step
+from tools.planner.trace import Trace, trace_step
 from utils.layout import Layout
 from utils.schema import Config
 
@@ -49,11 +49,6 @@ class Plan:
         """Memory of the device that the layout needs."""
         return self.peak + self.overhead
 
-    @property
-    def host(self) -> float:
-        """Bytes in host memory, with cpu_offload."""
-        return sum(self.memory[name] for name in HOST) if self.config.cpu_offload else 0
-
     @cached_property
     def fits(self) -> str:
         """fits, marginal or no: see docs/plan.md for the thresholds."""
@@ -89,7 +84,6 @@ class Plan:
             "gpu": self.gpu.name,
             "memory_bytes": {name: round(size) for name, size in self.memory.items()}
             | {"overhead": round(self.overhead)},
-            "host_bytes": round(self.host),
             "peak_allocated_bytes": round(self.peak),
             "gpu_memory_bytes": self.gpu.memory,
             "fits": self.fits,

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from tools.planner.layouts import command, script_of
+from tools.planner.layouts import arguments, script_of
 from tools.planner.plan import Plan
 from tools.planner.search import Request
 from tools.slurm import submit
@@ -29,11 +29,7 @@ def submit_plan(plan: Plan, request: Request, options: str) -> str:
         raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
     if ranks % plan.nodes:
         raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
-    words = shlex.split(command(config, plan.layout, request.words, plan.gpu.gpus_per_node))
-    script = script_of(vars(config))
-    submit_file = SCRIPTS[script].submit
-    own = words[next(i for i, word in enumerate(words) if word in (script, submit_file)) + 1 :]
-    tasks = ranks // plan.nodes
+    submit_file, tasks = SCRIPTS[script_of(vars(config))].submit, ranks // plan.nodes
     sbatch = ["sbatch", "--parsable", f"--nodes={plan.nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}"]
-    line = f"{shlex.join(sbatch)} {options} {shlex.join([submit_file, *own])}"
+    line = f"{shlex.join(sbatch)} {options} {shlex.join([submit_file, *arguments(config, request.words)])}"
     return f"job {submit(['export PREFLIGHT=1', line])}: PREFLIGHT=1 {line}"

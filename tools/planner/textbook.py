@@ -113,8 +113,8 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
         if steps > 1:  # all states of a forecast are joined
             kept += steps * (error + image)
 
-        # The largest moment of the backward pass: the loss, the MLP of a block with the gradient of the residual stream,
-        # or the gradients of a block's weights, whole and on their way to their owners.
+        # The largest moment of the backward pass: the loss, the MLP of a block with its residual stream's gradient, or
+        # the gradients of a block's weights, whole and on their way to their owners.
         mlp = (FULL + low * w) * stream + w * hidden
         moment = max(2 * error, mlp + (block - repeated) * (repeats > 0))
         if sharded:

@@ -7,10 +7,9 @@ linear in the number of blocks of a stage.
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks.vit import Attention
@@ -35,7 +33,6 @@ from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
-from utils.tiles import own_window
 from utils.torch_private import storage_id
 
 SHORT = 2, 3  # blocks of a stage to extrapolate from
@@ -50,8 +47,7 @@ GROUPS = (
 HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host memory
 
 
-@dataclass
-class Trace:
+class Trace(NamedTuple):
     """A step of one rank.
 
     memory: {label: bytes at most} of tools.instruments.tracker, and "peak". held: bytes at some moments. parameters:
@@ -62,25 +58,22 @@ class Trace:
     in this rank's group}.
     """
 
-    memory: dict[str, float]
+    memory: Mapping[str, float]
     held: Mapping[str, float]
     operations: Counter[Operation]
     messages: Counter[Message]
     groups: dict[str, tuple[int, ...]]
 
 
-def trace_step(
-    config: Config, layout: Layout, device_type: str = "cuda", ranks: Iterable[int] | None = None
-) -> list[Trace]:
-    """Traces of some ranks, by default of those that may hold or do most: the ends of a pipeline, else rank 0.
+def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
+    """Traces of the ranks that may hold or do most: the ends of a pipeline, else rank 0.
 
     config: of this layout. device_type: whose kernels and mixed precision are traced.
     Raises ValueError where the model cannot be split so.
     """
     if config.data_parallel == "zero1":
         import torch.distributed.optim  # noqa: F401  it compiles code that reads what fake_rank replaces
-    ranks = ranks or sorted({0, layout.groups("pp")[0][-1]})
-    return [_deep(config, layout, int(rank), device_type) for rank in ranks]
+    return [_deep(config, layout, int(rank), device_type) for rank in sorted({0, layout.groups("pp")[0][-1]})]
 
 
 def _deep(config, layout, rank, device_type):
@@ -93,33 +86,17 @@ def _deep(config, layout, rank, device_type):
     if left or blocks <= most:
         return _trace(config, layout, rank, device_type)
     few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in SHORT)
-    return extrapolated(few, more, (blocks - SHORT[0]) / (SHORT[1] - SHORT[0]))
-
-
-def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
-    """The trace of a deeper model: `few` and `times` the difference to `more`."""
-
-    def linear(a, b):
-        return a + (b - a) * times
-
-    def counted(a, b):
-        return Counter({key: n for key in a | b if (n := linear(a[key], b[key]))})
-
-    return Trace(
-        {name: linear(few.memory[name], more.memory[name]) for name in few.memory},
-        {name: linear(few.held[name], more.held[name]) for name in few.held},
-        counted(few.operations, more.operations),
-        counted(few.messages, more.messages),
-        more.groups,
-    )
+    times = (blocks - SHORT[0]) / (SHORT[1] - SHORT[0])
+    counts = [{key: a[key] + (b[key] - a[key]) * times for key in a | b} for a, b in zip(few[:-1], more, strict=False)]
+    return Trace(*map(Counter, counts), more.groups)
 
 
 def _trace(config, layout, rank, device_type):
     # Compiled code and DTensor are not traced: the mathematics is the same without them. What fp8 keeps for the
     # backward pass is in bf16.
-    config = config.model_copy(update={"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native"})
-    if config.amp_mode == "fp8":
-        config = config.model_copy(update={"amp_mode": "bf16"})
+    mode = "bf16" if config.amp_mode == "fp8" else config.amp_mode
+    plain = {"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native", "amp_mode": mode}
+    config = config.model_copy(update=plain)
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, ExitStack() as stack:
@@ -135,7 +112,7 @@ def _trace(config, layout, rank, device_type):
         if autocast and config.activation_checkpointing == "step":
             model.forward = autocast(model.forward)
         apply_speed_options(config, device, model)
-        with fake, torch.random.fork_rng(), _shapes(config, layout):
+        with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
             parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
             optimizer = build_optimizer(config, model, device)
             for group in optimizer.param_groups if device_type != "cpu" else ():
@@ -145,18 +122,6 @@ def _trace(config, layout, rank, device_type):
             with FakeTracker():
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
-
-
-def _shapes(config, layout):
-    if layout.pp == 1:
-        return nullcontext()
-    samples = config.global_batch_size // layout.dp // config.gradient_accumulation
-    size = [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]  # of this rank's part
-    tokens = math.prod(size) // config.patch_size ** len(size)
-    if config.sequence_parallel:
-        tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
-    images = [(samples, channels, *size) for channels in (config.model_in_channels, config.n_out_channels)]
-    return pipeline_shapes(*images, (samples, tokens, config.embed_dim))
 
 
 def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
@@ -208,13 +173,11 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor))
         stack.enter_context(tracker)
         step(0, x, y)
-    memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
-    messages: Counter[Message] = Counter()
-    names = {group: dimensions[ranks] for group, ranks in tracker.groups.items()}
+    dimensions, messages = _dimensions(), Counter[Message]()
     for message, calls in tracker.messages.items():
-        messages[message._replace(group=names[message.group])] += calls
-    groups = {names[group]: ranks for group, ranks in tracker.groups.items()}
-    return Trace(memory, held, tracker.operations, messages, groups)
+        messages[message._replace(group=dimensions[tracker.groups[message.group]])] += calls
+    groups = {dimensions[ranks]: ranks for ranks in tracker.groups.values()}
+    return Trace(tracker.memory(step.config.cpu_offload * HOST), held, tracker.operations, messages, groups)
 
 
 def _dimensions():
