@@ -20,8 +20,7 @@ from typing import Any
 from tools.planner import plan_text as report
 from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu
-from tools.planner.search import LAYOUT_OPTIONS, Request, best_layouts, gpu_counts, scaling
-from tools.planner.submit import choose, submit_plan
+from tools.planner.search import LAYOUT_OPTIONS, Request, best_layouts, gpu_counts, scaling, submit_plan
 from utils.comm import run_ranks
 from utils.errors import ArgumentParser, UsageError, whole
 
@@ -69,7 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.choose or options.submit is not None:
         if len(counts) > 1:
             raise UsageError("--choose and --submit take a layout of one number of --gpus")
-        plans, text = [choose(plans, options.choose or 1)], report.plan_text
+        number = options.choose or 1
+        if number > len(plans):
+            raise UsageError(f"--choose {number}: the search lists {len(plans)} layouts; --top {number} lists more")
+        plans, text = [plans[number - 1]], report.plan_text
     if options.json:
         print(json.dumps([plan.to_json() for plan in plans], indent=1))
     else:

@@ -19,11 +19,10 @@ from tools.benchmarks import cases, layouts
 from tools.benchmarks.cases import HELD, STATES
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, by_kind, domain_cases, layout_cases
 from tools.instruments.counting import Collective
-from tools.instruments.phases import phases_of
 from tools.instruments.pool import is_out_of_memory
 from tools.instruments.rank_case import hidden_share
 from tools.instruments.team import Teams
-from tools.instruments.tracker import Tracker
+from tools.instruments.tracker import Tracker, phases_of
 from tools.pictures import SHADES, draw_bars, panels
 from training.model import build_model
 from utils.errors import UsageError, run_main

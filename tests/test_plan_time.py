@@ -12,9 +12,8 @@ from distributed.collectives import copy_to_region, reduce_from_region
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.marks import slow_but
 from tools.instruments.tracker import Message, Operation
-from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import load_gpu, read_gpus
-from tools.planner.step_time import UNCALIBRATED, step_time
+from tools.planner.step_time import UNCALIBRATED, collective_time, node_shapes, step_time
 from tools.planner.trace import Trace, trace_step
 from utils.config import SPLITS, load_config
 from utils.errors import UsageError

@@ -19,10 +19,9 @@ from typing import Any
 from pandas import DataFrame
 
 from tools.benchmarks.cases import HELD, STATES, compare
-from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
-from tools.instruments.tracker import Messages
+from tools.instruments.tracker import PHASES, Messages
 from tools.pictures import HELD_COLORS, SHADES, draw_bars, finish, mark, panels, save
 from tools.tables import MIB, machine, print_tables
 from utils.config import choices, load_config

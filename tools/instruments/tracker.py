@@ -1,8 +1,10 @@
-"""A tracker of every operation in a training step: memory, arithmetic, messages."""
+"""A tracker of every operation in a training step: memory, arithmetic, messages; and the phases of the step."""
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -15,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
-from tools.instruments.phases import PHASES, phases_of
+from training.profiling import span
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 from utils.torch_private import storage_id
 
 aten = torch.ops.aten
+PHASES = ("forward", "backward", "update")
 # Uses of memory. A storage with several uses counts as the first of them.
 LABELS = ("parameters", "gradients", "optimizer", "activations", "batch", "buffers", "temporaries")
 ATTENTION = "attention"
@@ -59,7 +62,7 @@ class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
     tensors: those that exist before. Memory that an operation holds only while it runs is not seen.
-    phase, sent_forward: kept up to date by tools.instruments.phases. groups: {name of a process group: ranks in it}.
+    phase, sent_forward: kept up to date by phases_of. groups: {name of a process group: ranks in it}.
     storages: {address: (number in the order of creation, weak reference, bytes)} of those that exist. saved: numbers of
     those that the backward pass needs.
     """
@@ -183,6 +186,57 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from plain_tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
         elif isinstance(value, torch.Tensor):
             yield value
+
+
+@contextmanager
+def phases_of(
+    step: TrainingStep, listener: Any, changes: Callable[[str, str], None] = lambda before, phase: None
+) -> Iterator[None]:
+    """Inside, listener.phase is the phase of a TrainingStep.
+
+    forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
+    reduction of gradients. listener.sent_forward: storages of the tensors that a pipeline sends to its next stage.
+    changes: called with the phase that ends and the one that begins.
+    """
+    pipeline = step.parallel.pipeline
+    listener.phase, listener.sent_forward = "backward", set()
+
+    def change(phase: str) -> None:
+        if phase != listener.phase:
+            changes(listener.phase, phase)
+        listener.phase = phase
+
+    @contextmanager
+    def within(phase: str) -> Iterator[None]:
+        before = listener.phase
+        change(phase)
+        yield
+        change(before)
+
+    @contextmanager
+    def span_and_phase(name: str) -> Iterator[None]:
+        with span(name), within("forward" if name == "forward" else listener.phase):
+            yield
+
+    def sends(change, function, *args):
+        made = function(*args)
+        listener.sent_forward = change(listener.sent_forward, {storage_id(one.tensor) for one in made})
+        return made
+
+    with ExitStack() as stack:
+
+        def replace(owner: object, name: str, wrap: Callable[[Any], Any]) -> None:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+
+        stack.enter_context(patch("training.step.span", span_and_phase))
+        replace(step, "loss", within("forward"))  # which a pipeline calls
+        replace(step.scaler, "step", within("update"))
+        for stage in pipeline.stages if pipeline else ():
+            replace(stage, "forward_one_chunk", within("forward"))
+            replace(stage, "get_fwd_send_ops", lambda method: partial(sends, set.union, method))
+            # A gradient may reuse the storage of an activation that was sent.
+            replace(stage, "get_bwd_send_ops", lambda method: partial(sends, set.difference, method))
+        yield
 
 
 Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends

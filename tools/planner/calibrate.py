@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed, operation_speed
 from tools.instruments.clock import timed
-from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import RankCase, build_case, held
 from tools.instruments.team import Rank
+from tools.instruments.tracker import PHASES
 from tools.planner.hardware import HARDWARE, MEASURED, Gpu, Speeds, gpu_of, read_gpus
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured

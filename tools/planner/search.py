@@ -1,4 +1,4 @@
-"""Search of many layouts: the best ones for a number of GPUs, and how far the best one scales.
+"""Search of many layouts: the best ones for a number of GPUs, how far the best one scales, and its job.
 
 What grows with the number of ranks and is no message are two assumptions: the slowest of many ranks, and reading. Every
 step waits for its slowest rank. The step times of ranks are taken to be independent and normal, with a relative
@@ -9,15 +9,17 @@ reading.
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 from tools.planner.hardware import Gpu
-from tools.planner.layouts import candidates
+from tools.planner.layouts import arguments, candidates, script_of
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.textbook import textbook_traces
+from tools.slurm import submit
 from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
@@ -168,3 +170,20 @@ def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
             first = first or speed
             points.append(Point(plan, kind, seconds, bound, speed / first))
     return points
+
+
+def submit_plan(plan: Plan, request: Request, options: str) -> str:
+    """Queue the run of a plan, after a preflight in the same job; returns what was done, in words.
+
+    options: further words for sbatch, as a shell reads them. Raises UsageError where the plan does not fit the GPU or
+    its nodes, and where Slurm refuses.
+    """
+    ranks, config = plan.layout.world_size, plan.config
+    if plan.fits == "no":
+        raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
+    if ranks % plan.nodes:
+        raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
+    submit_file, tasks = SCRIPTS[script_of(vars(config))].submit, ranks // plan.nodes
+    sbatch = ["sbatch", "--parsable", f"--nodes={plan.nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}"]
+    line = f"{shlex.join(sbatch)} {options} {shlex.join([submit_file, *arguments(config, request.words)])}"
+    return f"job {submit(['export PREFLIGHT=1', line])}: PREFLIGHT=1 {line}"

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks.vit import Attention
-from tools.instruments.phases import phases_of
-from tools.instruments.tracker import Message, Operation
+from tools.instruments.tracker import Message, Operation, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
 from training.assembly import random_batch, split_as_configured
