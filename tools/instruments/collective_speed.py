@@ -34,15 +34,6 @@ def places(nodes: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
     return {place: kept for place, groups in groups_of.items() if (kept := [g for g in groups if len(g) > 1])}
 
 
-def join(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """The group of this rank; None if it is in none. Every rank takes part in making every group."""
-    joined = None
-    for members in groups:
-        made = dist.new_group(list(members))
-        joined = made if dist.get_rank() in members else joined
-    return joined
-
-
 def calls_of(
     group: dist.ProcessGroup, part: Tensor, whole: Tensor, other: Tensor
 ) -> dict[str, tuple[Callable[[], object], Tensor, Tensor]]:
@@ -132,8 +123,8 @@ def all_points(
 
     sizes: bytes of a tensor.
     """
-    group = join(groups)
-    points: dict[str, list[Point]] = {}
+    group, _ = dist.new_subgroups_by_enumeration([*map(list, groups)])
+    points = {}
     for kind in kinds:
         measured = [measure(kind, group, size, device) if group else (0.0, 0.0) for size in sizes]
         table = torch.tensor(measured, dtype=torch.float64).to(device, torch.float32)

@@ -78,9 +78,10 @@ def _sets(device, dtype, shapes):
     """Sets of tensors, cut out of one pool: at most 32, and two at least."""
     pool, sizes = _pool(device, dtype), [torch.Size(shape).numel() for shape in shapes]
     number = min(32, max(2, len(pool) // 2 // sum(sizes)))
-    if number * sum(sizes) > len(pool):
-        pool = torch.cat([pool] * -(-number * sum(sizes) // len(pool)))
-    parts = iter(pool.split(sizes * number + [len(pool) - number * sum(sizes)]))
+    needed = number * sum(sizes)
+    if needed > len(pool):
+        pool = pool.repeat(-(-needed // len(pool)))
+    parts = iter(pool[:needed].split(sizes * number))
     return [tuple(next(parts).view(shape) for shape in shapes) for _ in range(number)]
 
 

@@ -63,20 +63,20 @@ class Tracker(Watch):
 
     tensors: those that exist before. Memory that an operation holds only while it runs is not seen.
     phase, sent_forward: kept up to date by phases_of. groups: {name of a process group: ranks in it}.
-    storages: {address: (number in the order of creation, weak reference, bytes)} of those that exist. saved: numbers of
+    storages: {address: (number in the order of creation, bytes)} of those that exist. saved: numbers of
     those that the backward pass needs.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()):
         super().__init__()
         self.phase = "forward"
-        self.sent_forward: set[int] = set()
-        self.operations: Counter[Operation] = Counter()
-        self.messages: Counter[Message] = Counter()
+        self.sent_forward = set[int]()
+        self.operations = Counter[Operation]()
+        self.messages = Counter[Message]()
         self.groups: dict[str, tuple[int, ...]] = {}
         self.numbers = count()
-        self.storages: dict[int, tuple[int, weakref.ref, int]] = {}
-        self.saved: set[int] = set()
+        self.storages: dict[int, tuple[int, int]] = {}
+        self.saved = set[int]()
         self.labels: dict[int, str] = {}
         self.events: list[tuple[int, int]] = []  # number, change of its size
         self.note(tensors)
@@ -98,7 +98,7 @@ class Tracker(Watch):
 
     def nbytes(self, numbers: set[int]) -> int:
         """Bytes of those of these storages that still exist."""
-        return sum(size for number, _, size in self.storages.values() if number in numbers)
+        return sum(size for number, size in self.storages.values() if number in numbers)
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note the memory of an operation, and count it."""
@@ -139,15 +139,16 @@ class Tracker(Watch):
         """Note the size of a storage, which fully_shard may change; returns its number."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self.storages:
-            self.storages[key] = next(self.numbers), weakref.ref(storage, lambda _: self._gone(key)), 0
-        number, reference, before = self.storages[key]
-        self.storages[key] = number, reference, size
+            self.storages[key] = next(self.numbers), 0
+            weakref.finalize(storage, self._gone, key)
+        number, before = self.storages[key]
+        self.storages[key] = number, size
         if size != before:
             self.events.append((number, size - before))
         return number
 
     def _gone(self, key):
-        number, _, size = self.storages.pop(key)
+        number, size = self.storages.pop(key)
         self.events.append((number, -size))
 
     def __enter__(self):
@@ -168,8 +169,8 @@ class Tracker(Watch):
 
     def memory(self, apart: Collection[str] = ()) -> Counter[str]:
         """{label: most bytes, each at its own moment}; "peak": most bytes at once, without the labels `apart`."""
-        now: Counter[str] = Counter()
-        most: Counter[str] = Counter()
+        now = Counter[str]()
+        most = Counter[str]()
         for number, change in self.events:
             label = self.labels.get(number, "temporaries")
             now[label] += change
@@ -201,52 +202,47 @@ def phases_of(
     pipeline = step.parallel.pipeline
     listener.phase, listener.sent_forward = "backward", set()
 
-    def change(phase: str) -> None:
+    def change(phase):
         if phase != listener.phase:
             changes(listener.phase, phase)
         listener.phase = phase
 
     @contextmanager
-    def within(phase: str) -> Iterator[None]:
+    def within(phase):
         before = listener.phase
         change(phase)
         yield
         change(before)
 
     @contextmanager
-    def span_and_phase(name: str) -> Iterator[None]:
+    def span_and_phase(name):
         with span(name), within("forward" if name == "forward" else listener.phase):
             yield
 
-    def sends(change, function, *args):
-        made = function(*args)
+    def sends(change, method, *args):
+        made = method(*args)
         listener.sent_forward = change(listener.sent_forward, {storage_id(one.tensor) for one in made})
         return made
 
-    with ExitStack() as stack:
-
-        def replace(owner: object, name: str, wrap: Callable[[Any], Any]) -> None:
-            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
-
-        stack.enter_context(patch("training.step.span", span_and_phase))
-        replace(step, "loss", within("forward"))  # which a pipeline calls
-        replace(step.scaler, "step", within("update"))
-        for stage in pipeline.stages if pipeline else ():
-            replace(stage, "forward_one_chunk", within("forward"))
-            replace(stage, "get_fwd_send_ops", lambda method: partial(sends, set.union, method))
+    replaced: list[tuple[Any, str, Any]] = [
+        (step.scaler, "step", within("update")),
+        (step, "loss", within("forward")),  # which a pipeline calls
+    ]
+    for stage in pipeline.stages if pipeline else ():
+        replaced += [
+            (stage, "forward_one_chunk", within("forward")),
+            (stage, "get_fwd_send_ops", lambda method: partial(sends, set.union, method)),
             # A gradient may reuse the storage of an activation that was sent.
-            replace(stage, "get_bwd_send_ops", lambda method: partial(sends, set.difference, method))
+            (stage, "get_bwd_send_ops", lambda method: partial(sends, set.difference, method)),
+        ]
+    with ExitStack() as stack:
+        stack.enter_context(patch("training.step.span", span_and_phase))
+        for owner, name, wrap in replaced:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         yield
 
 
 Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
-
-
-def messages_of_a_step(step: TrainingStep, x: Tensor, y: Tensor) -> Messages:
-    """{phase: {kind: (collectives, bytes)}} that this rank sends in step(0, x, y), a TrainingStep."""
-    with Tracker() as tracker, phases_of(step, tracker):
-        step(0, x, y)
-    return by_phase(tracker.messages)
 
 
 def by_phase(messages: Counter[Message]) -> Messages:

@@ -165,18 +165,13 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
 
 def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
     """{key of a Gpu: its value} of the memory of a rank, at the start of a process. ranks: of a node."""
-    gpu = library(device, "mem_get_info", "memory_allocated", "memory_reserved")
-    if not gpu:
-        total, workspace = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, 0
-        used = peak_memory_bytes(device)
-    else:
-        a = torch.ones(16, 16, device=device)
-        before = gpu.memory_allocated()
-        torch.mm(a, a)
-        workspace = gpu.memory_allocated() - before
+    gpu = library(device, "mem_get_info", "memory_reserved")
+    if gpu:
         free, total = gpu.mem_get_info()
         used = total - free - gpu.memory_reserved()
-    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": workspace / 2**20}
+    else:
+        total, used = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, peak_memory_bytes(device)
+    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": 0.0}
 
 
 def main(words: Sequence[str]) -> int:

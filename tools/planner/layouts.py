@@ -60,7 +60,7 @@ def candidates(
         return wanted if of_use and name not in fixed else [getattr(config, name)]
 
     found: list[tuple[Config, Layout]] = []
-    refused: Counter[str] = Counter()
+    refused = Counter[str]()
     refusal, keys = trial(config), config.model_dump(exclude={"config"})
     for tp in values("tensor_parallel", [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]):
         if tp > ranks_per_node and found:

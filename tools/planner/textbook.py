@@ -152,7 +152,7 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
         """Operations of a step: products, attention, and kernels that only move data, several alike."""
         dtype = AMP_DTYPES.get(config.amp_mode, torch.float32)
         forward, again = passes * L, passes * repeats  # calls of a block
-        counted: Counter[Operation] = Counter()
+        counted = Counter[Operation]()
 
         def product(inner: float, columns: float, calls: float, repeated: float = 0) -> None:
             """Count a product, and the two of its backward pass."""
@@ -198,7 +198,7 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
 
     def messages_and_groups() -> tuple[Counter[Message], Groups]:
         """(messages of a step, groups in which they travel)."""
-        messages: Counter[Message] = Counter()
+        messages = Counter[Message]()
         groups: Groups = {}
         places = np.arange(layout.world_size).reshape(*layout.mesh_dims.values())
 
