@@ -46,7 +46,7 @@ def test_a_message_that_is_not_planned_is_noticed(capsys, monkeypatch):
     monkeypatch.setattr(Replica, "_reduce", lambda self, bucket: None)
     (ddp,) = [case for case in verify.build_cases() if "data_parallel=ddp" in case.name]
     assert verify.verify([ddp]) == 1
-    assert "messages ('backward', 'all_reduce'" in capsys.readouterr().out
+    assert "Message(phase='backward', kind='all_reduce'" in capsys.readouterr().out
 
 
 def test_json_of_one_layout(capsys):

@@ -52,7 +52,7 @@ def test_gpus_of_the_file_are_plausible(name):
     gpu = load_gpu(name)
     assert gpu.fp32 <= gpu.tf32 <= gpu.bf16 and gpu.nic < gpu.link < gpu.bandwidth
     assert gpu.attention_efficiency <= gpu.matmul_efficiency and gpu.hop_inside < gpu.hop_across
-    assert gpu.workspace < gpu.overhead < gpu.memory / 20
+    assert gpu.workspace_mib / 1024 < gpu.overhead_gib < gpu.memory_gib / 20
 
 
 @pytest.mark.parametrize(

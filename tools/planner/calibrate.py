@@ -16,10 +16,10 @@ from tools.instruments.clock import timed
 from tools.instruments.rank_case import RankCase, build_case, held
 from tools.instruments.team import Rank
 from tools.instruments.tracker import PHASES
-from tools.planner.hardware import HARDWARE, MEASURED, Gpu, Speeds, gpu_of, read_gpus
+from tools.planner.hardware import HARDWARE, MEASURED, Speeds, gpu_of, read_gpus
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured
-from tools.tables import format_table, machine
+from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm
@@ -194,28 +194,8 @@ def main(words: Sequence[str]) -> int:
         own, traces = measure(rank, nodes)
         figures.append(own)
     if comm.is_main():
-        written = entry(usual(figures), traces, device, ranks) | memory
-        MEASURED.mkdir(exist_ok=True)
-        write_json(MEASURED / f"{name}.json", written)
-        print(report(gpu_of(name, written)))
-        print(f"{MEASURED / name}.json, measured in {time.monotonic() - began:.0f} s: plan.py ... --gpu {name}")
+        path = MEASURED / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, entry(usual(figures), traces, device, ranks) | memory)
+        print(f"{path}, measured in {time.monotonic() - began:.0f} s: plan.py ... --gpu {name}")
     return 0
-
-
-def report(gpu: Gpu) -> str:
-    """The main figures of a measured machine, as tables."""
-    found, rows = gpu.measured, []
-    assert found
-    for busy, speeds in found.compute.items():
-        for dtype, products in speeds.operations["mm"].items():
-            copied = max(moved / s for _, moved, s in speeds.operations["clone"][dtype])
-            computed = max(flops / s for flops, _, s in products)
-            rows.append((f"{busy} at work, {dtype}", computed / 1e9, copied / 1e9))
-    speed = format_table({"ranks of a node": "", "GFLOP/s": ".1f", "GB/s copied": ".1f"}, rows)
-    sent = [
-        (f"{kind}, {where}", own.ranks, own.latency * 1e6, own.bandwidth / 1e9)
-        for where, kinds in found.collectives.items()
-        for kind, own in kinds.items()
-    ]
-    collectives = format_table({"collective": "", "ranks": "d", "latency us": ".0f", "GB/s": ".2f"}, sent)
-    return f"{found.processor}, {found.cores} cores, {found.threads} thread(s) a rank\n\n{speed}\n\n{collectives}"

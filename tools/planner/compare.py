@@ -1,7 +1,9 @@
 """A finished run compared with the plan of its config: figures of a step, and the likely reason for what differs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tools.planner.hardware import Gpu, load_gpu, read_gpus
@@ -13,7 +15,6 @@ from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
 from utils.config import check_config, read_named_config
 from utils.errors import UsageError
-from utils.schema import Config
 
 ROWS = {  # {key of planned_figures: (title, its unit)}
     "step_time_s": ("step, without its data, ms", 1e-3), "forward_s": ("forward, ms", 1e-3),
@@ -22,7 +23,6 @@ ROWS = {  # {key of planned_figures: (title, its unit)}
     "calls": ("collectives of a step", 1),
 }  # fmt: skip
 OFF = 0.15  # share by which a figure may differ without a reason
-Mean = Callable[..., float]  # seconds of phases of a step, added up
 
 
 def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float], **more: Mapping[str, str]) -> str:
@@ -62,7 +62,7 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
         f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
         f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
         f"{beside('', planned, found)}\n",
-        *(f"- {reason}" for reason in _reasons(gpu, config, last, ratios, _means(readings))),
+        *(f"- {reason}" for reason in _reasons(gpu, config, readings, ratios)),
     ])  # fmt: skip
 
 
@@ -92,11 +92,11 @@ def measured(folder: Path) -> dict[str, Any]:
     None: not measured. Raises UsageError where the run has no reading.
     """
     readings = _steady(folder)
-    mean, last = _means(readings), readings[-1]
+    mean, last = partial(_mean, readings), readings[-1]
     counts = [r["messages"] for r in readings if r.get("messages")]
     calls = next((n for n in counts if n % 1 == 0), None)  # a fraction: a CUDA graph was captured meanwhile
 
-    def phase(name: str, *more: str) -> float | None:
+    def phase(name, *more):
         return mean(name, *more) if mean(name) else None
 
     return {
@@ -109,12 +109,10 @@ def measured(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _means(readings):
-    def mean(*names: str) -> float:
-        found = [(r["iterations"], sum(r.get(f"time/{name}") or 0 for name in names)) for r in readings]
-        return sum(n * seconds for n, seconds in found) / sum(n for n, _ in found)
-
-    return mean
+def _mean(readings, *names):
+    """Mean seconds of phases of a step, added up."""
+    seconds = [sum(r.get(f"time/{name}") or 0 for name in names) for r in readings]
+    return fmean(seconds, weights=[r["iterations"] for r in readings])
 
 
 def _steady(folder):
@@ -128,8 +126,9 @@ def _steady(folder):
     return [r for r in last_start if r["since_start"] - r["iterations"] >= WARMUP_ITERATIONS] or last_start
 
 
-def _reasons(gpu: Gpu, config: Config, last: dict[str, Any], ratios: dict[str, float], mean: Mean) -> Iterator[str]:
+def _reasons(gpu, config, readings, ratios):
     """Why figures are off, as far as the readings tell."""
+    mean, last = partial(_mean, readings), readings[-1]
     off = {name for name, ratio in ratios.items() if not 1 - OFF <= ratio <= 1 + OFF}
     same = last["device"] == "cpu" if gpu.device == "cpu" else gpu.measured or is_gpu(gpu.name, last["device"])
     if not same:

@@ -172,16 +172,6 @@ class Gpu(BaseModel):
         """Bytes that the device reports."""
         return int(self.memory_gib * 2**30)
 
-    @property
-    def overhead(self) -> int:
-        """Bytes outside of PyTorch's allocator."""
-        return int(self.overhead_gib * 2**30)
-
-    @property
-    def workspace(self) -> int:
-        """Bytes that cuBLAS takes from the allocator."""
-        return int(self.workspace_mib * 2**20)
-
 
 def load_gpu(name: str, path: Path = HARDWARE) -> Gpu:
     """The Gpu of this name: measured here (a file of the folder `measured`), or in a YAML file.

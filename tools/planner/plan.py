@@ -42,7 +42,7 @@ class Plan:
     def overhead(self) -> float:
         """Memory outside the allocator (context, NCCL, DALI), and what the allocator loses between its blocks."""
         dali = DALI_BYTES if self.config.data_loader_config == "dali" else 0
-        return self.gpu.overhead + FRAGMENTATION * self.peak + dali
+        return self.gpu.overhead_gib * 2**30 + FRAGMENTATION * self.peak + dali
 
     @property
     def needed(self) -> float:
@@ -114,7 +114,7 @@ def plan_layout(config: Config, layout: Layout, gpu: Gpu, traces: Sequence[Trace
         layout,
         gpu,
         memory,
-        max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace,
+        max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace_mib * 2**20,
         flops * layout.world_size,
         step_time(traces, config, layout, gpu),
     )

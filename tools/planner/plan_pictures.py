@@ -37,7 +37,7 @@ def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
     """Write samples/s by number of GPUs as a PNG, a curve for each kind of scaling."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    rows = [(point.scaling, point.plan.layout.world_size, point.samples_per_sec) for point in points]
+    rows = [(point.scaling, point.plan.layout.world_size, point.plan.samples_per_sec) for point in points]
     curves = DataFrame(rows, columns=["scaling", "GPUs", "speed"]).pivot(index="GPUs", columns="scaling")["speed"]
     curves.plot(ax=axes, marker="o")
     finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")

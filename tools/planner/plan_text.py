@@ -34,18 +34,19 @@ def head(plan: Plan) -> str:
 def layout_words(plan: Plan) -> str:
     """The layout in words: tp 4 x dp 4, fsdp, recomputing full."""
     config, layout = plan.config, plan.layout
-    words = [layout.describe("tp", "cp", "domain", "pp", "dp") or "one device"]
-    words += [config.data_parallel] if layout.world_size > 1 and config.data_parallel != "ddp" else []
-    words += ["sequence parallel"] if config.sequence_parallel and layout.tp > 1 else []
-    words += [config.cp_method] if layout.cp > 1 else []
-    words += [config.domain_method] if math.prod(layout.domain) > 1 else []
-    words += [f"{config.pp_schedule} of {config.gradient_accumulation}"] if layout.pp > 1 else []
-    if config.activation_checkpointing != "none":
-        words.append(f"recomputing {config.activation_checkpointing}")
-    return ", ".join(words)
+    words = [
+        (layout.describe("tp", "cp", "domain", "pp", "dp") or "one device", True),
+        (config.data_parallel, layout.world_size > 1 and config.data_parallel != "ddp"),
+        ("sequence parallel", config.sequence_parallel and layout.tp > 1),
+        (config.cp_method, layout.cp > 1),
+        (config.domain_method, math.prod(layout.domain) > 1),
+        (f"{config.pp_schedule} of {config.gradient_accumulation}", layout.pp > 1),
+        (f"recomputing {config.activation_checkpointing}", config.activation_checkpointing != "none"),
+    ]
+    return ", ".join(word for word, said in words if said)
 
 
-def rate(plan: Plan | Point) -> str:
+def rate(plan: Plan) -> str:
     """Samples/s with three digits or more."""
     speed = plan.samples_per_sec
     return f"{speed:.{1 if speed >= 10 else 3}f}"
@@ -115,16 +116,16 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
         "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
         "bound by": "",
     }  # fmt: skip
-    error, best = plans[0].time.error, plans[0]
-    found = f"the best of {request.compared} layouts"
+    best = plans[0]
+    found, run = f"the best of {request.compared} layouts", run_text(best, request, "Run the first one:")
     if best.fits == "no":
         found = f"none of {request.compared} layouts fits; those that need least"
-    run = "Nothing to run: more GPUs, or ones with more memory." if best.fits == "no" else ""
+        run = "Nothing to run: more GPUs, or ones with more memory."
     return (
         f"{head(best).partition(':')[0]}, {found}:\n\n"
         f"{format_table(columns, rows)}\n\n"
-        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one.\n\n"
-        f"{refused_text(request.refused)}\n\n{run or run_text(best, request, 'Run the first one:')}"
+        f"Times are good to {best.time.error:.0%}; of two layouts that are closer the planner knows no better one.\n\n"
+        f"{refused_text(request.refused)}\n\n{run}"
     )
 
 
@@ -139,7 +140,7 @@ def scaling_text(points: Sequence[Point], request: Request) -> str:
     gpu = request.gpu
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
-         rate(point), point.efficiency, point.plan.needed / GIB, point.bound)
+         rate(point.plan), point.efficiency, point.plan.needed / GIB, point.plan.time.bound)
         for point in points
     ]  # fmt: skip
     columns = {

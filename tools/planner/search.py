@@ -11,26 +11,23 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.planner.hardware import Gpu
 from tools.planner.layouts import arguments, candidates, script_of
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.textbook import textbook_traces
 from tools.slurm import submit
-from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
+from utils.config import SCRIPTS, SPLITS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
 
 MOST_GPUS = 2**17
 VERDICTS = ("fits", "marginal", "no")
 # Options that fix the layout: with one of them a single layout is planned.
-LAYOUT_OPTIONS = (
-    "tensor_parallel", "row_parallel_size", "context_parallel", "pipeline_parallel", "domain_parallel", "data_parallel",
-    "dp_shard",
-)  # fmt: skip
+LAYOUT_OPTIONS = (*SPLITS, "row_parallel_size", "data_parallel", "dp_shard")
 
 
 def gpu_counts(text: str) -> list[int]:
@@ -55,11 +52,6 @@ class Request:
         self.words, self.gpu = words, gpu
         self.named = {word[2:].split("=")[0] for word in words if word.startswith("--")}
 
-    def config(self, gpus: int) -> Config:
-        """The config on this number of GPUs. Raises UsageError where it does not fit."""
-        script = "train_mp.py" if self.named.isdisjoint(("domain_parallel", "domain_method")) else "train_shard.py"
-        return load_config(self.words, world_size=gpus, splits=SCRIPTS[script].splits)
-
     def any_layout(self) -> Config:
         """The config, whatever the layout. Raises UsageError for local_batch_size, which depends on it."""
         options = parse_command_line(self.words, None, SCRIPTS["train.py"].yaml_config)
@@ -71,9 +63,9 @@ class Request:
 
     def plan(self, gpus: int) -> Plan:
         """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
-        config = self.config(gpus)
-        layout = config.layout(gpus, self.gpu.gpus_per_node)
-        return plan_layout(config, layout, self.gpu)
+        script = "train_mp.py" if self.named.isdisjoint(("domain_parallel", "domain_method")) else "train_shard.py"
+        config = load_config(self.words, world_size=gpus, splits=SCRIPTS[script].splits)
+        return plan_layout(config, config.layout(gpus, self.gpu.gpus_per_node), self.gpu)
 
 
 def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
@@ -86,11 +78,9 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     request.compared = len(found)
     kept: dict[tuple, Plan] = {}
     for plan in sorted(found, key=_order):
-        layout = plan.layout
-        kept.setdefault((layout.tp, layout.cp, layout.pp, layout.domain), plan)
+        kept.setdefault(tuple(getattr(plan.config, name) for name in SPLITS), plan)
     best = [plan for plan in kept.values() if plan.fits != "no"][:top] or list(kept.values())[:top]
-    traced = [plan_layout(plan.config, plan.layout, request.gpu) for plan in best]
-    return sorted(traced, key=_order)
+    return sorted((plan_layout(plan.config, plan.layout, request.gpu) for plan in best), key=_order)
 
 
 def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
@@ -112,7 +102,7 @@ def _order(plan: Plan) -> tuple[int, float]:
 
 def expected_slowest(ranks: int) -> float:
     """Mean of the largest of so many standard normal numbers, within 2 %; 0 of one."""
-    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def sample_bytes(config: Config) -> int:
@@ -122,37 +112,27 @@ def sample_bytes(config: Config) -> int:
     return 4 * points * (config.n_in_channels + targets)
 
 
-def seconds_at_scale(plan: Plan) -> tuple[float, str]:
-    """(seconds of a step, what bounds it) of a plan, with the slowest of its ranks and with reading."""
-    gpu = plan.gpu
-    computing = plan.time.seconds * (1 + gpu.jitter * expected_slowest(plan.layout.world_size))
+def at_scale(plan: Plan) -> Plan:
+    """A Plan whose step waits for the slowest of all ranks and for reading, as the module says."""
+    gpu, seconds, bound = plan.gpu, plan.time.seconds, plan.time.bound
+    seconds *= 1 + gpu.jitter * expected_slowest(plan.layout.world_size)
     read = plan.config.global_batch_size * sample_bytes(plan.config)
     reading = read / min(gpu.total_read, plan.nodes * gpu.node_read)
-    return (reading, "reading") if reading > computing else (computing, plan.time.bound)
+    if reading > seconds:
+        seconds, bound = reading, "reading"
+    return replace(plan, time=replace(plan.time, seconds=seconds, bound=bound))
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first.
-
-    seconds, bound: as seconds_at_scale says.
-    """
+class Point(NamedTuple):
+    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first."""
 
     plan: Plan
     scaling: str
-    seconds: float
-    bound: str
     efficiency: float
-
-    @property
-    def samples_per_sec(self) -> float:
-        """Samples of all GPUs together."""
-        return self.plan.config.global_batch_size / self.seconds
 
     def to_json(self) -> dict[str, Any]:
         """The point as JSON can hold it."""
-        own = {"step_time_s": self.seconds, "bound": self.bound, "samples_per_sec": self.samples_per_sec}
-        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json() | own
+        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
 
 
 def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
@@ -164,11 +144,10 @@ def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
             plans, _ = formula_plans(request, gpus, gpus // counts[0] if kind == "weak" else 1)
             if not plans:  # the batch is too small for so many
                 continue
-            plan = min(plans, key=_order)
-            seconds, bound = seconds_at_scale(plan)
-            speed = plan.config.global_batch_size / seconds / gpus
+            plan = at_scale(min(plans, key=_order))
+            speed = plan.samples_per_sec / gpus
             first = first or speed
-            points.append(Point(plan, kind, seconds, bound, speed / first))
+            points.append(Point(plan, kind, speed / first))
     return points
 
 

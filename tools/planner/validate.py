@@ -30,7 +30,6 @@ SMALL = "--depth=4", "--device=cpu", "--local_batch_size=4"
 LAYOUTS = "config/verify.yaml"
 SEARCHED = "--yaml_config=config/mp.yaml", "--config=mp_quick", "--depth=4", "--device=cpu", "--global_batch_size=8"
 STEPS, ROUNDS = 3, 4  # of a turn, and as many that are not timed; turns
-Summary = Counter[Any]  # bytes held, by MEMORY; calls, by phase, kind and bytes of messages; "FLOP"
 
 
 def build_cases(times: bool = False) -> list[Case]:
@@ -53,42 +52,34 @@ def verify(cases: Sequence[Case]) -> int:
     with Teams(cases[0].config) as teams:
         real = [teams.call(case.ranks, real_trace, case) for case in cases]
     planned, kept, sent, results = {}, {}, {}, {}
-    for case, figures in zip(cases, real, strict=True):
-        traces = trace_step(case.config, case.layout, "cpu")
-        messages = [(key[2], calls) for key, calls in figures[0].items() if isinstance(key, tuple)]
-        total = sum(size * calls for size, calls in messages) / MIB
-        sent[case.name] = f"{total:.2f} MiB in {sum(calls for _, calls in messages)}"
-        planned[case.name] = traces[0].held["activations"] / MIB
-        kept[case.name] = figures[0]["activations"] / MIB
-        results[case.name] = differ(figures, traces)
+    for case, found in zip(cases, real, strict=True):
+        traces, messages = trace_step(case.config, case.layout, "cpu"), found[0].messages
+        total = sum(message.sent * calls for message, calls in messages.items()) / MIB
+        sent[case.name] = f"{total:.2f} MiB in {messages.total()}"
+        planned[case.name], kept[case.name] = (each[0].held["activations"] / MIB for each in (traces, found))
+        results[case.name] = differ(found, traces)
     print(beside("MiB kept for the backward pass", planned, kept, collectives=sent, counts=results))
     return sum(result != "equal" for result in results.values())
 
 
-def summary(trace: Trace) -> Summary:
-    """The part of a Trace that must be the same in a real run and in a plan."""
-    found: Summary = Counter()
-    for message, calls in trace.messages.items():
-        found[message.phase, message.kind, message.sent] += calls
-    flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
-    return found + Counter({name: int(trace.held[name]) for name in MEMORY} | {"FLOP": flops})
-
-
-def differ(figures: Sequence[Summary], traces: Sequence[Trace]) -> str:
-    """Name the differences between the ranks of a run and its plan, or 'equal'. figures: of each rank."""
+def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
+    """Name the differences between a run and its plan, or 'equal'. found: traces of each rank."""
     problems = []
-    for real, trace in zip(figures, traces, strict=False):
-        plan = summary(trace)
-        for key in real | plan:
-            if real[key] != plan[key]:
-                problems.append(f"{real[key]} {key} planned as {plan[key]}")
+    for real, plan in zip(map(counts, found), map(counts, traces), strict=False):
+        problems += [f"{real[key]} {key} planned as {plan[key]}" for key in real | plan if real[key] != plan[key]]
     return "; ".join(problems) or "equal"
 
 
-def real_trace(rank: Rank, case: Case) -> Summary:
-    """On a rank: the summary of a real step."""
+def counts(trace: Trace) -> Counter[Any]:
+    """The part of a Trace that must be the same in a real run and in a plan: messages, bytes by MEMORY, FLOP."""
+    flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
+    return trace.messages + Counter({name: int(trace.held[name]) for name in MEMORY} | {"FLOP": flops})
+
+
+def real_trace(rank: Rank, case: Case) -> Trace:
+    """On a rank: the Trace of a real step."""
     own = held(rank, case)
-    return summary(measured(own.step, own.x, own.y))
+    return measured(own.step, own.x, own.y)
 
 
 def validate(rounds: int = ROUNDS) -> int:
