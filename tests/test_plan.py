@@ -105,12 +105,6 @@ def test_where_nothing_fits_no_command_is_given(capsys):
     assert "sbatch" not in text and "torchrun" not in text
 
 
-@pytest.mark.slow("a search among the layouts that given options leave")
-def test_options_that_are_given_are_kept(capsys):
-    plans = planned(capsys, *MP, "--gpus", "8", "--tensor_parallel", "2", "--top", "3")
-    assert {one["layout"]["tp"] for one in plans} == {2}
-
-
 @pytest.mark.slow("1,024 GPUs planned by the command in a bounded memory")
 def test_1024_gpus_are_planned_in_seconds_and_little_memory():
     command = [sys.executable, "-c", LIMITED, *MP, "--gpus", "1024", "--global_batch_size", "2048", "--top", "3"]

@@ -114,11 +114,6 @@ def test_every_operator_that_takes_long_in_a_step_is_measured_by_its_name(monkey
         assert sum(unknown.values()) < 0.05 * sum(sizes.values()), unknown
 
 
-def test_of_several_measurements_the_median_is_kept():
-    rounds = [{"a": {"x": x, "y": 1.0}, "b": 1.0} for x in (2.0, 9.0, 3.0)]
-    assert calibrate.usual(rounds) == {"a": {"x": 3.0, "y": 1.0}, "b": 1.0}
-
-
 # ------------------------------------------------------------------------------------------------------------ times
 
 

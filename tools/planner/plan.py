@@ -42,7 +42,7 @@ class Plan:
     def overhead(self) -> float:
         """Memory outside the allocator (context, NCCL, DALI), and what the allocator loses between its blocks."""
         dali = DALI_BYTES if self.config.data_loader_config == "dali" else 0
-        return self.gpu.overhead_gib * 2**30 + FRAGMENTATION * self.peak + dali
+        return int(self.gpu.overhead_gib * 2**30) + FRAGMENTATION * self.peak + dali
 
     @property
     def needed(self) -> float:
