@@ -57,7 +57,7 @@ def memory_text(plan: Plan) -> str:
     host = HOST if plan.config.cpu_offload else ()
     sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
     sizes |= {
-        "at most at once": plan.peak,
+        "at most at once, in training": plan.peak,
         "outside of the allocator, and its loss": plan.overhead,
         "needed": plan.needed,
         f"{plan.gpu.name} has": plan.gpu.memory,
