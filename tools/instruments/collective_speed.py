@@ -43,7 +43,7 @@ def calls_of(
     """
     ranks, rank = group.size(), group.rank()
 
-    def exchange() -> None:  # with the ranks beside: what a pipeline sends forward and backward
+    def exchange():  # with the ranks beside: what a pipeline sends forward and backward
         sends = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
         takes = dist.P2POp(dist.irecv, other, group=group, group_peer=(rank - 1) % ranks)
         for work in dist.batch_isend_irecv([sends, takes]):
@@ -100,7 +100,7 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     sent = bytes_sent(kind, given.nbytes, ranks) if kind != "all_to_all" else given.nbytes * (ranks - 1) / ranks
     factor = torch.rand(PRODUCT, PRODUCT, device=device)
 
-    def batch(times: int, calls: int = 1) -> None:
+    def batch(times, calls=1):
         for _ in range(times):
             torch.mm(factor, factor)
             for _ in range(calls):
@@ -140,7 +140,7 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
     """
     sent, seconds = np.array(points, dtype=float).T
 
-    def off(logs: np.ndarray) -> np.ndarray:
+    def off(logs):
         return np.log((np.exp(logs[0]) + sent / np.exp(logs[1])) / seconds)
 
     start = np.log([seconds.min(), max(1.0, (sent / seconds).max())])

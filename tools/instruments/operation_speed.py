@@ -90,7 +90,7 @@ def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torc
     results: deque[object] = deque(maxlen=len(sets))
     turns = cycle(sets)
 
-    def batch(calls: int) -> None:
+    def batch(calls):
         for tensors in islice(turns, calls):
             results.append(operation(*tensors))
 

@@ -110,14 +110,14 @@ def _side_by_side(device):
     """
     x, a = torch.zeros(2**20, device=device), torch.rand(512, 512, device=device)
 
-    def work(reduces: int, products: int) -> None:
+    def work(reduces, products):
         works = [dist.all_reduce(x, async_op=True) for _ in range(reduces)]
         for _ in range(products):
             torch.mm(a, a)
         for work in works:
             work.wait()
 
-    def seconds(reduces: int, products: int) -> float:
+    def seconds(reduces, products):
         dist.barrier()
         return timed(device, work, reduces, products)[0]
 

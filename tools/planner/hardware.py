@@ -60,7 +60,7 @@ class Speeds:
     def _type(self, name, dtype, head):
         """The measured type that is nearest."""
 
-        def distance(known: str) -> tuple[bool, float]:
+        def distance(known):
             called, _, size = known.partition(OF_HEADS)
             return called != dtype, abs(math.log(int(size) / max(1, head))) if size else 0.0
 

@@ -55,7 +55,7 @@ def candidates(
     if config.cpu_offload or config.noddp:
         fixed.add("data_parallel")
 
-    def values(name: str, wanted: Iterable[Any], of_use: bool = True) -> Iterable[Any]:
+    def values(name, wanted, of_use=True):
         """The values of a key that are tried."""
         return wanted if of_use and name not in fixed else [getattr(config, name)]
 
@@ -149,7 +149,7 @@ def trial(config: Config) -> Callable[[dict[str, Any]], str | None]:
     """A function that tells why a split of the model is refused, None where it is not, for settings {key: value}."""
 
     @cache
-    def refusal(*settings: tuple[str, Any]) -> str | None:
+    def refusal(*settings):
         return split_refusal(config.model_copy(update=dict(settings)))
 
     return lambda settings: refusal(*(settings | ONE_BLOCK).items()) or refusal(*(settings | ONE_RANK_A_STAGE).items())

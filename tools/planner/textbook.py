@@ -23,7 +23,6 @@ from utils.schema import Config
 
 MODELS = "vit", "classifier"  # that the formulas describe
 FULL = 4  # bytes of a float32 number
-Groups = dict[str, tuple[int, ...]]  # by name: the ranks among which messages travel
 
 
 def textbook_traces(config: Config, layout: Layout) -> list[Trace]:
@@ -92,7 +91,7 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
     elif layout.pp > 1 and config.pp_schedule == "interleaved":
         chunks, in_flight = 2, min(m, (layout.pp + 2 * later - 1) / 2)
 
-    def memory() -> dict[str, float]:
+    def memory():
         """{label: bytes} as a Trace has them, and the most at once as "peak"."""
         # ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054). Adam has two moments.
         parameters = gradients = FULL * weights / shards
@@ -135,7 +134,7 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
             "batch": batch, "buffers": buffers, "temporaries": moment, "peak": peak,
         }  # fmt: skip
 
-    def block_activations() -> float:
+    def block_activations():
         """Bytes that a block keeps: Korthikanti et al. 2022, arXiv:2205.05198; fused attention keeps nothing of N^2."""
         attention = {"gather": 4 + 2 * c, "ring": 4, "all_to_all": 5}[method] if c > 1 else 4
         norms = 2 * FULL * stream  # the residual stream is in float32
@@ -143,25 +142,25 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
         masks = 2 * stream + hidden if config.dropout else 0
         return norms + products + masks + low * w * matrices  # autocast keeps copies of weights
 
-    def repeated_activations() -> float:
+    def repeated_activations():
         """Bytes that a block keeps which is computed again: its input; with selective also results of products."""
         results = 2 * layer + (4 * layer + hidden) / t
         return FULL * stream + w * results * (config.activation_checkpointing == "selective")
 
-    def operations() -> Counter[Operation]:
+    def operations():
         """Operations of a step: products, attention, and kernels that only move data, several alike."""
         dtype = AMP_DTYPES.get(config.amp_mode, torch.float32)
         forward, again = passes * L, passes * repeats  # calls of a block
         counted = Counter[Operation]()
 
-        def product(inner: float, columns: float, calls: float, repeated: float = 0) -> None:
+        def product(inner, columns, calls, repeated=0):
             """Count a product, and the two of its backward pass."""
             rows = b * n
             moved = w * (rows * (inner + columns) + inner * columns)
             for phase, times in ("forward", calls), ("backward", 2 * calls + repeated):
                 counted[Operation(phase, "matmul", 2 * rows * inner * columns, moved, dtype)] += int(times)
 
-        def moves(phase: str, moved: float, kernels: int, calls: float) -> None:
+        def moves(phase, moved, kernels, calls):
             counted[Operation(phase, "pointwise", 0, moved / kernels, torch.float32)] += int(kernels * calls)
 
         products_again = 0 if config.activation_checkpointing == "selective" else again
@@ -196,13 +195,13 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
         moves("update", numbers * FULL * updated, kernels, 1)
         return counted
 
-    def messages_and_groups() -> tuple[Counter[Message], Groups]:
+    def messages_and_groups():
         """(messages of a step, groups in which they travel)."""
         messages = Counter[Message]()
-        groups: Groups = {}
+        groups = {}
         places = np.arange(layout.world_size).reshape(*layout.mesh_dims.values())
 
-        def add(phase: str, kind: str, group: str, size: float, calls: float) -> None:
+        def add(phase, kind, group, size, calls):
             """Count collectives in a group of utils.comm. size: bytes of the tensor that the collective is given."""
             along = COMBINED.get(group, {group})
             ranks = places[tuple(slice(None) if name in along else 0 for name in layout.mesh_dims)].ravel()

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -140,13 +140,13 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     tracker.label("buffers", received)
     held = Counter({"optimizer": tracker.nbytes(tracker.label("optimizer", states))})
 
-    def note(name: str, numbers: set[int]) -> None:
+    def note(name, numbers):
         held[name] = max(held[name], tracker.nbytes(numbers))
 
-    def parameters() -> set[int]:
+    def parameters():
         return tracker.note([*own, *parallel.model.parameters()])
 
-    def changes(before: str, phase: str) -> None:
+    def changes(before, phase):
         if before == "forward":
             note("parameters", parameters())
             note("parameters at most", parameters())
@@ -154,11 +154,11 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         if phase == "update":
             note("gradients", tracker.label("gradients", [p.grad for p in own if p.grad is not None]))
 
-    def gathered(unit: nn.Module, *_: Any) -> None:
+    def gathered(unit, *_):
         tracker.label("buffers", unit.parameters())
         note("parameters at most", parameters())
 
-    def saved(tensor: Tensor) -> Tensor:
+    def saved(tensor):
         if storage_id(tensor) not in set(map(storage_id, parallel.model.parameters())):
             tracker.save([tensor])
         return tensor

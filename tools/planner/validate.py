@@ -92,7 +92,7 @@ def validate(rounds: int = ROUNDS) -> int:
     differing = verify(cases)
     with Teams(cases[0].config) as teams:
 
-        def turns(cases: Sequence[Case]) -> None:
+        def turns(cases):
             for case in [case for case in cases for _ in range(STEPS)]:
                 seconds[case.name].append(max(teams.call(case.ranks, seconds_of, case, 1)))
 
