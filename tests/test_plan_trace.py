@@ -66,21 +66,16 @@ MORE = pytest.mark.slow("extrapolation in depth of every kind of parallelism")
 )
 def test_a_few_blocks_tell_of_many(words, monkeypatch):
     config, layout = settings("config/mp.yaml", f"--config=mp {words}", 8)
-    few = trace_step(config, layout)
+    extrapolated = trace_step(config, layout)
     monkeypatch.setattr("tools.planner.trace.MOST", 99)
-    for short, whole in zip(few, trace_step(config, layout), strict=True):
+    for short, whole in zip(extrapolated, trace_step(config, layout), strict=True):
         for name, size in whole.memory.items():
             assert short.memory[name] == pytest.approx(size, rel=1e-3), name
-        assert totals(short) == pytest.approx(totals(whole), rel=1e-3)
-
-
-def totals(trace):
-    """FLOP, bytes moved, messages and their bytes of a step."""
-    operations, messages = trace.operations.items(), trace.messages.items()
-    return [
-        sum(op.flops * n for op, n in operations), sum(op.moved * n for op, n in operations),
-        sum(n for _, n in messages), sum(message.sent * n for message, n in messages),
-    ]  # fmt: skip
+        for sizes, size in (("operations", "flops"), ("operations", "moved"), ("messages", "sent")):
+            few, all_blocks = (
+                sum(getattr(what, size) * n for what, n in getattr(trace, sizes).items()) for trace in (short, whole)
+            )
+            assert few == pytest.approx(all_blocks, rel=1e-3), size
 
 
 def test_the_cost_does_not_depend_on_the_number_of_ranks():
