@@ -104,21 +104,22 @@ def test_groups_of_a_kind_may_lie_differently_in_the_nodes():
     assert node_shapes((0, 1, 2), 6, 4) == {(1, 3), (2, 1)}  # 3 4 5 lie on two nodes
 
 
-def test_a_collective_inside_a_node_takes_the_links():
-    assert collective_time("all_reduce", 3e9, 10, 4, 1, 4, A100) == pytest.approx(10 * 6 * A100.hop_inside + 3e9 / LINK)
-    assert collective_time("all_gather", 3e9, 10, 4, 1, 4, A100) == pytest.approx(10 * 3 * A100.hop_inside + 3e9 / LINK)
+INSIDE, ACROSS = A100.hop_inside, A100.hop_across
+COLLECTIVES = [  # kind, bytes, calls, ranks, nodes, fewest on a node, seconds
+    ("all_reduce", 3e9, 10, 4, 1, 4, 10 * 6 * INSIDE + 3e9 / LINK),
+    ("all_gather", 3e9, 10, 4, 1, 4, 10 * 3 * INSIDE + 3e9 / LINK),
+    ("reduce_scatter", 3e9, 1, 4, 4, 1, 3 * ACROSS + 3e9 / NIC),  # one rank a node, so one NIC
+    ("reduce_scatter", 3e9, 1, 16, 4, 4, 12 * INSIDE + 3 * ACROSS + 3e9 / (4 * NIC)),
+    ("all_reduce", 0, 1, 256, 64, 4, 2 * (3 * INSIDE + 6 * ACROSS)),  # a tree: its depth counts, not the ranks
+    ("all_to_all", 7e9, 1, 8, 2, 4, 6 * INSIDE + ACROSS + 4e9 / NIC),  # 4 of 7 parts leave the node
+    ("send", 3e9, 2, 4, 4, 1, 2 * ACROSS + 3e9 / NIC),
+]
 
 
-def test_a_collective_across_nodes_takes_the_nics_of_its_ranks():
-    alone = collective_time("reduce_scatter", 3e9, 1, 4, 4, 1, A100)  # one rank a node, so one NIC
-    assert alone == pytest.approx(3 * A100.hop_across + 3e9 / NIC)
-    together = collective_time("reduce_scatter", 3e9, 1, 16, 4, 4, A100)
-    assert together == pytest.approx(12 * A100.hop_inside + 3 * A100.hop_across + 3e9 / (4 * NIC))
-    small = collective_time("all_reduce", 0, 1, 256, 64, 4, A100)  # a tree: its depth counts, not the ranks
-    assert small == pytest.approx(2 * (3 * A100.hop_inside + 6 * A100.hop_across))
-    exchanged = collective_time("all_to_all", 7e9, 1, 8, 2, 4, A100)  # 4 of 7 parts leave the node
-    assert exchanged == pytest.approx(6 * A100.hop_inside + A100.hop_across + 4e9 / NIC)
-    assert collective_time("send", 3e9, 2, 4, 4, 1, A100, ring=False) == pytest.approx(2 * A100.hop_across + 3e9 / NIC)
+@pytest.mark.parametrize("case", COLLECTIVES)
+def test_a_collective_takes_the_links_of_a_node_or_the_nics_of_its_ranks(case):
+    *case, seconds = case
+    assert collective_time(*case, A100, ring=case[0] != "send") == pytest.approx(seconds)
 
 
 def test_collectives_say_what_is_sent_where_and_how_often():
