@@ -291,7 +291,7 @@ def test_layouts_that_take_turns_keep_their_method_of_attention():
     assert len({case.config.domain_method for case in cases}) == 2
     with Teams(cases[0].config) as teams:
         for case in cases:
-            teams.call(2, seconds_of, case, 1)  # all are there before the first is looked at
+            teams.call(2, seconds_of, case)  # all are there before the first is looked at
         real = [teams.call(2, validate.real_trace, case) for case in cases]
     for case, figures in zip(cases, real, strict=True):
         assert validate.differ(figures, trace_step(case.config, case.layout, "cpu")) == "equal", case.name

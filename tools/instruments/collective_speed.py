@@ -16,7 +16,7 @@ from tools.instruments.clock import timed
 from tools.instruments.counting import bytes_sent
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-BATCHES = 5
+BATCHES, SECONDS = 5, 0.01  # of measurements, and how long one takes
 CHECKED = 1001  # numbers of each rank; not a multiple of the pattern's length
 PRODUCT = 320  # rows of the matrices: a millisecond on a core
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -87,7 +87,7 @@ def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
     return right
 
 
-def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device, seconds: float = 0.05) -> Point:
+def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Point:
     """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
 
     Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
@@ -107,7 +107,7 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
                 call()
 
     batch(1)
-    number = torch.tensor([seconds / BATCHES / max(timed(device, batch, 2)[0] / 2, 1e-6)], device=device)
+    number = torch.tensor([SECONDS / max(timed(device, batch, 2)[0] / 2, 1e-6)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MIN, group)  # as many on all ranks
     times = max(1, int(number))
     pairs = [(timed(device, batch, times)[0], timed(device, batch, times, 0)[0]) for _ in range(BATCHES)]

@@ -78,9 +78,9 @@ def held(rank: Rank, case: Case) -> RankCase:
     return rank.kept[key]
 
 
-def seconds_of(rank: Rank, case: Case, steps: int) -> float:
+def seconds_of(rank: Rank, case: Case) -> float:
     """On a rank: seconds of a step of a case that it holds."""
-    return held(rank, case).times(steps)["seconds"]
+    return held(rank, case).times(1)["seconds"]
 
 
 def hidden_share_of(run: Callable[[], None]) -> float | None:

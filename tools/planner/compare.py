@@ -62,7 +62,7 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
         f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
         f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
         f"{beside('', planned, found)}\n",
-        *(f"- {reason}" for reason in _reasons(gpu, config, readings, ratios)),
+        *(f"- {reason}" for reason in _reasons(gpu, readings, ratios)),
     ])  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def _steady(folder):
     return [r for r in last_start if r["since_start"] - r["iterations"] >= WARMUP_ITERATIONS] or last_start
 
 
-def _reasons(gpu, config, readings, ratios):
+def _reasons(gpu, readings, ratios):
     """Why figures are off, as far as the readings tell."""
     mean, last = partial(_mean, readings), readings[-1]
     off = {name for name, ratio in ratios.items() if not 1 - OFF <= ratio <= 1 + OFF}
@@ -134,8 +134,6 @@ def _reasons(gpu, config, readings, ratios):
     if not same:
         yield f"the plan is for {gpu.name}, and {last['device']} is another device: times and memory are its own"
         off &= {"calls"}
-    if gpu.device == "cpu" and config.num_data_workers and "step_time_s" in off:
-        yield "reader: its threads share the cores with computing, which no plan has: --num_data_workers 0"
     data, late = mean("data") / mean("step"), mean("slowest_over_mean")
     if data > OFF:
         yield f"data: a step waits {data:.0%} of its time for its batch, which no plan has: --num_data_workers"

@@ -106,7 +106,7 @@ def _splits(config, ranks, values):
     tiles = [n for n in counts if 1 < n <= rows]
     tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
     for domain in values("domain_parallel", tiles):
-        if domain not in (1, "1", "1x1"):
+        if domain not in (1, "1", "1x1") and 1 in cps and 1 in pps:
             yield 1, 1, domain
 
 
@@ -160,8 +160,6 @@ def split_refusal(config: Config) -> str | None:
     tp, cp, pp, domain = (getattr(config, name) for name in SPLITS)
     tiles = tile_counts(domain)
     shared = math.prod(tiles)
-    if shared > 1 and (cp > 1 or pp > 1):
-        return "domain parallelism goes without context and pipeline parallelism: no script splits a model so"
     if shared > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
     with fake_rank(Layout(tp * cp * pp * shared, tp, cp, pp, domain=tiles)):

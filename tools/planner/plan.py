@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from tools.planner.hardware import Gpu
@@ -49,7 +48,7 @@ class Plan:
         """Memory of the device that the layout needs."""
         return self.peak + self.overhead
 
-    @cached_property
+    @property
     def fits(self) -> str:
         """fits, marginal or no: see docs/plan.md for the thresholds."""
         share = self.needed / self.gpu.memory

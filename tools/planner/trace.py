@@ -34,7 +34,6 @@ from utils.layout import Layout
 from utils.schema import Config
 from utils.torch_private import storage_id
 
-SHORT = 2, 3  # blocks of a stage to extrapolate from
 MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
 
 # Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
@@ -84,8 +83,8 @@ def _deep(config, layout, rank, device_type):
         most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares whole parameters
     if left or blocks <= most:
         return _trace(config, layout, rank, device_type)
-    few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in SHORT)
-    times = (blocks - SHORT[0]) / (SHORT[1] - SHORT[0])
+    few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in (2, 3))
+    times = blocks - 2
     counts = [{key: a[key] + (b[key] - a[key]) * times for key in a | b} for a, b in zip(few[:-1], more, strict=False)]
     return Trace(*map(Counter, counts), more.groups)
 

@@ -94,7 +94,7 @@ def validate(rounds: int = ROUNDS) -> int:
 
         def turns(cases):
             for case in [case for case in cases for _ in range(STEPS)]:
-                seconds[case.name].append(max(teams.call(case.ranks, seconds_of, case, 1)))
+                seconds[case.name].append(max(teams.call(case.ranks, seconds_of, case)))
 
         figures: list[calibrate.Figures] = []
         for _ in range(rounds):
