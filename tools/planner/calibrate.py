@@ -64,7 +64,6 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
     nodes: the ranks of each. On a CPU operations are measured by one rank of each node alone, then by all at once.
     """
     device, size, ranks = rank.device, len(nodes[0]), comm.world_size()
-    place = next(list(node).index(comm.rank()) for node in nodes if comm.rank() in node)
     figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
     tiny: dict[str, RankCase] = {}
     for name, words in WRAPPED.items():
@@ -75,7 +74,7 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
     for busy in sorted({1, size}) if device.type == "cpu" else [size]:
         if ranks > 1:
             dist.barrier()
-        if place < busy:
+        if comm.rank() % size < busy:
             figures["operations"][busy] = operation_speed.measure(device, DTYPES)
             figures["phases"][busy] = _seconds_of_phases(tiny[""])
     if ranks > 1:

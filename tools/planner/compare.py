@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tools.planner.hardware import Gpu, load_gpu, read_gpus
+from tools.planner.hardware import load_gpu, read_gpus
 from tools.planner.plan import Plan, plan_layout
 from tools.tables import format_table
 from training.flops import is_gpu
@@ -49,7 +49,13 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
         raise UsageError(f"{folder}: has no {file.name}: no run has finished here")
     name, readings = read_summary(file, config=str)["config"], _steady(folder)
     first, last = readings[0], readings[-1]
-    gpu, ranks, where = gpu_of_run(gpu_name, last["device"]), last["ranks"], folder / "config.yaml"
+    ranks, device, where = last["ranks"], last["device"], folder / "config.yaml"
+    if gpu_name is None and not (gpu_name := next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)):
+        raise UsageError(
+            f"{device}: config/hardware.yaml has no such device: give --gpu NAME, one of its names or that of a "
+            "measured machine (plan.py --calibrate)"
+        )
+    gpu = load_gpu(gpu_name)
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
     plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
     planned, found, ratios = {}, {}, {}
@@ -59,22 +65,11 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
             if plan[key]:
                 ratios[key] = run[key] / plan[key]
     return "\n".join([
-        f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
+        f"plan for {ranks} x {gpu.name}; run on {ranks} x {device}, "
         f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
         f"{beside('', planned, found)}\n",
         *(f"- {reason}" for reason in _reasons(gpu, readings, ratios)),
     ])  # fmt: skip
-
-
-def gpu_of_run(name: str | None, device: str) -> Gpu:
-    """The Gpu of this name, by default the one whose device reports `device`. Raises UsageError where there is none."""
-    name = name or next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)
-    if name is None:
-        raise UsageError(
-            f"{device}: config/hardware.yaml has no such device: give --gpu NAME, one of its names or that of a "
-            "measured machine (plan.py --calibrate)"
-        )
-    return load_gpu(name)
 
 
 def planned_figures(plan: Plan) -> dict[str, Any]:
