@@ -63,7 +63,7 @@ class Tracker(Watch):
 
     tensors: those that exist before. Memory that an operation holds only while it runs is not seen.
     phase, sent_forward: kept up to date by phases_of. groups: {name of a process group: ranks in it}.
-    storages: {address: (number in the order of creation, bytes)} of those that exist. saved: numbers of
+    storages: {address: (number in the order of creation, bytes, weak reference)} of those that exist. saved: numbers of
     those that the backward pass needs.
     """
 
@@ -75,7 +75,7 @@ class Tracker(Watch):
         self.messages = Counter[Message]()
         self.groups: dict[str, tuple[int, ...]] = {}
         self.numbers = count()
-        self.storages: dict[int, tuple[int, int]] = {}
+        self.storages: dict[int, tuple[int, int, weakref.ref]] = {}
         self.saved = set[int]()
         self.labels: dict[int, str] = {}
         self.events: list[tuple[int, int]] = []  # number, change of its size
@@ -98,7 +98,7 @@ class Tracker(Watch):
 
     def nbytes(self, numbers: set[int]) -> int:
         """Bytes of those of these storages that still exist."""
-        return sum(size for number, size in self.storages.values() if number in numbers)
+        return sum(size for number, size, _ in self.storages.values() if number in numbers)
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note the memory of an operation, and count it."""
@@ -139,16 +139,15 @@ class Tracker(Watch):
         """Note the size of a storage, which fully_shard may change; returns its number."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self.storages:
-            self.storages[key] = next(self.numbers), 0
-            weakref.finalize(storage, self._gone, key)
-        number, before = self.storages[key]
-        self.storages[key] = number, size
+            self.storages[key] = next(self.numbers), 0, weakref.ref(storage, lambda _: self._gone(key))
+        number, before, reference = self.storages[key]
+        self.storages[key] = number, size, reference
         if size != before:
             self.events.append((number, size - before))
         return number
 
     def _gone(self, key):
-        number, size = self.storages.pop(key)
+        number, size, _ = self.storages.pop(key)
         self.events.append((number, -size))
 
     def __enter__(self):

@@ -15,8 +15,7 @@ from tools.instruments import collective_speed, operation_speed
 from tools.instruments.clock import timed
 from tools.instruments.rank_case import RankCase, build_case, held
 from tools.instruments.team import Rank
-from tools.instruments.tracker import PHASES
-from tools.planner.hardware import HARDWARE, MEASURED, Speeds, gpu_of, read_gpus
+from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured
 from tools.tables import machine
@@ -132,25 +131,23 @@ def _side_by_side(device):
 
 def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
     """The entry that is written: the machine as tools.planner.hardware.Measured has it. ranks: of a node."""
-    compute, collectives = {}, {}
-    around: dict[str, dict[str, float]] = {}
+    compute, collectives, about = {}, {}, machine(device)
     for busy, operations in figures["operations"].items():
-        speeds, host = Speeds(operations, {}), {}
-        for phase in PHASES:
+        speeds = Speeds(operations, {})
+        for phase, whole in figures["phases"][busy].items():
             own = {op: calls for op, calls in traces[""][1].operations.items() if op.phase == phase}
             inside = sum(calls * speeds.seconds(op, "float32", 8) for op, calls in own.items())
-            host[phase] = max(0.0, figures["phases"][busy][phase] - inside) / max(1, sum(own.values()))
-        compute[busy] = {"operations": operations, "host": host}
+            speeds.host[phase] = max(0.0, whole - inside) / max(1, sum(own.values()))
+        compute[busy] = vars(speeds)
     for (where, size), kinds in figures["points"].items():
-        fits = {kind: collective_speed.fit(points) for kind, points in kinds.items()}
-        collectives[where] = {k: {"latency": a, "bandwidth": b, "ranks": size} for k, (a, b) in fits.items()}
+        fits = {kind: (*collective_speed.fit(points), size) for kind, points in kinds.items()}
+        collectives[where] = {kind: vars(Collective(*found)) for kind, found in fits.items()}
     seconds = figures.get("overlap", {"reduce": 1, "compute": 0, "both": 0, "slowest": 1})
     overlap = 1 - (seconds["both"] - seconds["compute"]) / seconds["reduce"]
-    about = machine(device)
-    found = {
+    found: dict[str, Any] = {
         "device": device.type, "processor": about["name"], "cores": os.cpu_count(), "torch_version": about["torch"],
         "threads": about["threads"], "ranks": ranks, "compute": compute, "collectives": collectives,
-        "overlap": min(1.0, max(0.0, overlap)), "around": around, "slowest": max(1.0, seconds["slowest"]),
+        "overlap": min(1.0, max(0.0, overlap)), "around": {}, "slowest": max(1.0, seconds["slowest"]),
     }  # fmt: skip
     for name, phases in figures["steps"].items():
         case, trace = traces[name]
@@ -158,7 +155,7 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
         late = {phase: max(0.0, seconds - planned.phases[phase]) for phase, seconds in phases.items()}
         if calls := wrapped(trace, planned.collectives, case.config)[name]:
             share = max(0.0, sum(phases.values()) - planned.seconds) / max(1e-9, sum(late.values()))
-            around[name] = {phase: seconds * share / calls for phase, seconds in late.items()}
+            found["around"][name] = {phase: seconds * share / calls for phase, seconds in late.items()}
     return {"measured": found}
 
 
