@@ -15,18 +15,15 @@ and what is left out: above all reading the data.
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tools.planner import plan_text as report
 from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu
-from tools.planner.search import LAYOUT_OPTIONS, Assumptions, Request, best_layouts, gpu_counts, scaling
-from tools.planner.submit import choose, submit_plan
+from tools.planner.search import LAYOUT_OPTIONS, Request, best_layouts, gpu_counts, scaling, submit_plan
 from utils.comm import run_ranks
-from utils.errors import ArgumentParser, UsageError, real, whole
-from utils.files import write_json
+from utils.errors import ArgumentParser, UsageError, whole
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,52 +45,42 @@ def main(argv: list[str] | None = None) -> int:
     option("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     option("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
     option("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
-    option(
-        "--calibrate", metavar="FILE", nargs="?", const="",
-        help="summary.json of a run on such GPUs: scale the times to it; alone: measure this machine, for --gpu",
-    )  # fmt: skip
-    option("--json", nargs="?", const="-", metavar="FILE", help="write the plans as JSON; alone: print them")
+    option("--calibrate", action="store_true", help="measure this machine, for --gpu")
+    option("--json", action="store_true", help="print the plans as JSON")
     option("--png", metavar="FILE", help="write a picture")
     option("--verify", action="store_true", help="run small layouts for real and compare them with plans")
     option("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
     option("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
-    option("--jitter", type=real(0, 1), default=0.02, metavar="S", help="of a curve: how step times vary (%(default)s)")
-    option("--node_read", type=real(1e-3, 1e6), default=10.0, metavar="GB/S", help="files read by a node (%(default)s)")
-    option("--total_read", type=real(1e-3, 1e9), default=1000.0, metavar="GB/S", help="by all (%(default)s)")
     options, words = parser.parse_known_args(words)
     if options.verify:
-        from tools.planner.validate import verify
+        from tools.planner.validate import build_cases, verify
 
-        return 1 if verify() else 0
-    if options.calibrate == "":
+        return 1 if verify(build_cases()) else 0
+    if options.calibrate:
         from tools.planner import calibrate
 
         return calibrate.main(words)
     gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
-    request = Request(words, gpu, options.calibrate)
+    request = Request(words, gpu)
     plans: Any  # Plans, or the Points of a curve
     text: Callable[..., str]
     if len(counts) > 1:
-        assumed = Assumptions(options.jitter, options.node_read * 1e9, options.total_read * 1e9)
-        plans = scaling(request, counts, assumed)
-        text = partial(report.scaling_text, assumed=assumed)
+        plans, text = scaling(request, counts), report.scaling_text
     elif (options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)) or counts == [1]:
-        plans = [request.plan(counts[0])]
-        text = report.plan_text
+        plans, text = [request.plan(counts[0])], report.plan_text
     else:
-        plans = best_layouts(request, counts[0], options.top or 10)
-        text = report.search_text
+        plans, text = best_layouts(request, counts[0], options.top or 10), report.search_text
     if options.choose or options.submit is not None:
         if len(counts) > 1:
             raise UsageError("--choose and --submit take a layout of one number of --gpus")
-        plans, text = [choose(plans, options.choose or 1)], report.plan_text
-    as_json = [plan.to_json() for plan in plans]
-    if options.json == "-":
-        print(json.dumps(as_json, indent=1))
+        number = options.choose or 1
+        if number > len(plans):
+            raise UsageError(f"--choose {number}: the search lists {len(plans)} layouts; --top {number} lists more")
+        plans, text = [plans[number - 1]], report.plan_text
+    if options.json:
+        print(json.dumps([plan.to_json() for plan in plans], indent=1))
     else:
         print(text(plans, request))
-    if options.json and options.json != "-":
-        write_json(options.json, as_json)
     if options.png:
         from tools.planner.plan_pictures import layouts_picture, scaling_picture
 

@@ -33,11 +33,10 @@ from docs.examples import zarr_years
 from tests.conftest import TINY, words_of
 from tests.support import forked, programs
 from tests.support.era5_examples import build, save_netcdf, save_zarr
-from tests.test_plan_measured import made
 from tools.benchmarks.scaling import build_runs
 from tools.forecasting.dated_frames import file_times
 from tools.planner.compare import compare
-from tools.planner.hardware import load_gpu, of_measured
+from tools.planner.hardware import load_gpu
 from tools.timeline import Trace
 from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
 from training.run_folder import read_summary
@@ -121,7 +120,6 @@ def good_files(folder):
         "statistics": ((folder / "means.npy").read_bytes(), lambda path: read_statistics(path, 20)),
         MARKER: ({"sha256": digest(marker), **marker}, lambda path: read_marker(path.parent)),
         "summary": (summary, lambda path: read_summary(path, run=str, units=dict)),
-        "measured": (made(), lambda path: of_measured("measured", path)),
         "trace.json": (trace, read_trace),
     }
     found = {}

@@ -18,10 +18,9 @@ from tools.benchmarks import cases, layouts
 from tools.benchmarks.cases import HELD, STATES, most_messages
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
-from tools.instruments.phases import phases_of
 from tools.instruments.pool import is_out_of_memory
 from tools.instruments.team import Teams
-from tools.instruments.tracker import Tracker, by_phase
+from tools.instruments.tracker import Tracker, by_phase, phases_of
 from tools.planner.trace import trace_step
 from training.model import build_model
 from utils.errors import UsageError, run_main

@@ -20,7 +20,8 @@ from tests.support.layout_parity import CPU, build, own_part, train
 from tests.support.marks import needs_torch, slow_but
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
-from tools.instruments.tracker import messages_of_a_step
+from tools.instruments.tracker import by_phase
+from tools.planner.trace import measured
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
 from training.step import TrainingStep
@@ -53,7 +54,7 @@ def counted_step(config):
     for i in range(4 if config.data_parallel == "ddp" else 2):  # DDP has arranged its buckets
         step(i, x, y)
     found = {"forward": Ledger(), "backward": Ledger()}
-    for phase, messages in messages_of_a_step(step, x, y).items():
+    for phase, messages in by_phase(measured(step, x, y).messages).items():
         for kind, (calls, sent) in messages.items():
             found["forward" if phase == "forward" else "backward"].add(kind, sent, calls)
     return tuple((ledger.calls, ledger.bytes) for ledger in found.values())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -59,8 +58,9 @@ def made(ranks=2, **changes):
     }  # fmt: skip
     host = {"forward": 1e-5, "backward": 1e-5, "update": 1e-5}
     kinds = {kind: {"latency": 1e-3, "bandwidth": 1e9, "ranks": ranks} for kind in collective_speed.KINDS}
-    machine = hardware.machine_of(CPU) | {
-        "torch_version": torch.__version__, "threads": 1, "ranks": ranks, "overlap": 0.0, "around": {},
+    machine = {
+        "device": "cpu", "processor": "abacus", "cores": 2, "torch_version": "", "threads": 1, "ranks": ranks,
+        "overlap": 0.0, "around": {},
         "compute": {str(n): {"operations": operations, "host": host} for n in {1, ranks}},
         "collectives": {"inside": kinds} if ranks > 1 else {},
     }  # fmt: skip
@@ -104,7 +104,7 @@ def test_every_operator_that_takes_long_in_a_step_is_measured_by_its_name(monkey
     for name, value in SMALL.items():
         monkeypatch.setattr(operation_speed, name, value)
     found = operation_speed.measure(CPU, (torch.float32, torch.bfloat16), 1e-4)
-    assert all(s > 0 for types in found.values() for sizes in types.values() for s in sizes.values())
+    assert all(min(s for *_, s in sizes) > 0 for types in found.values() for sizes in types.values())
     for words in ([], ["--amp_mode=bf16"]):
         (trace,) = trace_step(*settings_of("--config=quick", *words), "cpu")
         sizes = Counter()
@@ -112,11 +112,6 @@ def test_every_operator_that_takes_long_in_a_step_is_measured_by_its_name(monkey
             sizes[operation.name] += calls * (operation.flops + operation.moved)
         unknown = {name: size for name, size in sizes.items() if name not in found}
         assert sum(unknown.values()) < 0.05 * sum(sizes.values()), unknown
-
-
-def test_of_several_measurements_the_median_is_kept():
-    rounds = [{"a": {"x": x, "y": 1.0}, "b": 1.0} for x in (2.0, 9.0, 3.0)]
-    assert calibrate.usual(rounds) == {"a": {"x": 3.0, "y": 1.0}, "b": 1.0}
 
 
 # ------------------------------------------------------------------------------------------------------------ times
@@ -146,7 +141,7 @@ def step_of(*words, phase="forward", operations=0, messages=(), ranks=1, script=
     config, layout = settings_of(*words, ranks=ranks, script=script)
     counted = Counter({Operation(phase, "matmul", 1e6, 1e4, torch.float32, "mm"): operations})
     sent = Counter({Message(phase, kind, "dp", 10**6): calls for kind, calls in messages})
-    trace = Trace({}, {}, 0, counted, sent, {"dp": (0, 1)} if sent else {})
+    trace = Trace({}, {}, counted, sent, {"dp": (0, 1)} if sent else {})
     return step_time([trace], config, layout, gpu_of("made", entry or made(**changes)))
 
 
@@ -196,7 +191,7 @@ def test_a_stage_that_works_alone_is_as_fast_as_one_rank_alone():
 
 def test_collectives_that_were_not_measured_are_named_with_the_remedy():
     config, layout = settings_of("--config=quick", ranks=2)
-    with pytest.raises(UsageError, match="alone: all_reduce .* was not measured, .* with 1 rank: .* torchrun"):
+    with pytest.raises(UsageError, match="alone: all_reduce .* was not measured, .* 1 rank.*: .* torchrun"):
         plan_layout(config, layout, gpu_of("alone", made(ranks=1)))
 
 
@@ -205,21 +200,8 @@ def test_collectives_that_were_not_measured_are_named_with_the_remedy():
 
 def test_a_plan_rests_on_an_entry_by_its_name_and_says_of_what_machine(folder, capsys):
     (folder / "mine.json").write_text(json.dumps(made()))
-    words = ["--config", "quick", "--depth", "2", "--gpus", "2", "--data_parallel", "ddp", "--gpu", "mine"]
-    plan.main(words)
-    said = capsys.readouterr().out
-    assert f"measurements of {hardware.machine_of(CPU)['processor']}" in said and "another machine" not in said
-    (folder / "mine.json").write_text(json.dumps(made(cores=4096)))
-    plan.main(words)
-    said = capsys.readouterr().out
-    assert re.search(r"another machine: cores \d+ here, 4096 there", said)
-
-
-@pytest.mark.parametrize("text", [json.dumps(made())[:200], "[1, 2]", "{}", json.dumps(made(surplus=1))])
-def test_a_damaged_entry_is_refused_in_one_line_that_names_the_file(text, folder):
-    (folder / "broken.json").write_text(text)
-    with pytest.raises(UsageError, match=r"^[^\n]*broken\.json: [^\n]*$"):
-        load_gpu("broken", measured=folder)
+    plan.main(["--config", "quick", "--depth", "2", "--gpus", "2", "--data_parallel", "ddp", "--gpu", "mine"])
+    assert "it rests on measurements of abacus, 2 cores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -229,9 +211,6 @@ def test_a_damaged_entry_is_refused_in_one_line_that_names_the_file(text, folder
         (["--calibrate", "--name", "h100"], "--name h100: .* no name of hardware.yaml"),
         (["--calibrate", "--device", "abacus"], "abacus"),
         (["--calibrate", "--nam", "x"], "unrecognized arguments: --nam x"),
-        (["--gpus", "8..16", "--jitter", "2"], "argument --jitter: 2 is not within 0 to 1"),
-        (["--gpus", "8..16", "--node_read", "0"], "argument --node_read: 0 is not within"),
-        (["--gpus", "8..16", "--total_read", "nan"], "argument --total_read: nan is not within"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(words, message, folder):
@@ -251,22 +230,26 @@ def test_the_slowest_of_many_is_expected_where_drawn_ones_are(ranks):
 
 def test_a_step_at_scale_waits_for_the_slowest_rank_and_for_its_samples():
     config, layout = settings_of("--config=quick", "--local_batch_size=4", ranks=2)
-    own = plan_layout(config, layout, gpu_of("made", made()))
-    plain = own.time.seconds
-    alone = search.Assumptions(0.0, 1e15, 1e15).seconds(own)
-    assert alone == (plain, own.time.bound)
-    late, _ = search.Assumptions(0.1, 1e15, 1e15).seconds(own)
-    assert late == pytest.approx(plain * (1 + 0.1 * search.expected_slowest(2)))
+
+    def at_scale(**changes):
+        gpu = gpu_of("made", made() | {"jitter": 0.0, "node_read": 1e15, "total_read": 1e15} | changes)
+        time = search.at_scale(plan_layout(config, layout, gpu)).time
+        return time.seconds, time.bound
+
+    plain, bound = at_scale()
+    assert plain == plan_layout(config, layout, gpu_of("made", made())).time.seconds and bound != "reading"
+    assert at_scale(jitter=0.1) == (pytest.approx(plain * (1 + 0.1 * search.expected_slowest(2))), bound)
     size = 8 * (config.n_in_channels + config.n_out_channels) * 32 * 64 * 4  # 8 samples of both ranks, in float32
-    assert search.Assumptions(0.0, 1e15, size / plain / 3).seconds(own) == pytest.approx((3 * plain, "reading"))
-    assert search.Assumptions(0.0, size / plain / 2, 1e15).seconds(own) == pytest.approx((2 * plain, "reading"))
+    assert at_scale(total_read=size / plain / 3) == (pytest.approx(3 * plain), "reading")
+    assert at_scale(node_read=size / plain / 2) == (pytest.approx(2 * plain), "reading")
 
 
-def test_a_curve_says_what_it_assumes(capsys):
-    words = ["--yaml_config", "config/mp.yaml", "--config", "mp", "--gpus", "8..16", "--tensor_parallel", "1"]
-    plan.main([*words, "--jitter", "0.5", "--total_read", "0.1", "--context_parallel", "1"])
+def test_a_curve_says_what_it_assumes(folder, capsys):
+    (folder / "mine.json").write_text(json.dumps(made() | {"jitter": 0.5, "total_read": 1e6}))
+    words = ["--gpus", "1..2", "--gpu", "mine", "--data_parallel", "ddp"]
+    plan.main(["--config", "quick", "--depth", "2", "--activation_checkpointing=none", *words])
     said = capsys.readouterr().out
-    assert "vary by 50.0% (--jitter)" in said and "0.1 GB/s of all (--total_read)" in said and "reading" in said
+    assert "vary by 50.0% (jitter)" in said and "0.001 GB/s of all (total_read)" in said and "reading" in said
 
 
 # ------------------------------------------------------------------------------------------------------------ for real
@@ -276,15 +259,16 @@ def test_a_curve_says_what_it_assumes(capsys):
 def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(tmp_path):
     file, script = hardware.MEASURED / "test-of-two.json", tmp_path / "smaller.py"
     script.write_text(SMALLER)
-    words = "--calibrate", "--name", file.stem, "--device", "cpu", "--rounds", "1"
+    words = "--calibrate", "--name", file.stem, "--device", "cpu"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *TWO, script, *words]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": str(ROOT)}
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        assert "all_reduce, inside" in done.stdout and "2 at work, bfloat16" in done.stdout
-        assert load_gpu(file.stem).measured.ranks == 2
+        measured = load_gpu(file.stem).measured
+        assert measured.ranks == 2 and set(measured.collectives["inside"]) == set(collective_speed.KINDS)
+        assert "bfloat16" in measured.compute[2].operations["mm"]
     finally:
         file.unlink(missing_ok=True)
 
@@ -297,7 +281,7 @@ def test_layouts_run_for_real_are_planned_with_what_this_machine_does_in_the_sam
     monkeypatch.setattr(calibrate, "measure", measure_small)
     few = "--data_parallel=ddp", "--activation_checkpointing=none", "--pipeline_parallel=1"
     monkeypatch.setattr(validate, "SEARCHED", (*validate.SEARCHED, *few))
-    assert validate.main(["--rounds", "1"]) == 0
+    assert validate.validate(1) == 0
     said = capsys.readouterr().out
     assert "3 layouts, 0 differ in counts" in said and "as the search ranks it" in said
 
@@ -307,7 +291,7 @@ def test_layouts_that_take_turns_keep_their_method_of_attention():
     assert len({case.config.domain_method for case in cases}) == 2
     with Teams(cases[0].config) as teams:
         for case in cases:
-            teams.call(2, seconds_of, case, 1)  # all are there before the first is looked at
+            teams.call(2, seconds_of, case)  # all are there before the first is looked at
         real = [teams.call(2, validate.real_trace, case) for case in cases]
     for case, figures in zip(cases, real, strict=True):
         assert validate.differ(figures, trace_step(case.config, case.layout, "cpu")) == "equal", case.name

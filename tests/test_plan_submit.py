@@ -2,16 +2,13 @@
 
 import json
 import os
-import re
 import stat
 
 import pytest
 
 import plan as program
 from tests.support import programs
-from tests.test_plan_measured import made
 from tools.planner import compare as comparison
-from tools.planner import hardware
 from tools.planner.compare import compare
 from tools.planner.plan import OF_THE_LAYOUT
 from utils.config import SCRIPTS, load_config, write_config
@@ -128,23 +125,10 @@ def test_a_run_as_planned_has_ratios_of_one_and_no_reason(folder):
     ],
 )
 def test_what_is_off_has_its_reason_and_no_other(folder, measured, reason):
-    (found,) = [line for line in compare(folder(**measured), "a100-40gb").splitlines() if line.startswith("- ")]
+    text = compare(folder(**measured), "a100-40gb")
+    (found,) = [line for line in text.splitlines() if line.startswith("- ")]
     assert found.startswith(f"- {reason}")
-
-
-def test_the_resident_set_of_a_cpu_is_not_set_against_allocated_bytes(folder):
-    text = compare(folder(**{"device": "cpu", "memory/most_bytes": 2**31}), "a100-40gb")
-    assert "memory at most" not in text and "collectives of a step" in text
-
-
-def test_threads_that_read_ahead_on_the_cores_of_a_cpu_are_a_reason(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "MEASURED", tmp_path)
-    (tmp_path / "mine.json").write_text(json.dumps(made()))
-    run = folder(**{"device": "cpu", "time/step": 0.080})
-    assert "- reader: its threads share the cores with computing" in compare(run, "mine")
-    config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(re.sub(r"num_data_workers: \d+", "num_data_workers: 0", config))
-    assert "- reader: " not in compare(run, "mine")
+    assert ("memory at most" in text) == ("device" not in measured)  # of a CPU the run knows its resident set alone
 
 
 def test_the_stages_of_a_pipeline_are_compared_as_one(folder):
@@ -166,7 +150,7 @@ def test_a_run_that_is_not_finished_or_has_no_readings_is_one_line(folder, tmp_p
     run = folder(device="cpu")
     with pytest.raises(UsageError, match="cpu: config/hardware.yaml has no such device: give --gpu NAME"):
         compare(run)
-    for readings in ('{"iteration": 1}\nhalf a li', None):
+    for readings in ("half a li", None):
         (run / "metrics-rank0.jsonl").write_text(readings) if readings else (run / "metrics-rank0.jsonl").unlink()
         with pytest.raises(UsageError, match="has no readings"):
             program.main(["compare", str(run)])

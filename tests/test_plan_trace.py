@@ -29,7 +29,6 @@ PUBLISHED = {
     "classify_2048": {1: 51.4, 2: 26.5, 4: 13.9, 8: 7.6},
 }
 NUMBERS = pytest.mark.slow("every published number")
-PUBLISHED_INFERENCE = {1: 2.5, 2: 2.2, 4: 2.0, 8: 1.9}  # at 1024 x 1024, the training state of the step before included
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=NUMBERS), 4, pytest.param(8, marks=NUMBERS)])
@@ -39,8 +38,6 @@ def test_published_memory_of_domain_parallel_training(name, gpus):
     words = f"--config={name} --data_parallel=ddp --domain_method=ring --domain_parallel={gpus}{alone}"
     plan = plan_layout(*settings("config/shard.yaml", words, gpus), load_gpu("a100-80gb"))
     assert plan.peak / GIB == pytest.approx(PUBLISHED[name][gpus], rel=0.03)
-    if name == "classify_1024":
-        assert plan.inference / GIB == pytest.approx(PUBLISHED_INFERENCE[gpus], rel=0.08)
 
 
 def test_the_published_failure_does_not_fit_and_tensor_parallelism_does():
@@ -69,22 +66,16 @@ MORE = pytest.mark.slow("extrapolation in depth of every kind of parallelism")
 )
 def test_a_few_blocks_tell_of_many(words, monkeypatch):
     config, layout = settings("config/mp.yaml", f"--config=mp {words}", 8)
-    few = trace_step(config, layout)
+    extrapolated = trace_step(config, layout)
     monkeypatch.setattr("tools.planner.trace.MOST", 99)
-    for short, whole in zip(few, trace_step(config, layout), strict=True):
+    for short, whole in zip(extrapolated, trace_step(config, layout), strict=True):
         for name, size in whole.memory.items():
             assert short.memory[name] == pytest.approx(size, rel=1e-3), name
-        assert short.inference == pytest.approx(whole.inference, rel=1e-3)
-        assert totals(short) == pytest.approx(totals(whole), rel=1e-3)
-
-
-def totals(trace):
-    """FLOP, bytes moved, messages and their bytes of a step."""
-    operations, messages = trace.operations.items(), trace.messages.items()
-    return [
-        sum(op.flops * n for op, n in operations), sum(op.moved * n for op, n in operations),
-        sum(n for _, n in messages), sum(message.sent * n for message, n in messages),
-    ]  # fmt: skip
+        for sizes, size in (("operations", "flops"), ("operations", "moved"), ("messages", "sent")):
+            few, all_blocks = (
+                sum(getattr(what, size) * n for what, n in getattr(trace, sizes).items()) for trace in (short, whole)
+            )
+            assert few == pytest.approx(all_blocks, rel=1e-3), size
 
 
 def test_the_cost_does_not_depend_on_the_number_of_ranks():

@@ -53,7 +53,6 @@ COMMANDS = {
     "a long name of the data": [*TRAIN, f"--train_data_path={LONG}"],
     "a run folder with a long name": ["forecast.py", f"--run_folder={LONG}"],
     "a file of configs with a long name": ["plan.py", f"--yaml_config={LONG}"],
-    "a plan written to a folder": ["plan.py", "--config=quick", "--gpus=1", "--json", "FOLDER"],
     "a picture written to a folder": ["plan.py", "--config=quick", "--gpus=1", "--png", "FOLDER"],
     "a patience that is no number": ["-m", "tools.preflight", "--timeout=nan"],
     "no day of sample data": [*SAMPLE, "--days=0"],

@@ -85,7 +85,7 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         split = split_as_configured(model, config)
         apply_speed_options(config, device, model)
         task = task_of(config)
-        stack.enter_context(_shapes(config, layout))
+        stack.enter_context(pipeline_shapes(config, layout))
         stack.enter_context(fake)
         parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
         step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), task)
@@ -114,17 +114,6 @@ def _put_a_buffer_on_the_host(step):
 
 
 MUTANTS = {"item": _read_the_loss, "buffer": _put_a_buffer_on_the_host}
-
-
-def _shapes(config, layout):
-    if layout.pp == 1:
-        return contextlib.nullcontext()
-    micro = config.global_batch_size // layout.dp // config.gradient_accumulation
-    rows = config.img_size[0] // config.patch_size // layout.cp * config.patch_size
-    size = rows, *config.img_size[1:]
-    tokens = rows // config.patch_size * (config.img_size[1] // config.patch_size)
-    images = [(micro, channels, *size) for channels in (config.model_in_channels, config.n_out_channels)]
-    return pipeline_shapes(*images, (micro, tokens, config.embed_dim))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from pandas import DataFrame
 
-from tools.instruments.phases import PHASES
 from tools.instruments.pool import OutOfMemory
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Rank, Teams
-from tools.instruments.tracker import Messages, by_phase
+from tools.instruments.tracker import PHASES, Messages, by_phase
 from tools.planner.trace import measured
 from utils.device import empty_cache, library, select_device
 from utils.errors import UsageError

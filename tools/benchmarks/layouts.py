@@ -17,9 +17,9 @@ from typing import Any
 from pandas import DataFrame
 
 from tools.benchmarks.cases import HELD, STATES, compare
-from tools.instruments.phases import PHASES
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
+from tools.instruments.tracker import PHASES
 from tools.pictures import draw_bars, finish, panels, save
 from tools.tables import MIB, format_tables, machine
 from utils.config import choices, load_config

@@ -4,7 +4,6 @@ Times are measured by size, and fitted as latency and bandwidth.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,11 +12,11 @@ import torch.distributed as dist
 from scipy.optimize import least_squares
 from torch import Tensor
 
+from tools.instruments.clock import timed
 from tools.instruments.counting import bytes_sent
-from utils.device import synchronize
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-BATCHES = 5
+BATCHES, SECONDS = 5, 0.01  # of measurements, and how long one takes
 CHECKED = 1001  # numbers of each rank; not a multiple of the pattern's length
 PRODUCT = 320  # rows of the matrices: a millisecond on a core
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -35,15 +34,6 @@ def places(nodes: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
     return {place: kept for place, groups in groups_of.items() if (kept := [g for g in groups if len(g) > 1])}
 
 
-def join(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """The group of this rank; None if it is in none. Every rank takes part in making every group."""
-    joined = None
-    for members in groups:
-        made = dist.new_group(list(members))
-        joined = made if dist.get_rank() in members else joined
-    return joined
-
-
 def calls_of(
     group: dist.ProcessGroup, part: Tensor, whole: Tensor, other: Tensor
 ) -> dict[str, tuple[Callable[[], object], Tensor, Tensor]]:
@@ -53,7 +43,7 @@ def calls_of(
     """
     ranks, rank = group.size(), group.rank()
 
-    def exchange() -> None:  # with the ranks beside: what a pipeline sends forward and backward
+    def exchange():  # with the ranks beside: what a pipeline sends forward and backward
         sends = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
         takes = dist.P2POp(dist.irecv, other, group=group, group_peer=(rank - 1) % ranks)
         for work in dist.batch_isend_irecv([sends, takes]):
@@ -97,7 +87,7 @@ def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
     return right
 
 
-def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device, seconds: float = 0.05) -> Point:
+def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Point:
     """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
 
     Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
@@ -110,22 +100,18 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     sent = bytes_sent(kind, given.nbytes, ranks) if kind != "all_to_all" else given.nbytes * (ranks - 1) / ranks
     factor = torch.rand(PRODUCT, PRODUCT, device=device)
 
-    def batch(times: int, calls: int = 1) -> float:
-        synchronize(device)
-        began = time.perf_counter()
+    def batch(times, calls=1):
         for _ in range(times):
             torch.mm(factor, factor)
             for _ in range(calls):
                 call()
-        synchronize(device)
-        return (time.perf_counter() - began) / times
 
     batch(1)
-    number = torch.tensor([seconds / BATCHES / max(batch(2), 1e-6)], device=device)
+    number = torch.tensor([SECONDS / max(timed(device, batch, 2)[0] / 2, 1e-6)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MIN, group)  # as many on all ranks
     times = max(1, int(number))
-    found = statistics.median(batch(times) - batch(times, 0) for _ in range(BATCHES))
-    usual = torch.tensor([max(1e-6, found)], device=device)
+    pairs = [(timed(device, batch, times)[0], timed(device, batch, times, 0)[0]) for _ in range(BATCHES)]
+    usual = torch.tensor([max(1e-6, statistics.median(both - alone for both, alone in pairs) / times)], device=device)
     dist.all_reduce(usual, dist.ReduceOp.MAX, group)
     return float(sent), float(usual)
 
@@ -137,8 +123,8 @@ def all_points(
 
     sizes: bytes of a tensor.
     """
-    group = join(groups)
-    points: dict[str, list[Point]] = {}
+    group, _ = dist.new_subgroups_by_enumeration([*map(list, groups)])
+    points = {}
     for kind in kinds:
         measured = [measure(kind, group, size, device) if group else (0.0, 0.0) for size in sizes]
         table = torch.tensor(measured, dtype=torch.float64).to(device, torch.float32)
@@ -154,7 +140,7 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
     """
     sent, seconds = np.array(points, dtype=float).T
 
-    def off(logs: np.ndarray) -> np.ndarray:
+    def off(logs):
         return np.log((np.exp(logs[0]) + sent / np.exp(logs[1])) / seconds)
 
     start = np.log([seconds.min(), max(1.0, (sent / seconds).max())])

@@ -54,8 +54,8 @@ class CollectiveCounter(Watch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.calls = Counter[str]()
+        self.bytes = Counter[str]()
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Count a collective."""

@@ -1,35 +1,35 @@
 """How long the operations of a training step take on this device, by operator, type and size."""
 
+import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from itertools import count, cycle, islice, product
+from itertools import cycle, islice, product
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tools.instruments.clock import timed
 from tools.instruments.tracker import ATTENTION, Tracker
-from utils.device import synchronize
 
 FOOTPRINT = {"cpu": 48 * 2**20}  # bytes that a step has touched when it comes to a tensor again; else 256 MiB
 ROWS, WIDTHS, RATIOS = (128, 1024, 4096), (32, 64, 128, 256, 512, 1024), (1, 3)
 HEADS, TOKENS = (16, 32, 64, 128), (64, 128, 256, 512, 1024, 2048)
 MOVED = (2**14, 2**17, 2**19, 2**21, 2**23, 2**25)  # bytes of a tensor
 PATCHES = tuple(product((4, 20), (4, 8), (64, 256)))  # channels, size, features
-BATCH = 2e-4  # seconds that a batch of calls takes at least
+BATCH, BATCHES = 2e-4, 4  # seconds that a batch of calls takes at least, and how many batches there are
 # FLOP of the largest product by device and type; else 1e12. CPUs compute float16 without instructions of its own.
 LONGEST = {("cpu", torch.float32): 1.1e9, ("cpu", torch.bfloat16): 1.1e9, ("cpu", torch.float16): 6e7}
-OF_HEADS = "{}, heads of {}"  # type of attention
+OF_HEADS = ", heads of "  # between type and size of a head, of attention
 PLAIN: list[Callable[..., Tensor]] = [
     torch.add, lambda x, _: x.clone(), lambda x, _: x.sum(0), lambda x, _: x.mul_(0.999), lambda x, _: x.add_(1e-8),
     lambda x, y: x.lerp_(y, 0.1), lambda x, y: x.addcmul_(y, y, value=1e-3), lambda x, _: x.sqrt(),
     lambda x, y: x.addcdiv_(y, y, value=-1e-3), lambda x, _: x / 0.5,
     lambda x, _: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32),
 ]  # fmt: skip
-Measured = dict[str, dict[str, dict[tuple[float, float], float]]]  # {operator: {type: {(FLOP, bytes moved): seconds}}}
+Measured = dict[str, dict[str, list[list[float]]]]  # {operator: {type: [[FLOP, bytes moved, seconds]]}}
 
 
 def _operations(device, dtype):
@@ -78,30 +78,26 @@ def _sets(device, dtype, shapes):
     """Sets of tensors, cut out of one pool: at most 32, and two at least."""
     pool, sizes = _pool(device, dtype), [torch.Size(shape).numel() for shape in shapes]
     number = min(32, max(2, len(pool) // 2 // sum(sizes)))
-    if number * sum(sizes) > len(pool):
-        pool = torch.cat([pool] * -(-number * sum(sizes) // len(pool)))
-    parts = iter(pool.split(sizes * number + [len(pool) - number * sum(sizes)]))
+    needed = number * sum(sizes)
+    if needed > len(pool):
+        pool = pool.repeat(-(-needed // len(pool)))
+    parts = iter(pool[:needed].split(sizes * number))
     return [tuple(next(parts).view(shape) for shape in shapes) for _ in range(number)]
 
 
 def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torch.device, seconds: float) -> float:
     """Seconds of a call, the median of some batches. Results are kept for a while, as in a step."""
     results: deque[object] = deque(maxlen=len(sets))
-    turns, measured, end, number = cycle(sets), [], 0.0, 1
-    for i in count():
-        synchronize(device)
-        began = time.perf_counter()
-        for tensors in islice(turns, number):
+    turns = cycle(sets)
+
+    def batch(calls):
+        for tensors in islice(turns, calls):
             results.append(operation(*tensors))
-        synchronize(device)
-        now = time.perf_counter()
-        if i:  # the first one makes what is made once
-            measured.append((now - began) / number)
-        end = end or now + seconds
-        if len(measured) >= 3 and now > end and (i > 8 or number * i > len(sets) or now - began > seconds):
-            break
-        number *= 2 if now - began < BATCH else 1
-    return statistics.median(measured)
+
+    batch(len(sets))  # makes what is made once
+    once, _ = timed(device, batch, 2)
+    calls = math.ceil(max(BATCH, seconds / BATCHES) / once * 2)
+    return statistics.median(timed(device, batch, calls)[0] / calls for _ in range(BATCHES))
 
 
 def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: float = 0.002) -> Measured:
@@ -109,7 +105,7 @@ def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: floa
 
     On a CPU the host's time of the smallest operation is taken out: it counts by operation.
     """
-    found: Measured = {}
+    fastest: dict[tuple[str, str, float, float], float] = {}
     floor = seconds_of(torch.neg, [(torch.ones(1),)], device, seconds) if device.type == "cpu" else 0.0
     types = [(str(dtype).removeprefix("torch."), dtype) for dtype in dtypes]
     types += [("tf32", torch.float32)] if device.type == "cuda" else []
@@ -121,9 +117,11 @@ def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: floa
                 operation(*sets[0])
             each = seconds_of(operation, sets, device, seconds) / sum(tracker.operations.values())
             for op in tracker.operations:
-                name = OF_HEADS.format(called, sets[0][-1].shape[-1]) if op.kind == ATTENTION else called
-                sizes = found.setdefault(op.name, {}).setdefault(name, {})
-                place = float(op.flops), float(op.moved)
-                sizes[place] = min(sizes.get(place, each), max(each / 10, each - floor))
+                name = f"{called}{OF_HEADS}{sets[0][-1].shape[-1]}" if op.kind == ATTENTION else called
+                place = op.name, name, float(op.flops), float(op.moved)
+                fastest[place] = min(fastest.get(place, each), max(each / 10, each - floor))
     torch.set_float32_matmul_precision(before)
+    found: Measured = {}
+    for (name, called, *size), each in fastest.items():
+        found.setdefault(name, {}).setdefault(called, []).append([*size, each])
     return found

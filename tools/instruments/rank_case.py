@@ -62,6 +62,6 @@ def held(rank: Rank, case: Case) -> RankCase:
     return rank.kept[key]
 
 
-def seconds_of(rank: Rank, case: Case, steps: int) -> float:
+def seconds_of(rank: Rank, case: Case) -> float:
     """On a rank: seconds of a step of a case that it holds."""
-    return held(rank, case).seconds(steps)
+    return held(rank, case).seconds(1)

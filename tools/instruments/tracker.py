@@ -1,8 +1,11 @@
-"""A tracker of every operation in a training step: memory, arithmetic, messages."""
+"""A tracker of every operation in a training step: memory, arithmetic, messages; and the phases of the step."""
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,11 +17,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
-from tools.instruments.phases import PHASES, phases_of
+from training.profiling import span
+from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 from utils.torch_private import storage_id
 
 aten = torch.ops.aten
+PHASES = ("forward", "backward", "update")
 # Uses of memory. A storage with several uses counts as the first of them.
 LABELS = ("parameters", "gradients", "optimizer", "activations", "batch", "buffers", "temporaries")
 ATTENTION = "attention"
@@ -56,38 +61,51 @@ LIKE = {  # operators of a CPU that torch counts nothing of, and those that comp
 class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
-    tensors: those that exist before. limit: bytes held at once above which a MemoryError is raised. Memory that an
-    operation holds only while it runs is not seen.
-    phase, sent_forward: kept up to date by tools.instruments.phases. groups: {name of a process group: ranks in it}.
+    tensors: those that exist before. Memory that an operation holds only while it runs is not seen.
+    phase, sent_forward: kept up to date by phases_of. groups: {name of a process group: ranks in it}.
+    storages: {address: (number in the order of creation, bytes, weak reference)} of those that exist. saved: numbers of
+    those that the backward pass needs.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = (), limit: float | None = None):
+    def __init__(self, tensors: Iterable[Tensor] = ()):
         super().__init__()
-        self.limit, self.held = limit, 0
         self.phase = "forward"
-        self.sent_forward: set[int] = set()
-        self.operations: Counter[Operation] = Counter()
-        self.messages: Counter[Message] = Counter()
+        self.sent_forward = set[int]()
+        self.operations = Counter[Operation]()
+        self.messages = Counter[Message]()
         self.groups: dict[str, tuple[int, ...]] = {}
-        # Storages are numbered in the order of their creation. By address: the number, and a weak reference.
-        self.storages: dict[int, tuple[int, weakref.ref]] = {}
-        self.sizes: dict[int, int] = {}
+        self.numbers = count()
+        self.storages: dict[int, tuple[int, int, weakref.ref]] = {}
+        self.saved = set[int]()
         self.labels: dict[int, str] = {}
         self.events: list[tuple[int, int]] = []  # number, change of its size
-        self.born = 0
-        self._note(tensors)
+        self.note(tensors)
 
-    def label(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Say what the memory of these tensors is used for."""
-        for tensor in plain_tensors(tensors):
-            number = self._number(tensor.untyped_storage())
-            before = self.labels.get(number, "temporaries")
-            self.labels[number] = min(before, name, key=LABELS.index)
+    def label(self, name: str, tensors: Iterable[Tensor]) -> set[int]:
+        """Say what the memory of these tensors is used for; returns the numbers of their storages."""
+        numbers = self.note(tensors)
+        for number in numbers:
+            self.labels[number] = min(self.labels.get(number, LABELS[-1]), name, key=LABELS.index)
+        return numbers
+
+    def note(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Note the size of the storages of these tensors; returns their numbers."""
+        return {self._sized(tensor.untyped_storage()) for tensor in plain_tensors(tensors)}
+
+    def save(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that the backward pass needs."""
+        self.saved |= self.label("activations", tensors)
+
+    def nbytes(self, numbers: set[int]) -> int:
+        """Bytes of those of these storages that still exist."""
+        return sum(size for number, size, _ in self.storages.values() if number in numbers)
 
     def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note the memory of an operation, and count it."""
         given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
-        self._note(given + made)
+        self.note(given + made)
+        if func in EXPENSIVE and torch.is_grad_enabled():  # selective checkpointing keeps it, and autograd is not told
+            self.save(made)
         if sent := collective(func, args, kwargs):
             name = sent.group.group_name
             self.groups.setdefault(name, tuple(dist.get_process_group_ranks(sent.group)))
@@ -117,33 +135,20 @@ class Tracker(Watch):
         dtype = (given or made)[0].dtype
         self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
 
-    def _number(self, storage):
-        key = storage._cdata
+    def _sized(self, storage):
+        """Note the size of a storage, which fully_shard may change; returns its number."""
+        key, size = storage._cdata, storage.nbytes()
         if key not in self.storages:
-            self.born += 1
-            self.storages[key] = self.born, weakref.ref(storage, lambda _, key=key: self._gone(key))
-        return self.storages[key][0]
+            self.storages[key] = next(self.numbers), 0, weakref.ref(storage, lambda _: self._gone(key))
+        number, before, reference = self.storages[key]
+        self.storages[key] = number, size, reference
+        if size != before:
+            self.events.append((number, size - before))
+        return number
 
     def _gone(self, key):
-        number, _ = self.storages.pop(key)
-        self._changed(number, -self.sizes.pop(number, 0))
-
-    def _note(self, tensors):
-        for tensor in plain_tensors(tensors):
-            self._sized(tensor.untyped_storage())
-
-    def _sized(self, storage):
-        """Note the size of a storage, which fully_shard may change."""
-        number, size = self._number(storage), storage.nbytes()
-        if change := size - self.sizes.get(number, 0):
-            self.sizes[number] = size
-            self._changed(number, change)
-            if self.limit is not None and self.held > self.limit:
-                raise MemoryError(f"{self.held} bytes of tensors: the limit is {self.limit:.0f}")
-
-    def _changed(self, number, change):
-        self.held += change
-        self.events.append((number, change))
+        number, size, _ = self.storages.pop(key)
+        self.events.append((number, -size))
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
@@ -161,17 +166,17 @@ class Tracker(Watch):
         self.resizing.stop()
         return super().__exit__(*error)
 
-    def memory(self, apart: Collection[str] = ()) -> dict[str, float]:
+    def memory(self, apart: Collection[str] = ()) -> Counter[str]:
         """{label: most bytes, each at its own moment}; "peak": most bytes at once, without the labels `apart`."""
-        now: Counter[str] = Counter()
-        most: Counter[str] = Counter()
+        now = Counter[str]()
+        most = Counter[str]()
         for number, change in self.events:
             label = self.labels.get(number, "temporaries")
             now[label] += change
             most[label] = max(most[label], now[label])
             now["peak"] += change * (label not in apart)
             most["peak"] = max(most["peak"], now["peak"])
-        return {name: most[name] for name in (*LABELS, "peak")}
+        return most
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -183,14 +188,60 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
 
 
+@contextmanager
+def phases_of(
+    step: TrainingStep, listener: Any, changes: Callable[[str, str], None] = lambda before, phase: None
+) -> Iterator[None]:
+    """Inside, listener.phase is the phase of a TrainingStep.
+
+    forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
+    reduction of gradients. listener.sent_forward: storages of the tensors that a pipeline sends to its next stage.
+    changes: called with the phase that ends and the one that begins.
+    """
+    pipeline = step.parallel.pipeline
+    listener.phase, listener.sent_forward = "backward", set()
+
+    def change(phase):
+        if phase != listener.phase:
+            changes(listener.phase, phase)
+        listener.phase = phase
+
+    @contextmanager
+    def within(phase):
+        before = listener.phase
+        change(phase)
+        yield
+        change(before)
+
+    @contextmanager
+    def span_and_phase(name):
+        with span(name), within("forward" if name == "forward" else listener.phase):
+            yield
+
+    def sends(change, method, *args):
+        made = method(*args)
+        listener.sent_forward = change(listener.sent_forward, {storage_id(one.tensor) for one in made})
+        return made
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (step.scaler, "step", within("update")),
+        (step, "loss", within("forward")),  # which a pipeline calls
+    ]
+    for stage in pipeline.stages if pipeline else ():
+        replaced += [
+            (stage, "forward_one_chunk", within("forward")),
+            (stage, "get_fwd_send_ops", lambda method: partial(sends, set.union, method)),
+            # A gradient may reuse the storage of an activation that was sent.
+            (stage, "get_bwd_send_ops", lambda method: partial(sends, set.difference, method)),
+        ]
+    with ExitStack() as stack:
+        stack.enter_context(patch("training.step.span", span_and_phase))
+        for owner, name, wrap in replaced:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+        yield
+
+
 Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
-
-
-def messages_of_a_step(step: TrainingStep, x: Tensor, y: Tensor) -> Messages:
-    """{phase: {kind: (collectives, bytes)}} that this rank sends in step(0, x, y), a TrainingStep."""
-    with Tracker() as tracker, phases_of(step, tracker):
-        step(0, x, y)
-    return by_phase(tracker.messages)
 
 
 def by_phase(messages: Counter[Message]) -> Messages:

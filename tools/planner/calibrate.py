@@ -3,35 +3,34 @@
 import math
 import os
 import re
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from tools.instruments import collective_speed, operation_speed
-from tools.instruments.phases import PHASES
+from tools.instruments.clock import timed
 from tools.instruments.rank_case import RankCase, build_case, held
 from tools.instruments.team import Rank
-from tools.planner.hardware import HARDWARE, MEASURED, Gpu, Speeds, gpu_of, machine_of, read_gpus
+from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured
-from tools.tables import format_table
+from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm
-from utils.device import library, peak_memory_bytes, synchronize
-from utils.errors import ArgumentParser, UsageError, whole
+from utils.device import library, peak_memory_bytes
+from utils.errors import ArgumentParser, UsageError
 from utils.files import write_json
 from utils.launch import read_launch
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
 STEPS = 12
-MOST_SECONDS = 45  # no round begins later
+ROUNDS, MOST_SECONDS = 3, 45  # of measurements; no round begins later
 PRODUCTS = 0.03  # seconds of matrix products between two messages
 # What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
 TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
@@ -46,15 +45,15 @@ WRAPPED = {
     "pp": "train_mp.py --config=mp_quick --pipeline_parallel=2 --gradient_accumulation=2",
     "domain": "train_shard.py --config=shard_quick --domain_parallel=2",
 }  # fmt: skip
-Figures = dict[Any, Any]  # nested dicts with seconds at their ends
+Figures = dict[str, Any]  # nested dicts with seconds at their ends
 
 
 def usual(rounds: Sequence[Figures]) -> Figures:
     """Element-wise median of repeated measurements, in seconds."""
     found = {}
     for name, value in rounds[0].items():
-        values = [one[name] for one in rounds if name in one]
-        found[name] = usual(values) if isinstance(value, dict) else statistics.median(values)
+        values = [one[name] for one in rounds]
+        found[name] = usual(values) if isinstance(value, dict) else np.median(values, axis=0).tolist()
     return found
 
 
@@ -64,24 +63,23 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
     nodes: the ranks of each. On a CPU operations are measured by one rank of each node alone, then by all at once.
     """
     device, size, ranks = rank.device, len(nodes[0]), comm.world_size()
-    place = next(list(node).index(comm.rank()) for node in nodes if comm.rank() in node)
     figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
-    names = [name for name in WRAPPED if ranks % 2 == 0 or "--noddp" in WRAPPED[name]]
     tiny: dict[str, RankCase] = {}
-    for name in names:
-        script, *options = WRAPPED[name].split()
-        options += [*TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
-        tiny[name] = held(rank, build_case(WRAPPED[name], script, options, ranks))
+    for name, words in WRAPPED.items():
+        script, *options = words.split()
+        if ranks % 2 == 0 or "--noddp" in options:
+            options += [*TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
+            tiny[name] = held(rank, build_case(words, script, options, ranks))
     for busy in sorted({1, size}) if device.type == "cpu" else [size]:
         if ranks > 1:
             dist.barrier()
-        if place < busy:
+        if comm.rank() % size < busy:
             figures["operations"][busy] = operation_speed.measure(device, DTYPES)
             figures["phases"][busy] = _seconds_of_phases(tiny[""])
     if ranks > 1:
         for where, groups in collective_speed.places(nodes).items():
             points = collective_speed.all_points(groups, device, MESSAGES)
-            figures["points"][where, max(map(len, groups))] = {kind: dict(own) for kind, own in points.items()}
+            figures["points"][where, max(map(len, groups))] = points
         figures["overlap"] = _side_by_side(device)
     traces = {}
     for name, own in tiny.items():
@@ -95,13 +93,12 @@ def _seconds_of_phases(tiny: RankCase) -> Figures:
     found, times = [], PhaseTimes(torch.device("cpu"))
     tiny.take_turn()
     for _ in range(STEPS):
-        began = time.perf_counter()
         with times.listening():
-            tiny.train(1)
-        whole, own = time.perf_counter() - began, dict(zip(STEP_PHASES, times.read(1), strict=True))
-        forward, update = (0.0 if math.isnan(own[name]) else own[name] for name in ("forward", "optimizer"))
+            whole, _ = timed(tiny.device, tiny.train, 1)
+        own = dict(zip(STEP_PHASES, np.nan_to_num(times.read(1)).tolist(), strict=True))
+        forward, update = own["forward"], own["optimizer"]
         found.append({"forward": forward, "backward": whole - forward - update, "update": update})
-    return {phase: statistics.median(own[phase] for own in found) for phase in PHASES}
+    return usual(found)
 
 
 def _side_by_side(device):
@@ -110,57 +107,47 @@ def _side_by_side(device):
     slowest: how many times as long as the mean rank the slowest one takes for the products.
     """
     x, a = torch.zeros(2**20, device=device), torch.rand(512, 512, device=device)
-    found = defaultdict[str, list[float]](list)
 
-    def timed(reduces: int, products: int) -> float:
-        dist.barrier()
-        synchronize(device)
-        began = time.perf_counter()
+    def work(reduces, products):
         works = [dist.all_reduce(x, async_op=True) for _ in range(reduces)]
         for _ in range(products):
             torch.mm(a, a)
         for work in works:
             work.wait()
-        synchronize(device)
-        return time.perf_counter() - began
 
-    timed(1, 1)
-    each = comm.global_max(timed(0, 8) / 8, device)
-    products = math.ceil(PRODUCTS / max(each, 1e-6))
+    def seconds(reduces, products):
+        dist.barrier()
+        return timed(device, work, reduces, products)[0]
+
+    seconds(1, 1)
+    products = math.ceil(PRODUCTS / max(comm.global_max(seconds(0, 8) / 8, device), 1e-6))
+    found = []
     for _ in range(STEPS):
-        found["reduce"].append(timed(1, 0))
-        found["compute"].append(timed(0, products))
-        own = torch.tensor([found["compute"][-1]], device=device)
-        found["slowest"].append(comm.global_max(float(own), device) / float(comm.global_mean(own)))
-        found["both"].append(timed(1, products))
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+        one = {"reduce": seconds(1, 0), "compute": seconds(0, products), "both": seconds(1, products)}
+        mean = float(comm.global_mean(torch.tensor([one["compute"]], device=device)))
+        found.append(one | {"slowest": comm.global_max(one["compute"], device) / mean})
+    return usual(found)
 
 
 def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
     """The entry that is written: the machine as tools.planner.hardware.Measured has it. ranks: of a node."""
-    compute, collectives = {}, {}
-    around: dict[str, dict[str, float]] = {}
-    for busy, tables in figures["operations"].items():
-        operations: dict[str, dict[str, list[list[float]]]] = {}
-        for name, types in tables.items():
-            operations[name] = {}
-            for dtype, sizes in types.items():
-                operations[name][dtype] = [[*size, seconds] for size, seconds in sizes.items()]
-        speeds, host = Speeds(operations=operations, host={}), {}
-        for phase in PHASES:
+    compute, collectives, about = {}, {}, machine(device)
+    for busy, operations in figures["operations"].items():
+        speeds = Speeds(operations, {})
+        for phase, whole in figures["phases"][busy].items():
             own = {op: calls for op, calls in traces[""][1].operations.items() if op.phase == phase}
             inside = sum(calls * speeds.seconds(op, "float32", 8) for op, calls in own.items())
-            host[phase] = max(0.0, figures["phases"][busy][phase] - inside) / max(1, sum(own.values()))
-        compute[busy] = {"operations": operations, "host": host}
+            speeds.host[phase] = max(0.0, whole - inside) / max(1, sum(own.values()))
+        compute[busy] = vars(speeds)
     for (where, size), kinds in figures["points"].items():
-        fits = {kind: collective_speed.fit(list(points.items())) for kind, points in kinds.items()}
-        collectives[where] = {k: {"latency": a, "bandwidth": b, "ranks": size} for k, (a, b) in fits.items()}
+        fits = {kind: (*collective_speed.fit(points), size) for kind, points in kinds.items()}
+        collectives[where] = {kind: vars(Collective(*found)) for kind, found in fits.items()}
     seconds = figures.get("overlap", {"reduce": 1, "compute": 0, "both": 0, "slowest": 1})
     overlap = 1 - (seconds["both"] - seconds["compute"]) / seconds["reduce"]
-    found = machine_of(device) | {
-        "torch_version": torch.__version__, "threads": torch.get_num_threads(), "ranks": ranks, "compute": compute,
-        "collectives": collectives, "overlap": min(1.0, max(0.0, overlap)), "around": around,
-        "slowest": max(1.0, seconds["slowest"]),
+    found: dict[str, Any] = {
+        "device": device.type, "processor": about["name"], "cores": os.cpu_count(), "torch_version": about["torch"],
+        "threads": about["threads"], "ranks": ranks, "compute": compute, "collectives": collectives,
+        "overlap": min(1.0, max(0.0, overlap)), "around": {}, "slowest": max(1.0, seconds["slowest"]),
     }  # fmt: skip
     for name, phases in figures["steps"].items():
         case, trace = traces[name]
@@ -168,73 +155,43 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
         late = {phase: max(0.0, seconds - planned.phases[phase]) for phase, seconds in phases.items()}
         if calls := wrapped(trace, planned.collectives, case.config)[name]:
             share = max(0.0, sum(phases.values()) - planned.seconds) / max(1e-9, sum(late.values()))
-            around[name] = {phase: seconds * share / calls for phase, seconds in late.items()}
+            found["around"][name] = {phase: seconds * share / calls for phase, seconds in late.items()}
     return {"measured": found}
 
 
 def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
     """{key of a Gpu: its value} of the memory of a rank, at the start of a process. ranks: of a node."""
-    gpu = library(device, "mem_get_info", "memory_allocated", "memory_reserved")
-    if not gpu:
-        total, workspace = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, 0
-        used = peak_memory_bytes(device)
-    else:
-        a = torch.ones(16, 16, device=device)
-        before = gpu.memory_allocated()
-        torch.mm(a, a)
-        workspace = gpu.memory_allocated() - before
+    gpu = library(device, "mem_get_info", "memory_reserved")
+    if gpu:
         free, total = gpu.mem_get_info()
         used = total - free - gpu.memory_reserved()
-    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": workspace / 2**20}
+    else:
+        total, used = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, peak_memory_bytes(device)
+    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": 0.0}
 
 
 def main(words: Sequence[str]) -> int:
     """Measure this machine and write its entry; returns the exit status. words: options of the command."""
     parser = ArgumentParser(prog="plan.py --calibrate", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (%(default)s)")
-    parser.add_argument("--name", metavar="NAME", help="of the entry (device and number of ranks)")
-    parser.add_argument("--rounds", type=whole(1, 100), default=3, metavar="N", help="of measurements (%(default)s)")
+    parser.add_argument("--name", metavar="NAME", help="of the entry (device and ranks of a node: cuda-4)")
     options = parser.parse_args(words)
-    if options.name and (options.name in read_gpus() or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,60}", options.name)):
+    if options.name and (options.name in read_gpus() or not re.fullmatch(r"\w[\w.-]{0,60}", options.name)):
         raise UsageError(f"--name {options.name}: letters, digits, - _ and . , and no name of {HARDWARE.name}")
     launch, began = read_launch(), time.monotonic()
     device = comm.init(options.device)
     ranks, world = min(launch.ranks_per_node, launch.world_size), launch.world_size
-    name = options.name or "-".join(
-        [*re.findall(r"[a-z0-9]+", machine_of(device)["processor"].lower())[:3], str(ranks)]
-    )
-    memory, figures = memory_sizes(device, ranks), list[Figures]()
+    name = options.name or f"{device.type}-{ranks}"
+    memory, figures, rank = memory_sizes(device, ranks), list[Figures](), Rank(device)
     nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
-    rank = Rank(device)
-    for _ in range(options.rounds):
+    for _ in range(ROUNDS):
         if figures and comm.global_max(time.monotonic() - began, device) > MOST_SECONDS:
             break
         own, traces = measure(rank, nodes)
         figures.append(own)
     if comm.is_main():
-        written = entry(usual(figures), traces, device, ranks) | memory
-        MEASURED.mkdir(exist_ok=True)
-        write_json(MEASURED / f"{name}.json", written)
-        print(report(gpu_of(name, written)))
-        print(f"{MEASURED / name}.json, measured in {time.monotonic() - began:.0f} s: plan.py ... --gpu {name}")
+        path = MEASURED / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, entry(usual(figures), traces, device, ranks) | memory)
+        print(f"{path}, measured in {time.monotonic() - began:.0f} s: plan.py ... --gpu {name}")
     return 0
-
-
-def report(gpu: Gpu) -> str:
-    """The main figures of a measured machine, as tables."""
-    found, rows = gpu.measured, []
-    assert found
-    for busy, speeds in found.compute.items():
-        for dtype in ("float32", "bfloat16", "float16"):
-            products, copies = (speeds.operations[name][dtype] for name in ("mm", "clone"))
-            rates = max(flops / s for flops, _, s in products), max(moved / s for _, moved, s in copies)
-            rows.append((f"{busy} at work, {dtype}", *(rate / 1e9 for rate in rates)))
-    speed = format_table({"ranks of a node": "", "GFLOP/s": ".1f", "GB/s copied": ".1f"}, rows)
-    rows = [
-        (f"{kind}, {where}", own.ranks, own.latency * 1e6, own.bandwidth / 1e9)
-        for where, kinds in found.collectives.items()
-        for kind, own in kinds.items()
-    ]
-    columns = {"collective": "", "ranks": "d", "latency us": ".0f", "GB/s": ".2f"}
-    collectives = format_table(columns, rows) if rows else "One rank: no collective was measured (torchrun, srun)."
-    return f"{found.processor}, {found.cores} cores, {found.threads} thread(s) a rank\n\n{speed}\n\n{collectives}"

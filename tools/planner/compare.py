@@ -1,11 +1,12 @@
 """A finished run compared with the plan of its config: figures of a step, and the likely reason for what differs."""
 
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from tools.planner.hardware import Gpu, load_gpu, read_gpus
+from tools.planner.hardware import load_gpu, read_gpus
 from tools.planner.plan import Plan, plan_layout
 from tools.tables import format_table
 from training.flops import is_gpu
@@ -14,7 +15,6 @@ from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
 from utils.config import check_config, read_named_config
 from utils.errors import UsageError
-from utils.schema import Config
 
 ROWS = {  # {key of planned_figures: (title, its unit)}
     "step_time_s": ("step, without its data, ms", 1e-3), "forward_s": ("forward, ms", 1e-3),
@@ -23,7 +23,6 @@ ROWS = {  # {key of planned_figures: (title, its unit)}
     "calls": ("collectives of a step", 1),
 }  # fmt: skip
 OFF = 0.15  # share by which a figure may differ without a reason
-Mean = Callable[..., float]  # seconds of phases of a step, added up
 
 
 def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float], **more: Mapping[str, str]) -> str:
@@ -50,47 +49,36 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
         raise UsageError(f"{folder}: has no {file.name}: no run has finished here")
     name, readings = read_summary(file, config=str)["config"], _steady(folder)
     first, last = readings[0], readings[-1]
-    gpu, ranks, where = gpu_of_run(gpu_name, last["device"]), last["ranks"], folder / "config.yaml"
-    config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
-    plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
-    planned, found = {}, {}
-    for key, (title, unit) in ROWS.items():
-        if run[key] is not None:
-            planned[title], found[title] = plan[key] / unit, run[key] / unit
-    ratios = {title.split(",")[0]: found[title] / value for title, value in planned.items() if value}
-    lines = [
-        f"plan for {ranks} x {gpu.name}; run on {ranks} x {last['device']}, "
-        f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
-        f"{beside('', planned, found)}\n",
-        *(f"- {reason}" for reason in _reasons(gpu, config, last, ratios, _means(readings))),
-        f"plans that rest on this run: plan.py --calibrate {shlex.quote(str(file))}",
-    ]
-    return "\n".join(lines)
-
-
-def gpu_of_run(name: str | None, device: str) -> Gpu:
-    """The Gpu of this name, by default the one whose device reports `device`. Raises UsageError where there is none."""
-    name = name or next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)
-    if name is None:
+    ranks, device, where = last["ranks"], last["device"], folder / "config.yaml"
+    if gpu_name is None and not (gpu_name := next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)):
         raise UsageError(
             f"{device}: config/hardware.yaml has no such device: give --gpu NAME, one of its names or that of a "
             "measured machine (plan.py --calibrate)"
         )
-    return load_gpu(name)
+    gpu = load_gpu(gpu_name)
+    config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
+    plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
+    planned, found, ratios = {}, {}, {}
+    for key, (title, unit) in ROWS.items():
+        if run[key] is not None:
+            planned[title], found[title] = plan[key] / unit, run[key] / unit
+            if plan[key]:
+                ratios[key] = run[key] / plan[key]
+    return "\n".join([
+        f"plan for {ranks} x {gpu.name}; run on {ranks} x {device}, "
+        f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
+        f"{beside('', planned, found)}\n",
+        *(f"- {reason}" for reason in _reasons(gpu, readings, ratios)),
+    ])  # fmt: skip
 
 
 def planned_figures(plan: Plan) -> dict[str, Any]:
     """A plan as JSON, also with its config, its seconds by phase, and its number of collectives."""
     phases = {f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()}
-    return (
-        plan.to_json()
-        | phases
-        | {
-            "settings": plan.config.model_dump(),
-            "pipeline_s": phases["forward_s"] + phases["backward_s"],
-            "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
-        }
-    )
+    return plan.to_json() | phases | {
+        "settings": plan.config.model_dump(), "pipeline_s": phases["forward_s"] + phases["backward_s"],
+        "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send"),
+    }  # fmt: skip
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -99,35 +87,33 @@ def measured(folder: Path) -> dict[str, Any]:
     None: not measured. Raises UsageError where the run has no reading.
     """
     readings = _steady(folder)
-    mean, last = _means(readings), readings[-1]
+    mean, last = partial(_mean, readings), readings[-1]
     counts = [r["messages"] for r in readings if r.get("messages")]
     calls = next((n for n in counts if n % 1 == 0), None)  # a fraction: a CUDA graph was captured meanwhile
-    pipeline = bool(mean("pipeline"))
+
+    def phase(name, *more):
+        return mean(name, *more) if mean(name) else None
+
     return {
-        "step_time_s": mean("step") - mean("data"),
-        "forward_s": None if pipeline else mean("forward") or None,
-        "backward_s": None if pipeline else mean("backward", "reduce") or None,
-        "pipeline_s": mean("pipeline", "reduce") if pipeline else None,
-        "update_s": mean("optimizer") or None,
+        "step_time_s": mean("step") - mean("data"), "forward_s": phase("forward"),
+        "backward_s": phase("backward", "reduce"), "pipeline_s": phase("pipeline", "reduce"),
+        "update_s": phase("optimizer"),
         # Of a CPU the run knows its resident set alone, with Python and its libraries in it.
         "peak_allocated_bytes": last["memory/most_bytes"] if last["device"] != "cpu" else None,
         "calls": 0 if calls is None and last["ranks"] == 1 else calls,
-    }
+    }  # fmt: skip
 
 
-def _means(readings):
-    def mean(*names: str) -> float:
-        found = [(r["iterations"], sum(r.get(f"time/{name}") or 0 for name in names)) for r in readings]
-        return sum(n * seconds for n, seconds in found) / sum(n for n, _ in found)
-
-    return mean
+def _mean(readings, *names):
+    """Mean seconds of phases of a step, added up."""
+    seconds = [sum(r.get(f"time/{name}") or 0 for name in names) for r in readings]
+    return fmean(seconds, weights=[r["iterations"] for r in readings])
 
 
 def _steady(folder):
     """Readings of rank 0 after the warmup of its last start, or all of them in a shorter run."""
     path = folder / FILE_NAME.format(0)
-    whole = ("iterations", "since_start", "ranks", "device", "memory/most_bytes", "time/step")
-    readings = [r for r in read_metrics(path) if all(r.get(name) for name in whole)] if path.exists() else []
+    readings = read_metrics(path) if path.exists() else []
     if not readings:
         raise UsageError(f"{folder}: has no readings ({path.name}): no step of this run was read")
     begins = max(i for i, r in enumerate(readings) if i == 0 or r["since_start"] <= r["iterations"])
@@ -135,27 +121,25 @@ def _steady(folder):
     return [r for r in last_start if r["since_start"] - r["iterations"] >= WARMUP_ITERATIONS] or last_start
 
 
-def _reasons(gpu: Gpu, config: Config, last: dict[str, Any], ratios: dict[str, float], mean: Mean) -> Iterator[str]:
+def _reasons(gpu, readings, ratios):
     """Why figures are off, as far as the readings tell."""
+    mean, last = partial(_mean, readings), readings[-1]
     off = {name for name, ratio in ratios.items() if not 1 - OFF <= ratio <= 1 + OFF}
     same = last["device"] == "cpu" if gpu.device == "cpu" else gpu.measured or is_gpu(gpu.name, last["device"])
     if not same:
         yield f"the plan is for {gpu.name}, and {last['device']} is another device: times and memory are its own"
-        off -= {"step", "memory at most", "forward", "backward", "update", "forward and backward"}
-    if gpu.device == "cpu" and config.num_data_workers and "step" in off:
-        yield "reader: its threads share the cores with computing, which no plan has: --num_data_workers 0"
+        off &= {"calls"}
     data, late = mean("data") / mean("step"), mean("slowest_over_mean")
     if data > OFF:
         yield f"data: a step waits {data:.0%} of its time for its batch, which no plan has: --num_data_workers"
     if late > 1 + OFF:
         yield f"straggler: rank {last['time/slowest_rank']:.0f} takes {late:.2f} times the mean until ranks first meet"
-    if "step" in off:
-        forward, backward = ratios.get("forward", 1), ratios.get("backward", 1)
-        if last["ranks"] > 1 and backward > forward * (1 + OFF):
+    if "step_time_s" in off:
+        if last["ranks"] > 1 and ratios.get("backward_s", 1) > ratios.get("forward_s", 1) * (1 + OFF):
             yield "messages: the backward pass, which reduces gradients, is further off than the forward one"
         else:
             yield "computation: all phases are off alike: the device reaches another share of its peak than planned"
-    if "memory at most" in off:
+    if "peak_allocated_bytes" in off:
         yield "memory: fragments and compiled code are not planned; docs/plan.md says what is"
-    if "collectives of a step" in off:
+    if "calls" in off:
         yield "collectives: the run sends others than planned: another version of torch, or validation in between"

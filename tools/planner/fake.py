@@ -6,6 +6,7 @@ DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,11 +23,14 @@ from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed import attention
+from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
 from distributed.split import Split
 from tools.instruments.tracker import Tracker
 from utils import comm
 from utils.layout import Layout
+from utils.schema import Config
+from utils.tiles import own_window
 from utils.torch_private import storage_id
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
@@ -98,27 +102,30 @@ def _shapes_are_known(schedule, stages, *_):
 
 
 @contextmanager
-def pipeline_shapes(inputs: Sequence[int], outputs: Sequence[int], tokens: Sequence[int]) -> Iterator[None]:
+def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
     """Inside, stages of a pipeline take and give micro-batches: images (B, C, H, W) at its ends, (B, N, D) between."""
+    samples = config.global_batch_size // layout.dp // config.gradient_accumulation
+    size = [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]  # of this rank's part
+    inputs, outputs = ((samples, channels, *size) for channels in (config.model_in_channels, config.n_out_channels))
+    count = math.prod(size) // config.patch_size ** len(size)
+    if config.sequence_parallel:
+        count = shard_sizes(count, layout.tp)[comm.get_rank("tp")]
+    tokens = samples, count, config.embed_dim
 
-    def described(before: Sequence[int] | None, given: Sequence[int], last: bool) -> dict[str, Any]:
-        def like(shape: Sequence[int], grad: bool = False) -> tuple[Tensor]:
-            return (torch.empty(shape, device="meta", requires_grad=grad),)
-
-        shapes = {
-            "input_args": like(before or inputs, before is not None), "output_args": like(given, not last),
-            "input_grads": like(before) if before else None, "output_grads": None if last else like(given),
-        }  # fmt: skip
-        known = inspect.signature(PipelineStage).parameters  # torch 2.11 takes no shapes of gradients
-        return {name: shape for name, shape in shapes.items() if name in known}
+    like = partial(torch.empty, device="meta")
 
     def stage(module, number, count, device, group):
-        last = number == count - 1
-        shapes = described(tokens if number else None, outputs if last else tokens, last)
+        first, last = number == 0, number == count - 1
+        taken, given = inputs if first else tokens, outputs if last else tokens
+        shapes = {
+            "input_args": (like(taken, requires_grad=not first),), "input_grads": None if first else (like(taken),),
+            "output_args": (like(given, requires_grad=not last),), "output_grads": None if last else (like(given),),
+        }  # fmt: skip
+        known = inspect.signature(PipelineStage).parameters  # torch 2.11 takes no shapes of gradients
+        shapes = {name: shape for name, shape in shapes.items() if name in known}
         return PipelineStage(module, number, count, device, group=group, **shapes)
 
     with (
-        patch.object(PipelineStage, "tokens", tokens, create=True),
         patch("distributed.pipeline.PipelineStage", stage),
         # Torch 2.11 compares the outputs with the shapes above, and their types too, which autocast decides.
         patch.object(PipelineStage, "_validate_fwd_outputs", lambda *_: None, create=True),
@@ -152,7 +159,6 @@ class Replica(nn.Module):
         self.fixed = bool(split.stages)  # DDP looks for unused parameters: the first order stays
         self.limit = int(options.bucket_cap_mb * 2**20)
         self.parameters_in_buckets = [p for name, p in module.named_parameters() if name not in split.specs]
-        self.came = 0
         self.order: list[nn.Parameter] = []
         self._fill(self.parameters_in_buckets)
         for parameter in self.parameters_in_buckets:
@@ -189,12 +195,11 @@ class Replica(nn.Module):
             parameter.grad = view.copy_(parameter.grad)
         if not self.wanted:
             return
-        self.came += 1
         self.order.append(parameter)
         bucket["missing"] -= 1
         if not bucket["missing"]:
             self._reduce(bucket)
-        if self.came < len(self.parameters_in_buckets):
+        if len(self.order) < len(self.parameters_in_buckets):
             return
         if self.fixed:  # which parameters were used, of all ranks
             used = torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32, device=self.device)
@@ -204,19 +209,14 @@ class Replica(nn.Module):
             self._fill(self.order)
             for own in self.order:  # this step's gradients
                 own.grad = self.bucket_of[own][1].copy_(filled[own][1])
-        self.order, self.came = [], 0
+        self.order = []
 
     def _reduce(self, bucket):
-        flat = bucket["flat"]
-        if self.compressed:
-            flat.copy_(self._summed(flat.bfloat16()))
-        else:
-            self._summed(flat)
         bucket["missing"] = bucket["members"]
-
-    def _summed(self, flat):
-        dist.all_reduce(flat, group=self.group)
-        return flat
+        sent = bucket["flat"].bfloat16() if self.compressed else bucket["flat"]
+        dist.all_reduce(sent, group=self.group)
+        if self.compressed:
+            bucket["flat"].copy_(sent)
 
 
 class FakeTracker(Tracker):

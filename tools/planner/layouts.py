@@ -1,14 +1,14 @@
 """Every layout of a model on a number of GPUs that a training script can run, and the command that runs it.
 
-The code of the scripts itself decides: Layout, check_config, split_model and split_images accept or refuse a layout. A
-split is tried with one block, and a pipeline by itself with all blocks, since neither depends on the other.
+The code of the scripts itself decides: Layout, check_config, split_model and split_images accept or refuse a layout.
 """
 
 import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from tools.planner.fake import fake_rank
@@ -32,6 +32,14 @@ from utils.schema import Config
 CHECKPOINTING = "none", "full"
 SCHEDULES = "1f1b", "interleaved"  # gpipe holds more and is no faster
 MICRO_BATCHES = 4, 2, 1  # for each stage of a pipeline: the most that the batch allows, for a small bubble
+# A split is tried with one block, and a pipeline by itself with all blocks, since neither depends on the other.
+ONE_BLOCK = {
+    "depth": 1, "tp_backend": "native", "pipeline_parallel": 1, "pp_schedule": "1f1b", "gradient_accumulation": 1
+}  # fmt: skip
+ONE_RANK_A_STAGE = {
+    "tensor_parallel": 1, "context_parallel": 1, "domain_parallel": 1, "sequence_parallel": False,
+    "cp_method": "gather", "domain_method": "gather", "gradient_accumulation": 1,
+}  # fmt: skip
 WIDEST_TP = 8  # nodes that tensor parallelism may span, where no layout inside a node works
 
 
@@ -44,11 +52,17 @@ def candidates(
     layout works. A choice without effect is left out: methods of attention over one rank, strategies for one.
     """
     fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
+    if config.cpu_offload or config.noddp:
+        fixed.add("data_parallel")
+
+    def values(name, wanted, of_use=True):
+        """The values of a key that are tried."""
+        return wanted if of_use and name not in fixed else [getattr(config, name)]
+
     found: list[tuple[Config, Layout]] = []
-    refused: Counter[str] = Counter()
-    trial, keys = Trial(config), config.model_dump(exclude={"config"})
-    sizes = [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]
-    for tp in [config.tensor_parallel] if "tensor_parallel" in fixed else sizes:
+    refused = Counter[str]()
+    refusal, keys = trial(config), config.model_dump(exclude={"config"})
+    for tp in values("tensor_parallel", [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]):
         if tp > ranks_per_node and found:
             break
         try:
@@ -56,16 +70,19 @@ def candidates(
         except UsageError as error:
             refused[str(error)] += 1
             continue
-        for split in _splits(config, gpus, tp, fixed):
-            for way in _ways(config, gpus, split, fixed):
+        for cp, pp, domain in _splits(config, gpus // tp, values):
+            split = dict(zip(SPLITS, (tp, cp, pp, domain), strict=True))
+            dp = max(1, gpus // (tp * cp * pp * math.prod(tile_counts(domain))))
+            strategies = _strategies(config, gpus, ranks_per_node, dp, gpus // (tp * pp) > 1, values)
+            for way in _ways(config, dp, split, values):
                 takes = []
-                for own in _data_parallel(config, gpus, ranks_per_node, split, fixed):
+                for own in strategies:
                     try:
                         checked = check_config(keys | split | way | own, config.config, "", (), gpus)
                         takes.append((checked, checked.layout(gpus, ranks_per_node)))
                     except UsageError as error:
                         refused[str(error).removeprefix(": ")] += 1
-                if takes and (reason := trial.refusal(split | way)):
+                if takes and (reason := refusal(split | way)):
                     refused[reason] += len(takes)
                 else:
                     found += takes
@@ -77,103 +94,72 @@ def _divisors(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
-def _splits(config, gpus, tp, fixed):
-    """Sizes of cp, pp and domain that go with a tp, as settings."""
-    rest = gpus // tp if gpus % tp == 0 else 0
+def _splits(config, ranks, values):
+    """Sizes of cp, pp and domain, among so many ranks."""
     rows, columns = (n // config.patch_size for n in config.img_size[:2])
-
-    def sizes(name):
-        return [getattr(config, name)] if name in fixed else _divisors(rest) if rest else []
-
-    for cp in sizes("context_parallel"):
-        for pp in sizes("pipeline_parallel"):
-            free = {"context_parallel", "pipeline_parallel"}.isdisjoint(fixed)
-            if not free or (rest % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
-                yield {"tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp, "domain_parallel": 1}
-    counts = [n for n in _divisors(rest) if n > 1] if rest else []
-    tiles = [n for n in counts if n <= rows]
+    counts = _divisors(ranks)
+    cps, pps = values("context_parallel", counts), values("pipeline_parallel", counts)
+    for cp, pp in itertools.product(cps, pps):
+        free = cps == pps == counts  # else the scripts say what is wrong
+        if not free or (ranks % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
+            yield cp, pp, 1
+    tiles = [n for n in counts if 1 < n <= rows]
     tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
-    if "domain_parallel" in fixed:
-        tiles = [config.domain_parallel]
-    for domain in tiles:
-        if domain not in (1, "1", "1x1"):
-            yield {"tensor_parallel": tp, "context_parallel": 1, "pipeline_parallel": 1, "domain_parallel": domain}
+    for domain in values("domain_parallel", tiles):
+        if domain not in (1, "1", "1x1") and 1 in cps and 1 in pps:
+            yield 1, 1, domain
 
 
-def _ways(config, gpus, sizes, fixed):
+def _ways(config, dp, sizes, values):
     """Methods and schedules of a split, as settings."""
-    tp, cp, pp, domain = (sizes[name] for name in SPLITS)
-
-    def values(name, wanted, of_use):
-        return [getattr(config, name)] if name in fixed or not of_use else wanted
-
-    micro_batches = config.gradient_accumulation
-    if pp > 1 and "gradient_accumulation" not in fixed:
-        dp = max(1, gpus // (tp * cp * pp))
-        share = config.global_batch_size // dp
-        micro_batches = next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)
+    tp, cp, pp, domain = sizes.values()
+    share = config.global_batch_size // dp
+    micro_batches = [next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)]
     slices = [False, True] if cp == pp == 1 else [True]  # a rank holds less and sends the same bytes
-    for sequence, cp_method, domain_method, schedule in itertools.product(
-        values("sequence_parallel", slices, tp > 1 and domain == 1),
-        values("cp_method", choices("cp_method"), cp > 1),
-        values("domain_method", choices("domain_method"), domain != 1),
-        values("pp_schedule", SCHEDULES, pp > 1),
-    ):
-        yield {
-            "sequence_parallel": sequence, "cp_method": cp_method, "domain_method": domain_method,
-            "pp_schedule": schedule, "gradient_accumulation": micro_batches,
-        }  # fmt: skip
+    options = {
+        "sequence_parallel": values("sequence_parallel", slices, tp > 1 and domain == 1),
+        "cp_method": values("cp_method", choices("cp_method"), cp > 1),
+        "domain_method": values("domain_method", choices("domain_method"), domain != 1),
+        "pp_schedule": values("pp_schedule", SCHEDULES, pp > 1),
+        "gradient_accumulation": values("gradient_accumulation", micro_batches, pp > 1),
+    }
+    for way in itertools.product(*options.values()):
+        yield dict(zip(options, way, strict=True))
 
 
-def _data_parallel(config, gpus, ranks_per_node, sizes, fixed):
-    """Data-parallel strategies and activation checkpointing of a split, as settings."""
-    tp, cp, pp, domain = (sizes[name] for name in SPLITS)
-    replicas = max(1, gpus // (tp * pp))
-    dp = replicas // (cp * math.prod(tile_counts(domain)))
-    strategies = choices("data_parallel") if replicas > 1 else ("ddp",)
-    if "data_parallel" in fixed or config.cpu_offload or config.noddp:
-        strategies = (config.data_parallel,)
-    checkpointing = CHECKPOINTING
-    if "activation_checkpointing" in fixed:
-        checkpointing = (config.activation_checkpointing,)
+def _strategies(config, gpus, ranks_per_node, dp, several, values):
+    """Data-parallel strategies and activation checkpointing of dp ranks, as settings.
+
+    several: more than one rank has the same weights.
+    """
+    found, inside = [], max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
+    strategies = values("data_parallel", choices("data_parallel") if several else ["ddp"])
     for strategy in strategies:
-        inside = max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
-        if strategy == "hsdp" and "data_parallel" not in fixed and (gpus <= ranks_per_node or inside == dp or dp == 1):
+        if strategy == "hsdp" and len(strategies) > 1 and (gpus <= ranks_per_node or inside == dp or dp == 1):
             continue  # the same as fsdp
-        for again in checkpointing:
+        for again in values("activation_checkpointing", CHECKPOINTING):
             # Keys that belong to other strategies are at their defaults.
-            others = [name for name, own in STRATEGY_KEYS.items() if strategy not in own and name not in fixed]
-            plain = {name: Config.model_fields[name].default for name in others}
-            yield {"data_parallel": strategy, "activation_checkpointing": again, **plain}
+            others = [key for key, own in STRATEGY_KEYS.items() if strategy not in own]
+            plain = {key: values(key, [Config.model_fields[key].default])[0] for key in others}
+            found.append({"data_parallel": strategy, "activation_checkpointing": again, **plain})
+    return found
 
 
-class Trial:
-    """Asks split_model and split_images, on an imagined rank, whether they would split the model of a config."""
+def trial(config: Config) -> Callable[[dict[str, Any]], str | None]:
+    """A function that tells why a split of the model is refused, None where it is not, for settings {key: value}."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.known: dict[tuple, str | None] = {}
+    @cache
+    def refusal(*settings):
+        return split_refusal(config.model_copy(update=dict(settings)))
 
-    def refusal(self, settings: dict[str, Any]) -> str | None:
-        """Why a split is refused, None where it is not. settings: {key: value} in place of the config's."""
-        tp, cp, pp, domain = (settings[name] for name in SPLITS)
-        methods = settings["sequence_parallel"], settings["cp_method"], settings["domain_method"]
-        refusal = self._once(1, settings, (tp, cp, 1, domain), *methods)
-        return refusal or self._once(self.config.depth, settings, (1, 1, pp, 1), settings["pp_schedule"])
-
-    def _once(self, depth, settings, sizes, *methods):
-        if (sizes, *methods) not in self.known:
-            update = settings | {"depth": depth, "tp_backend": "native"}
-            self.known[sizes, *methods] = split_refusal(self.config.model_copy(update=update), *sizes)
-        return self.known[sizes, *methods]
+    return lambda settings: refusal(*(settings | ONE_BLOCK).items()) or refusal(*(settings | ONE_RANK_A_STAGE).items())
 
 
-def split_refusal(config: Config, tp: int, cp: int, pp: int, domain: int | str) -> str | None:
-    """Why the model of a config cannot be split over these ranks; None where it can. domain: 4, "2x2", ..."""
+def split_refusal(config: Config) -> str | None:
+    """Why the model of a config cannot be split as it says, on an imagined rank; None where it can."""
+    tp, cp, pp, domain = (getattr(config, name) for name in SPLITS)
     tiles = tile_counts(domain)
     shared = math.prod(tiles)
-    if shared > 1 and (cp > 1 or pp > 1):
-        return "domain parallelism goes without context and pipeline parallelism: no script splits a model so"
     if shared > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
     with fake_rank(Layout(tp * cp * pp * shared, tp, cp, pp, domain=tiles)):
@@ -193,28 +179,26 @@ def script_of(options: Mapping[str, Any]) -> str:
     raise UsageError(f"no script has {' and '.join(used)} together")
 
 
+def arguments(config: Config, words: Iterable[str]) -> list[str]:
+    """The options with which a script has this config. words: those that gave the config, whatever the layout."""
+    options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
+    path, name = options["yaml_config"], options["config"]
+    written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
+    own = [] if path == SCRIPTS[script_of(vars(config))].yaml_config else [f"--yaml_config={path}"]
+    own.append(f"--config={name}")
+    for key in Config.model_fields:
+        value = getattr(config, key)
+        if key not in ("config", "local_batch_size") and value != written[key]:  # the global batch is the same anywhere
+            own += option_words(key, value)
+    return own
+
+
 def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
     """The command line that runs a layout: plain python, torchrun on one node, sbatch on several.
 
-    words: the options that gave the config; the command leaves out those that the layout replaces. Raises UsageError
-    for words that are no options.
+    words: the options that gave the config. Raises UsageError for words that are no options.
     """
     script = script_of(vars(config))
-    own_file, _, submit = SCRIPTS[script]
-    options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
-    path, name = options.pop("yaml_config"), options.pop("config")
-    written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
-    changed = {
-        key: value
-        for key in Config.model_fields
-        if key != "config" and (value := getattr(config, key)) != options.get(key, written[key])
-    }
-    kept = {key: value for key, value in options.items() if key not in changed} | changed
-    if "local_batch_size" in options:  # it may belong to another number of ranks
-        kept.pop("local_batch_size", None)
-        kept["global_batch_size"] = config.global_batch_size
-    own = [] if path == own_file else [f"--yaml_config={path}"]
-    own += [f"--config={name}", *(word for key, value in kept.items() for word in option_words(key, value))]
     nodes = -(-layout.world_size // ranks_per_node)
     if layout.world_size == 1:
         start = ["python", script]
@@ -222,5 +206,5 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
         start = ["torchrun", f"--nproc_per_node={layout.world_size}", script]
     else:
         per_node = [] if ranks_per_node == 4 else [f"--gpus-per-node={ranks_per_node}"]
-        start = ["sbatch", "-N", str(nodes), *per_node, submit]
-    return shlex.join([*start, *own])
+        start = ["sbatch", "-N", str(nodes), *per_node, SCRIPTS[script].submit]
+    return shlex.join([*start, *arguments(config, words)])

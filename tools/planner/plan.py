@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from tools.planner.hardware import Gpu
 from tools.planner.step_time import StepTime, step_time
-from tools.planner.trace import HOST, Trace, trace_step
+from tools.planner.trace import Trace, trace_step
 from utils.layout import Layout
 from utils.schema import Config
 
@@ -26,8 +25,7 @@ class Plan:
     """A layout on a GPU, of the rank that holds most; sizes in bytes.
 
     memory: {category: its own largest size}; "activations" includes the batch and the batch that is fetched ahead.
-    peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells. inference: the same of a
-    forward pass, while everything that training keeps stays allocated; None by formula.
+    peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells.
     flops: of a step on all devices, including what checkpointing computes again.
     """
 
@@ -36,7 +34,6 @@ class Plan:
     gpu: Gpu
     memory: dict[str, float]
     peak: float
-    inference: float | None
     flops: float
     time: StepTime
 
@@ -44,7 +41,7 @@ class Plan:
     def overhead(self) -> float:
         """Memory outside the allocator (context, NCCL, DALI), and what the allocator loses between its blocks."""
         dali = DALI_BYTES if self.config.data_loader_config == "dali" else 0
-        return self.gpu.overhead + FRAGMENTATION * self.peak + dali
+        return int(self.gpu.overhead_gib * 2**30) + FRAGMENTATION * self.peak + dali
 
     @property
     def needed(self) -> float:
@@ -52,11 +49,6 @@ class Plan:
         return self.peak + self.overhead
 
     @property
-    def host(self) -> float:
-        """Bytes in host memory, with cpu_offload."""
-        return sum(self.memory[name] for name in HOST) if self.config.cpu_offload else 0
-
-    @cached_property
     def fits(self) -> str:
         """fits, marginal or no: see docs/plan.md for the thresholds."""
         share = self.needed / self.gpu.memory
@@ -91,9 +83,7 @@ class Plan:
             "gpu": self.gpu.name,
             "memory_bytes": {name: round(size) for name, size in self.memory.items()}
             | {"overhead": round(self.overhead)},
-            "host_bytes": round(self.host),
             "peak_allocated_bytes": round(self.peak),
-            "inference_peak_allocated_bytes": None if self.inference is None else round(self.inference),
             "gpu_memory_bytes": self.gpu.memory,
             "fits": self.fits,
             "collectives": self.time.collectives,
@@ -108,10 +98,8 @@ class Plan:
         }  # fmt: skip
 
 
-def plan_layout(
-    config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None, traces: Sequence[Trace] | None = None
-) -> Plan:
-    """The Plan of a layout. calibration: a factor from step_time.calibrate. traces: by default those of trace_step.
+def plan_layout(config: Config, layout: Layout, gpu: Gpu, traces: Sequence[Trace] | None = None) -> Plan:
+    """The Plan of a layout. traces: by default those of trace_step.
 
     Raises ValueError where the model cannot be split so.
     """
@@ -120,14 +108,12 @@ def plan_layout(
     batch = max(trace.memory["batch"] for trace in traces)
     memory["activations"] += 2 * batch
     flops = sum(op.flops * calls for trace in traces for op, calls in trace.operations.items()) / len(traces)
-    inference = [trace.inference for trace in traces if trace.inference is not None]
     return Plan(
         config,
         layout,
         gpu,
         memory,
-        max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace,
-        max(inference) + gpu.workspace if inference else None,
+        max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace_mib * 2**20,
         flops * layout.world_size,
-        step_time(traces, config, layout, gpu, calibration),
+        step_time(traces, config, layout, gpu),
     )

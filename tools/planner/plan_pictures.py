@@ -3,18 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
 from tools.pictures import draw_bars, finish, mark, panels, save
 from tools.planner.plan import Plan
 from tools.planner.plan_text import GIB, layout_words
 from tools.planner.search import Point
-
-COLORS = {
-    "parameters": "#4477aa", "gradients": "#66ccee", "optimizer": "#228833", "activations": "#ccbb44",
-    "temporaries": "#ee6677", "buffers": "#aa3377", "overhead": "#bbbbbb",
-}  # fmt: skip
 
 
 def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
@@ -22,7 +16,7 @@ def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
     count, labels = min(2, len(plans)), [layout_words(plan) for plan in plans]
     figure, (memory, *others) = panels(len(plans), count, 6.5 * count)
     sizes = DataFrame([plan.memory | {"overhead": plan.overhead} for plan in plans], labels)
-    draw_bars(memory, sizes[list(COLORS)] / GIB, list(COLORS.values()))
+    draw_bars(memory, sizes / GIB)
     mark(memory, [plan.needed / GIB for plan in plans], "needed at once")
     memory.axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
     finish(memory, title="memory of a rank, each category at its most", xlabel="GiB")
@@ -35,10 +29,9 @@ def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
 
 def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
     """Write samples/s by number of GPUs as a PNG, a curve for each kind of scaling."""
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    rows = [(point.scaling, point.plan.layout.world_size, point.samples_per_sec) for point in points]
-    curves = DataFrame(rows, columns=["scaling", "GPUs", "speed"]).pivot(index="GPUs", columns="scaling")["speed"]
+    figure, (axes,) = panels(8, 1, 7)
+    speeds = {(point.plan.layout.world_size, point.scaling): point.plan.samples_per_sec for point in points}
+    curves = Series(speeds).unstack()
     curves.plot(ax=axes, marker="o")
     finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
     axes.set_xticks(curves.index, map(str, curves.index))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, Plan
-from tools.planner.search import Assumptions, Point, Request
+from tools.planner.search import Point, Request, sample_bytes
 from tools.planner.trace import HOST
 from tools.tables import format_table
 from training.flops import precision
@@ -34,18 +34,19 @@ def head(plan: Plan) -> str:
 def layout_words(plan: Plan) -> str:
     """The layout in words: tp 4 x dp 4, fsdp, recomputing full."""
     config, layout = plan.config, plan.layout
-    words = [layout.describe("tp", "cp", "domain", "pp", "dp") or "one device"]
-    words += [config.data_parallel] if layout.world_size > 1 and config.data_parallel != "ddp" else []
-    words += ["sequence parallel"] if config.sequence_parallel and layout.tp > 1 else []
-    words += [config.cp_method] if layout.cp > 1 else []
-    words += [config.domain_method] if math.prod(layout.domain) > 1 else []
-    words += [f"{config.pp_schedule} of {config.gradient_accumulation}"] if layout.pp > 1 else []
-    if config.activation_checkpointing != "none":
-        words.append(f"recomputing {config.activation_checkpointing}")
-    return ", ".join(words)
+    words = [
+        (layout.describe("tp", "cp", "domain", "pp", "dp") or "one device", True),
+        (config.data_parallel, layout.world_size > 1 and config.data_parallel != "ddp"),
+        ("sequence parallel", config.sequence_parallel and layout.tp > 1),
+        (config.cp_method, layout.cp > 1),
+        (config.domain_method, math.prod(layout.domain) > 1),
+        (f"{config.pp_schedule} of {config.gradient_accumulation}", layout.pp > 1),
+        (f"recomputing {config.activation_checkpointing}", config.activation_checkpointing != "none"),
+    ]
+    return ", ".join(word for word, said in words if said)
 
 
-def rate(plan: Plan | Point) -> str:
+def rate(plan: Plan) -> str:
     """Samples/s with three digits or more."""
     speed = plan.samples_per_sec
     return f"{speed:.{1 if speed >= 10 else 3}f}"
@@ -57,7 +58,6 @@ def memory_text(plan: Plan) -> str:
     sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
     sizes |= {
         "at most at once, in training": plan.peak,
-        "at most at once, in a forward pass": plan.inference or 0,
         "outside of the allocator, and its loss": plan.overhead,
         "needed": plan.needed,
         f"{plan.gpu.name} has": plan.gpu.memory,
@@ -86,12 +86,9 @@ def time_text(plan: Plan) -> str:
     """The time of a step by part as a table, its error and what bounds it."""
     time, config = plan.time, plan.config
     rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
-    rest = "data sheets: --calibrate a run to narrow it"
-    if plan.gpu.measured:
-        rest = f"measurements of {plan.gpu.measured.processor}, {plan.gpu.measured.cores} cores"
-        other = plan.gpu.measured.elsewhere()
-        rest += f"; this is another machine: {other}" if other else ""
-    rest = "one measured run" if time.calibrated else rest
+    rest = "data sheets: --calibrate on such GPUs to narrow it"
+    if measured := plan.gpu.measured:
+        rest = f"measurements of {measured.processor}, {measured.cores} cores"
     return (
         f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
         f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
@@ -119,16 +116,16 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
         "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
         "bound by": "",
     }  # fmt: skip
-    error, best = plans[0].time.error, plans[0]
-    found = f"the best of {request.compared} layouts"
+    best = plans[0]
+    found, run = f"the best of {request.compared} layouts", run_text(best, request, "Run the first one:")
     if best.fits == "no":
         found = f"none of {request.compared} layouts fits; those that need least"
-    run = "Nothing to run: more GPUs, or ones with more memory." if best.fits == "no" else ""
+        run = "Nothing to run: more GPUs, or ones with more memory."
     return (
         f"{head(best).partition(':')[0]}, {found}:\n\n"
         f"{format_table(columns, rows)}\n\n"
-        f"Times are good to {error:.0%}; of two layouts that are closer the planner knows no better one.\n\n"
-        f"{refused_text(request.refused)}\n\n{run or run_text(best, request, 'Run the first one:')}"
+        f"Times are good to {best.time.error:.0%}; of two layouts that are closer the planner knows no better one.\n\n"
+        f"{refused_text(request.refused)}\n\n{run}"
     )
 
 
@@ -138,11 +135,12 @@ def refused_text(refused: dict[str, int]) -> str:
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
-def scaling_text(points: Sequence[Point], request: Request, assumed: Assumptions) -> str:
+def scaling_text(points: Sequence[Point], request: Request) -> str:
     """The curve as a table, and what it assumes. points: from tools.planner.search.scaling."""
+    gpu = request.gpu
     rows = [
         (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
-         rate(point), point.efficiency, point.plan.needed / GIB, point.bound)
+         rate(point.plan), point.efficiency, point.plan.needed / GIB, point.plan.time.bound)
         for point in points
     ]  # fmt: skip
     columns = {
@@ -150,7 +148,9 @@ def scaling_text(points: Sequence[Point], request: Request, assumed: Assumptions
         "GiB needed": ".1f", "bound by": "",
     }  # fmt: skip
     return (
-        f"{request.gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
+        f"{gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
         f"samples/s of a GPU to those of the first line.\n\n{format_table(columns, rows)}\n\n"
-        f"{assumed.text(request.any_layout())}"
+        f"Assumed: step times of ranks vary by {gpu.jitter:.1%} (jitter), each step waits for the slowest; a "
+        f"sample of {sample_bytes(request.any_layout()) / 1e6:.2f} MB is read at {gpu.node_read / 1e9:g} GB/s a node "
+        f"(node_read), {gpu.total_read / 1e9:g} GB/s of all (total_read), while the step before computes."
     )

@@ -1,39 +1,33 @@
-"""Search of many layouts: the best ones for a number of GPUs, and how far the best one scales.
+"""Search of many layouts: the best ones for a number of GPUs, how far the best one scales, and its job.
 
 What grows with the number of ranks and is no message are two assumptions: the slowest of many ranks, and reading. Every
 step waits for its slowest rank. The step times of ranks are taken to be independent and normal, with a relative
-standard deviation `jitter`: of n ranks the slowest is expected at 1 + jitter z(n), z(n) the mean of the largest of n
-standard normal numbers (Blom 1958). Batches are read ahead, so a step takes the longer of computing and reading.
+standard deviation `jitter` (of a Gpu): of n ranks the slowest is expected at 1 + jitter z(n), z(n) the mean of the
+largest of n standard normal numbers (Blom 1958). Batches are read ahead, so a step takes the longer of computing and
+reading.
 """
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from tools.planner.hardware import Gpu
-from tools.planner.layouts import candidates
+from tools.planner.layouts import arguments, candidates, script_of
 from tools.planner.plan import Plan, plan_layout
-from tools.planner.step_time import calibrate
 from tools.planner.textbook import textbook_traces
-from tools.planner.trace import trace_step
-from training.run_folder import read_summary
-from utils.config import SCRIPTS, check_config, load_config, parse_command_line, read_named_config
+from tools.slurm import submit
+from utils.config import SCRIPTS, SPLITS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
 
 MOST_GPUS = 2**17
-READING = "reading"
 VERDICTS = ("fits", "marginal", "no")
 # Options that fix the layout: with one of them a single layout is planned.
-LAYOUT_OPTIONS = (
-    "tensor_parallel", "row_parallel_size", "context_parallel", "pipeline_parallel", "domain_parallel", "data_parallel",
-    "dp_shard",
-)  # fmt: skip
+LAYOUT_OPTIONS = (*SPLITS, "row_parallel_size", "data_parallel", "dp_shard")
 
 
 def gpu_counts(text: str) -> list[int]:
@@ -49,19 +43,14 @@ def gpu_counts(text: str) -> list[int]:
 
 
 class Request:
-    """A config on a GPU. words: options, as the training scripts take them. summary: path of a run's summary.json."""
+    """A config on a GPU. words: options, as the training scripts take them."""
 
     compared: int  # layouts, by search.best_layouts
     refused: dict[str, int]  # {reason: how many others}
 
-    def __init__(self, words: Sequence[str], gpu: Gpu, summary: Path | str | None = None):
-        self.words, self.gpu, self.summary = words, gpu, summary
+    def __init__(self, words: Sequence[str], gpu: Gpu):
+        self.words, self.gpu = words, gpu
         self.named = {word[2:].split("=")[0] for word in words if word.startswith("--")}
-
-    def config(self, gpus: int) -> Config:
-        """The config on this number of GPUs. Raises UsageError where it does not fit."""
-        script = "train_mp.py" if self.named.isdisjoint(("domain_parallel", "domain_method")) else "train_shard.py"
-        return load_config(self.words, world_size=gpus, splits=SCRIPTS[script].splits)
 
     def any_layout(self) -> Config:
         """The config, whatever the layout. Raises UsageError for local_batch_size, which depends on it."""
@@ -72,24 +61,11 @@ class Request:
         settings = {**read_named_config(path, name), **options}
         return check_config(settings, name, f"{path}: {name}", options)
 
-    @cached_property
-    def calibration(self) -> float | None:
-        """The factor on times of computation, from the run whose summary was given; None without one."""
-        if self.summary is None:
-            return None
-        path = Path(self.summary)
-        summary = read_summary(path, config=str)
-        ranks = summary["world_size"]
-        settings = read_named_config(path.with_name("config.yaml"), summary["config"])
-        config = check_config(settings, summary["config"], str(path.with_name("config.yaml")), world_size=ranks)
-        layout = config.layout(ranks, self.gpu.gpus_per_node)
-        return calibrate(trace_step(config, layout, self.gpu.device), config, layout, self.gpu, summary)
-
     def plan(self, gpus: int) -> Plan:
         """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
-        config = self.config(gpus)
-        layout = config.layout(gpus, self.gpu.gpus_per_node)
-        return plan_layout(config, layout, self.gpu, self.calibration)
+        script = "train_mp.py" if self.named.isdisjoint(("domain_parallel", "domain_method")) else "train_shard.py"
+        config = load_config(self.words, world_size=gpus, splits=SCRIPTS[script].splits)
+        return plan_layout(config, config.layout(gpus, self.gpu.gpus_per_node), self.gpu)
 
 
 def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
@@ -102,11 +78,9 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     request.compared = len(found)
     kept: dict[tuple, Plan] = {}
     for plan in sorted(found, key=_order):
-        layout = plan.layout
-        kept.setdefault((layout.tp, layout.cp, layout.pp, layout.domain), plan)
+        kept.setdefault(tuple(getattr(plan.config, name) for name in SPLITS), plan)
     best = [plan for plan in kept.values() if plan.fits != "no"][:top] or list(kept.values())[:top]
-    traced = [plan_layout(plan.config, plan.layout, request.gpu, request.calibration) for plan in best]
-    return sorted(traced, key=_order)
+    return sorted((plan_layout(plan.config, plan.layout, request.gpu) for plan in best), key=_order)
 
 
 def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
@@ -117,7 +91,7 @@ def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Pla
     config, gpu = request.any_layout(), request.gpu
     config = config.model_copy(update={"global_batch_size": times * config.global_batch_size})
     valid, refused = candidates(config, gpus, gpu.gpus_per_node, request.named)
-    plans = [plan_layout(c, layout, gpu, request.calibration, textbook_traces(c, layout)) for c, layout in valid]
+    plans = [plan_layout(c, layout, gpu, textbook_traces(c, layout)) for c, layout in valid]
     return plans, refused
 
 
@@ -128,7 +102,7 @@ def _order(plan: Plan) -> tuple[int, float]:
 
 def expected_slowest(ranks: int) -> float:
     """Mean of the largest of so many standard normal numbers, within 2 %; 0 of one."""
-    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def sample_bytes(config: Config) -> int:
@@ -138,54 +112,30 @@ def sample_bytes(config: Config) -> int:
     return 4 * points * (config.n_in_channels + targets)
 
 
-class Assumptions(NamedTuple):
-    """jitter: relative standard deviation of a rank's step time. node_read, total_read: bytes/s of files."""
-
-    jitter: float
-    node_read: float
-    total_read: float
-
-    def seconds(self, plan: Plan) -> tuple[float, str]:
-        """(seconds of a step, what bounds it) of a plan at its number of ranks."""
-        computing = plan.time.seconds * (1 + self.jitter * expected_slowest(plan.layout.world_size))
-        read = plan.config.global_batch_size * sample_bytes(plan.config)
-        reading = read / min(self.total_read, plan.nodes * self.node_read)
-        return (reading, READING) if reading > computing else (computing, plan.time.bound)
-
-    def text(self, config: Config) -> str:
-        """The assumptions in a line."""
-        return (
-            f"Assumed: step times of ranks vary by {self.jitter:.1%} (--jitter), each step waits for the slowest; a "
-            f"sample of {sample_bytes(config) / 1e6:.2f} MB is read at {self.node_read / 1e9:g} GB/s a node "
-            f"(--node_read), {self.total_read / 1e9:g} GB/s of all (--total_read), while the step before computes."
-        )
+def at_scale(plan: Plan) -> Plan:
+    """A Plan whose step waits for the slowest of all ranks and for reading, as the module says."""
+    gpu, seconds, bound = plan.gpu, plan.time.seconds, plan.time.bound
+    seconds *= 1 + gpu.jitter * expected_slowest(plan.layout.world_size)
+    read = plan.config.global_batch_size * sample_bytes(plan.config)
+    reading = read / min(gpu.total_read, plan.nodes * gpu.node_read)
+    if reading > seconds:
+        seconds, bound = reading, "reading"
+    return replace(plan, time=replace(plan.time, seconds=seconds, bound=bound))
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first.
-
-    seconds, bound: of a step with the slowest of all ranks and with reading, see tools.planner.search.
-    """
+class Point(NamedTuple):
+    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first."""
 
     plan: Plan
     scaling: str
-    seconds: float
-    bound: str
     efficiency: float
-
-    @property
-    def samples_per_sec(self) -> float:
-        """Samples of all GPUs together."""
-        return self.plan.config.global_batch_size / self.seconds
 
     def to_json(self) -> dict[str, Any]:
         """The point as JSON can hold it."""
-        own = {"step_time_s": self.seconds, "bound": self.bound, "samples_per_sec": self.samples_per_sec}
-        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json() | own
+        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
 
 
-def scaling(request: Request, counts: Sequence[int], assumed: Assumptions) -> list[Point]:
+def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
     """Points of the best layouts by formula. Strong: the same batch on all. Weak: it grows with the GPUs."""
     points = []
     for kind in ("strong", "weak"):
@@ -194,9 +144,25 @@ def scaling(request: Request, counts: Sequence[int], assumed: Assumptions) -> li
             plans, _ = formula_plans(request, gpus, gpus // counts[0] if kind == "weak" else 1)
             if not plans:  # the batch is too small for so many
                 continue
-            plan = min(plans, key=_order)
-            seconds, bound = assumed.seconds(plan)
-            speed = plan.config.global_batch_size / seconds / gpus
+            plan = at_scale(min(plans, key=_order))
+            speed = plan.samples_per_sec / gpus
             first = first or speed
-            points.append(Point(plan, kind, seconds, bound, speed / first))
+            points.append(Point(plan, kind, speed / first))
     return points
+
+
+def submit_plan(plan: Plan, request: Request, options: str) -> str:
+    """Queue the run of a plan, after a preflight in the same job; returns what was done, in words.
+
+    options: further words for sbatch, as a shell reads them. Raises UsageError where the plan does not fit the GPU or
+    its nodes, and where Slurm refuses.
+    """
+    ranks, config = plan.layout.world_size, plan.config
+    if plan.fits == "no":
+        raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
+    if ranks % plan.nodes:
+        raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
+    submit_file, tasks = SCRIPTS[script_of(vars(config))].submit, ranks // plan.nodes
+    sbatch = ["sbatch", "--parsable", f"--nodes={plan.nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}"]
+    line = f"{shlex.join(sbatch)} {options} {shlex.join([submit_file, *arguments(config, request.words)])}"
+    return f"job {submit(['export PREFLIGHT=1', line])}: PREFLIGHT=1 {line}"

@@ -1,47 +1,47 @@
 """The time of a training step, from its operations and messages (tools.planner.trace) and a GPU's data sheet.
 
-Computation: the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785), operation by operation. Communication:
-tools.planner.collective_time. The pipeline's bubble: Narayanan et al. 2021 (arXiv:2104.04473).
+Computation: the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785), operation by operation. Communication: a
+collective takes its latency and its bytes over the bandwidth, the alpha-beta model (Hockney 1994). The pipeline's
+bubble: Narayanan et al. 2021 (arXiv:2104.04473).
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
 from distributed.data_parallel import SHARDED
-from tools.instruments.phases import PHASES
-from tools.instruments.tracker import ATTENTION
-from tools.planner.collective_time import collective_time, node_shapes
+from tools.instruments.tracker import ATTENTION, PHASES
 from tools.planner.hardware import Gpu
 from tools.planner.trace import Trace
 from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config
 
-# Half-widths of the band, see StepTime.
-UNCALIBRATED, CALIBRATED, MEASURED = 0.35, 0.20, 0.25
-LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3  # of a calibration
+UNCALIBRATED, MEASURED = 0.35, 0.25  # half-widths of the band, see StepTime
 
 # torch.compile fuses chains of elementwise operations: about every second tensor stays in registers.
 COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.5, 0.5
 GRAPH_LAUNCHES = 0.1  # a CUDA graph is launched once; about 1 us remains between its kernels
 HEAD_SIZES = 32, 64, 96, 128, 192, 256  # of the kernels of FlashAttention-2; other sizes are padded
 
-KINDS = {"matmul": "matmul", ATTENTION: ATTENTION}  # operations with a part of their own; others: memory
 BOUNDS = {
     "matmul": "compute", ATTENTION: "compute", "memory": "memory bandwidth", "launch": "launches",
     "bubble": "bubble of the pipeline",
 }  # fmt: skip
-GROUP_KINDS = "domain", "dp", "cp", "pp", "tp"  # the beginnings of groups' names
+PASSES = {"all_reduce": 2}  # round the ring; others: 1
 SAME_WEIGHTS = "dp", "cp", "domain", "image"  # groups whose ranks reduce gradients of the same weights
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of the slowest traced rank, without reading and preparing data.
+    """A step of a traced rank, without reading and preparing data.
 
     seconds: of the step, the sum of `parts`: matmul, attention, memory (all other kernels), launch (the GPU waits for
     the host), communication that computation does not hide, one part for each kind of group ("communication tp"), and
@@ -58,20 +58,16 @@ class StepTime:
 
     seconds: float
     error: float
-    calibrated: bool
     parts: dict[str, float]
     phases: dict[str, float]
     bound: str
     collectives: list[dict[str, Any]]
 
 
-def step_time(
-    traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, calibration: float | None = None
-) -> StepTime:
-    """StepTime of a training step.
+def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu) -> StepTime:
+    """StepTime of the slowest traced rank.
 
-    traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node. calibration: factor on the times of
-    computation, including launches, from `calibrate`; None: times come from data sheets.
+    traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node.
 
     Gradient reductions and, but on a CPU, gathers of sharded parameters overlap with the computation of their phase,
     except for one bucket. The exchanges of ring attention overlap with attention. The step waits for every other
@@ -81,226 +77,149 @@ def step_time(
     """
     if config.amp_mode == "fp8" and gpu.fp8 is None:
         raise UsageError(f"amp_mode fp8: {gpu.name} has no 8-bit products (fp8 in its entry): use --amp_mode bf16")
-    steps = [_Step(trace, config, layout, gpu, calibration or 1.0) for trace in traces]
-    slowest = max(steps, key=lambda step: sum(step.seconds.values()))
-    parts = slowest.parts
-    most: dict[str, float] = defaultdict(float)
-    for name, seconds in parts.items():
-        most[BOUNDS.get(name, name)] += seconds
-    bound = max(most, key=lambda name: most[name])
-    kind, _, group = bound.partition(" ")
-    return StepTime(
-        seconds=sum(parts.values()),
-        error=CALIBRATED if calibration else MEASURED if gpu.measured else UNCALIBRATED,
-        calibrated=calibration is not None,
-        parts=parts,
-        phases=slowest.phases,
-        bound=f"communication ({group})" if kind == "communication" else bound,
-        collectives=slowest.collectives,
-    )
+    return max((rank_time(trace, config, layout, gpu) for trace in traces), key=lambda step: step.seconds)
 
 
-def calibrate(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, summary: Mapping[str, Any]) -> float:
-    """The factor on times of computation with which step_time gives the speed of a real run.
+def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTime:
+    """StepTime of one traced rank."""
+    measured, on_cpu, ranks = gpu.measured, gpu.device == "cpu", min(layout.world_size, gpu.gpus_per_node)
+    late = measured.slowest if measured and layout.world_size > 1 else 1.0  # of the slowest rank
+    head, sharded = config.embed_dim // config.num_heads, config.data_parallel in SHARDED
 
-    summary: a mapping, as in summary.json of a run's folder. Its samples_per_sec is read and, where given, its
-    data_wait_fraction (the share of time spent waiting for batches, which is taken out) and world_size. The other
-    arguments describe that run.
-
-    Raises UsageError where the speed is missing, belongs to another number of ranks, or is faster than communication.
-    """
-    speed, ranks = summary.get("samples_per_sec"), summary.get("world_size", layout.world_size)
-    if not speed:
-        raise UsageError("calibration: the summary of the run has no samples_per_sec: no step was timed")
-    if ranks != layout.world_size:
-        raise UsageError(f"calibration: the summary is of a run on {ranks} ranks, the layout has {layout.world_size}")
-    measured = config.global_batch_size / speed * (1 - (summary.get("data_wait_fraction") or 0))
-
-    def too_long(factor: float) -> float:
-        return step_time(traces, config, layout, gpu, factor).seconds - measured
-
-    for factor in LEAST_FACTOR, MOST_FACTOR:
-        if (off := too_long(factor)) * (factor - 1) < 0:
-            raise UsageError(
-                f"calibration: {speed:.4g} samples/s cannot be met: the run took {measured:.3g} s a step, and with "
-                f"computation {factor:g} times as long it takes {measured + off:.3g} s; is it of this configuration "
-                "and GPU?"
-            )
-    from scipy.optimize import brentq  # slow to import
-
-    return brentq(too_long, LEAST_FACTOR, MOST_FACTOR, xtol=1e-9)
-
-
-class _Step:
-    """The step of one traced rank. seconds: {(phase, name of a part): seconds}."""
-
-    def __init__(self, trace: Trace, config: Config, layout: Layout, gpu: Gpu, calibration: float):
-        self.trace, self.config, self.layout, self.gpu = trace, config, layout, gpu
-        waits = gpu.measured.slowest if gpu.measured and layout.world_size > 1 else 1.0  # for the slowest rank
-        self.calibration = calibration * waits
-        self.speeds = gpu.measured.speeds(min(layout.world_size, gpu.gpus_per_node)) if gpu.measured else None
-        self.compute = self._compute(self.speeds)
-        self.collectives = self._collectives()
-        self.seconds = self.compute.copy()
-        host = self._host()
-        if gpu.synchronous:  # the host computes by itself
-            self.seconds.update({(phase, "launch"): seconds for phase, seconds in host.items()})
-        pipelined = sum(seconds for (phase, _), seconds in self.seconds.items() if phase != "update")
-        pipelined += self._communicate()
-        if not gpu.synchronous:
-            for phase, seconds in self.phases.items():
-                self.seconds[phase, "launch"] = max(0.0, host[phase] - seconds)
-        self.seconds["backward", "bubble"] = self._bubble(pipelined)
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """{phase: seconds}."""
-        return {phase: sum(s for (when, _), s in self.seconds.items() if when == phase) for phase in PHASES}
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """{name of a part: seconds}."""
-        parts = dict.fromkeys(("matmul", ATTENTION, "memory", "launch", "bubble"), 0.0)
-        for (_, name), seconds in self.seconds.items():
-            parts[name] = parts.get(name, 0.0) + seconds
-        return parts
-
-    def _compute(self, speeds):
-        seconds = Counter()
-        for operation, calls in self.trace.operations.items():
-            kind = KINDS.get(operation.kind, "memory")
-            seconds[operation.phase, kind] += calls * self._operation(operation, speeds) * self.calibration
-        return seconds
-
-    def _operation(self, operation, speeds):
-        gpu, moved = self.gpu, operation.moved
-        if self.config.enable_jit and operation.kind == "pointwise" and operation.phase != "update":
-            moved *= COMPILED_TRAFFIC
-        if speeds:
-            dtype = str(operation.dtype).removeprefix("torch.")
-            if dtype == "float32" and operation.kind == "matmul" and self.config.enable_tf32:
-                dtype = "tf32"
-            head = self.config.embed_dim // self.config.num_heads
-            return speeds.seconds(operation._replace(moved=moved), dtype, head)
-        traffic = moved / (gpu.bandwidth * gpu.memory_efficiency)
-        if not operation.flops:
-            return traffic
-        return max(traffic, operation.flops / self._rate(operation.kind, operation.dtype))
-
-    def _rate(self, kind: str, dtype: torch.dtype) -> float:
+    def rate(kind, dtype):
         """FLOP/s that an operation reaches."""
-        gpu = self.gpu
         low = {torch.float16: gpu.fp16, torch.bfloat16: gpu.bf16}
         if kind == ATTENTION:
             # In float32 each product is three in TF32 (CUTLASS, OpMultiplyAddFastF32), whatever enable_tf32 says.
-            peak = low.get(dtype, max(gpu.fp32, gpu.tf32 / 3))
-            size = self.config.embed_dim // self.config.num_heads
-            padded = next((n for n in HEAD_SIZES if n >= size), size)
-            return peak * gpu.attention_efficiency * size / padded
-        if self.config.amp_mode == "fp8" and gpu.fp8:  # all: embedding and head, which stay in bf16, are a few percent
+            padded = next((n for n in HEAD_SIZES if n >= head), head)
+            return low.get(dtype, max(gpu.fp32, gpu.tf32 / 3)) * gpu.attention_efficiency * head / padded
+        if config.amp_mode == "fp8" and gpu.fp8:  # all: embedding and head, which stay in bf16, are a few percent
             return gpu.fp8 * gpu.matmul_efficiency
-        return low.get(dtype, gpu.tf32 if self.config.enable_tf32 else gpu.fp32) * gpu.matmul_efficiency
+        return low.get(dtype, gpu.tf32 if config.enable_tf32 else gpu.fp32) * gpu.matmul_efficiency
 
-    def _collectives(self) -> list[dict[str, Any]]:
-        sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0])
-        for message, times in self.trace.messages.items():  # an extrapolated trace may count below zero
-            total = sums[message.phase, message.kind, message.group]
-            total[0] += times
-            total[1] += times * message.sent
-        found = []
-        for (phase, kind, group), (calls, sent) in sums.items():
-            count = max(1, round(calls))
-            ranks = self.trace.groups[group]
-            shapes = node_shapes(ranks, self.layout.world_size, self.gpu.gpus_per_node)
-            ring = not (kind == "send" or self._is_ring(kind, group))
-            seconds = max(collective_time(kind, sent, count, len(ranks), *shape, self.gpu, ring) for shape in shapes)
-            found.append(
-                {"phase": phase, "kind": kind, "group": group, "ranks": ranks, "count": count, "bytes": round(sent)}
-                | {"inside": all(nodes == 1 for nodes, _ in shapes), "seconds": seconds}
-            )
-        return found
+    def seconds_of(operation, speeds):
+        moved = operation.moved
+        if config.enable_jit and operation.kind == "pointwise" and operation.phase != "update":
+            moved *= COMPILED_TRAFFIC
+        if speeds:
+            dtype = str(operation.dtype).removeprefix("torch.")
+            if dtype == "float32" and operation.kind == "matmul" and config.enable_tf32:
+                dtype = "tf32"
+            return speeds.seconds(operation._replace(moved=moved), dtype, head)
+        traffic = moved / (gpu.bandwidth * gpu.memory_efficiency)
+        return max(traffic, operation.flops and operation.flops / rate(operation.kind, operation.dtype))
 
-    def _is_ring(self, kind, group):
+    def computing(ranks):
+        """{(phase, part): seconds} of operations, while so many ranks of a node compute."""
+        seconds, speeds = Counter(), measured.speeds(ranks) if measured else None
+        for operation, calls in trace.operations.items():
+            part = operation.kind if operation.flops else "memory"
+            seconds[operation.phase, part] += calls * seconds_of(operation, speeds) * late
+        return seconds
+
+    def sums(table):
+        return {phase: sum(s for (when, _), s in table.items() if when == phase) for phase in PHASES}
+
+    def is_ring(kind, group):
         """Tell whether a collective is an exchange of ring attention: an all-to-all to the next rank alone."""
-        method = {"cp": self.config.cp_method, "domain": self.config.domain_method}.get(_kind_of(group))
+        method = {"cp": config.cp_method, "domain": config.domain_method}.get(_kind_of(group))
         return kind == "all_to_all" and method == "ring"
 
-    def _overlaps(self, collective):
+    def overlap_of(collective):
         """The work that hides a collective: "compute" of its phase, "attention" of its phase, or None."""
-        phase, kind, group = collective["phase"], collective["kind"], collective["group"]
-        if self._is_ring(kind, group):
+        phase, kind, group = collective["phase"], collective["kind"], _kind_of(collective["group"])
+        if is_ring(kind, group):
             return ATTENTION
-        if phase == "backward" and kind == "all_reduce" and _kind_of(group) in SAME_WEIGHTS:
+        if phase == "backward" and kind == "all_reduce" and group in SAME_WEIGHTS:
             return "compute"  # gradients; over the ranks of one image where these are all
-        sharded = _kind_of(group) == "dp" and self.config.data_parallel in SHARDED
-        if phase != "update" and sharded and not self.gpu.synchronous:  # on a CPU fully_shard waits for each one
+        if phase != "update" and sharded and group == "dp" and not on_cpu:  # there fully_shard waits for each one
             return "compute"
         return None
 
-    def _bucket(self, collective):
+    def bucket(collective):
         """Seconds of the one reduction or gather, the first or the last, that nothing hides."""
         calls = collective["count"]
-        if self.config.data_parallel not in SHARDED:  # an extrapolated trace has the bytes, but not their buckets
+        if not sharded:  # an extrapolated trace has the bytes, but not their buckets
             size = len(collective["ranks"])
-            sent = 2 * (size - 1) / size * self.config.bucket_cap_mb * 2**20  # of a full bucket
+            sent = 2 * (size - 1) / size * config.bucket_cap_mb * 2**20  # of a full bucket
             calls = max(calls, collective["bytes"] / sent)
         return collective["seconds"] / calls
 
-    def _communicate(self) -> float:
-        """Add what computation does not hide of the collectives; returns the seconds that every micro-batch waits."""
-        together = defaultdict(list)  # collectives that the same work hides
-        for collective in self.collectives:
-            together[collective["phase"], self._overlaps(collective)].append(collective)
-        waited = 0.0
-        for (phase, overlap), found in together.items():
-            total = left = sum(c["seconds"] for c in found)
-            if overlap == ATTENTION:
-                size = len(found[0]["ranks"])
-                left = max(0, total - self.compute[phase, ATTENTION] * (size - 1) / size)
-            elif overlap:
-                parts = 1 if self.config.data_parallel in SHARDED else self.config.gradient_accumulation
-                computing = sum(seconds for (when, _), seconds in self.compute.items() if when == phase)
-                left = min(total, max(0, total - computing / parts) + sum(map(self._bucket, found)))
-            left = total - (total - left) * (self.gpu.measured.overlap if self.gpu.measured else 1)
-            for collective in found:
-                part = f"communication {_kind_of(collective['group'])}"
-                self.seconds[phase, part] += left * collective["seconds"] / total if total else 0
-            waited += 0 if overlap == "compute" else left
-        return waited
+    counts, sizes = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for message, calls in trace.messages.items():  # an extrapolated trace may count below zero
+        counts[message[:3]] += calls
+        sizes[message[:3]] += calls * message.sent
+    collectives = []
+    together = defaultdict[tuple[str, str | None], list[Any]](list)  # collectives that the same work hides
+    for (phase, kind, group), sent in sizes.items():
+        count, members = max(1, round(counts[phase, kind, group])), trace.groups[group]
+        shapes = node_shapes(members, layout.world_size, gpu.gpus_per_node)
+        ring = not (kind == "send" or is_ring(kind, group))
+        seconds = max(collective_time(kind, sent, count, len(members), *shape, gpu, ring) for shape in shapes)
+        collective: dict[str, Any] = {
+            "phase": phase, "kind": kind, "group": group, "ranks": members, "count": count, "bytes": round(sent),
+            "inside": all(nodes == 1 for nodes, _ in shapes), "seconds": seconds,
+        }  # fmt: skip
+        collectives.append(collective)
+        together[phase, overlap_of(collective)].append(collective)
 
-    def _host(self):
-        """{phase: seconds} in which the host launches operations: a lower bound; on a CPU beside computing."""
-        seconds = Counter()
-        if self.gpu.synchronous:
-            for operation, calls in self.trace.operations.items():
-                seconds[operation.phase] += calls * self.speeds.host.get(operation.phase, 0.0) * self.calibration
-            for name, calls in wrapped(self.trace, self.collectives, self.config).items():
-                for phase, each in self.gpu.measured.around.get(name, {}).items():
-                    seconds[phase] += calls * each * self.calibration
-            return seconds
-        config = self.config
+    # The host launches operations: a lower bound, on a CPU beside computing.
+    each = measured.speeds(ranks).host if measured else dict.fromkeys(PHASES, gpu.launch)
+    host = dict.fromkeys(PHASES, 0.0)
+    if on_cpu and measured:
+        for name, calls in wrapped(trace, collectives, config).items():
+            for phase, own in measured.around.get(name, {}).items():
+                host[phase] += calls * own * late
+    else:
         factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
-        launch = factor * self.gpu.launch * self.calibration
-        for operation, calls in self.trace.operations.items():
-            seconds[operation.phase] += calls * launch
-        for collective in self.collectives:
-            seconds[collective["phase"]] += collective["count"] * launch
-        return seconds
+        each = dict.fromkeys(PHASES, factor * fmean(each.values()))
+        for collective in collectives:
+            host[collective["phase"]] += collective["count"] * each[collective["phase"]] * late
+    for operation, calls in trace.operations.items():
+        host[operation.phase] += calls * each[operation.phase] * late
 
-    def _bubble(self, seconds):
-        """Idle time of a stage with so many seconds of work.
+    compute = computing(ranks)
+    table = compute.copy()  # {(phase, part): seconds}
+    if on_cpu:  # the host computes by itself
+        table.update({(phase, "launch"): seconds for phase, seconds in host.items()})
+    every = sum(seconds for (phase, _), seconds in table.items() if phase != "update")  # what every micro-batch waits
+    for (phase, overlap), found in together.items():
+        total = left = sum(c["seconds"] for c in found)
+        if overlap == ATTENTION:
+            size = len(found[0]["ranks"])
+            left = max(0, total - compute[phase, ATTENTION] * (size - 1) / size)
+        elif overlap:
+            batches = 1 if sharded else config.gradient_accumulation
+            left = min(total, max(0, total - sums(compute)[phase] / batches) + sum(map(bucket, found)))
+        left = total - (total - left) * (measured.overlap if measured else 1)
+        for collective in found:
+            part = f"communication {_kind_of(collective['group'])}"
+            table[phase, part] += left * collective["seconds"] / total if total else 0
+        every += 0 if overlap == "compute" else left
+    if not on_cpu:
+        for phase, seconds in sums(table).items():
+            table[phase, "launch"] = max(0.0, host[phase] - seconds)
 
-        While the pipeline fills and drains only some ranks of a node compute: where they share memory, each is then
-        faster.
-        """
-        config, stages, ranks = self.config, self.layout.pp, min(self.layout.world_size, self.gpu.gpus_per_node)
-        passes = config.gradient_accumulation * (2 if config.pp_schedule == "interleaved" else 1)
-        gained = 0.0
-        if self.gpu.measured and stages <= ranks:
-            for working in range(1, stages):
-                faster = self._compute(self.gpu.measured.speeds(ranks * working // stages))
-                gained += sum(self.compute[key] - faster[key] for key in faster if key[0] != "update")
-        return ((stages - 1) * seconds - 2 * gained) / passes
+    # A stage idles while the pipeline fills and drains. Only some ranks of a node compute then: where they share
+    # memory, each is faster.
+    gained = 0.0
+    if measured and layout.pp <= ranks:
+        for working in range(1, layout.pp):
+            faster = computing(ranks * working // layout.pp)
+            gained += sum(compute[key] - faster[key] for key in faster if key[0] != "update")
+    passes = config.gradient_accumulation * (2 if config.pp_schedule == "interleaved" else 1)
+    table["backward", "bubble"] = ((layout.pp - 1) * every - 2 * gained) / passes
+
+    parts, bounds = dict.fromkeys(BOUNDS, 0.0), defaultdict[str, float](float)
+    for (_, part), seconds in table.items():
+        parts[part] = parts.get(part, 0.0) + seconds
+    for part, seconds in parts.items():
+        kind, _, group = part.partition(" ")
+        bounds[BOUNDS.get(part, f"{kind} ({group})")] += seconds
+    return StepTime(
+        sum(parts.values()), MEASURED if measured else UNCALIBRATED, parts, sums(table),
+        max(bounds, key=lambda name: bounds[name]), collectives,
+    )  # fmt: skip
 
 
 def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
@@ -310,24 +229,79 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
     each operation of the forward pass. full, selective: blocks that are computed again. collectives: of StepTime.
     """
     counted, blocks = Counter[str](), config.depth // config.pipeline_parallel
-    if config.domain_parallel not in (1, "1", "1x1"):
-        counted["domain"] = round(sum(n for operation, n in trace.operations.items() if operation.phase == "forward"))
-    if config.activation_checkpointing in ("full", "selective"):
-        passes = config.gradient_accumulation * config.rollout_steps
-        counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
+    groups = {_kind_of(collective["group"]) for collective in collectives}
     for collective in collectives:
         name = _kind_of(collective["group"])
         if name == "dp" or (name in SAME_WEIGHTS and collective["kind"] == "all_reduce"):
             name = "fsdp" if config.data_parallel in SHARDED else "ddp"
-        if name == "ddp":
-            counted[name] = 1
-        elif name != "domain":
-            counted[name] += collective["count"]
-    shared = any(_kind_of(collective["group"]) in ("cp", "domain", "image") for collective in collectives)
-    if config.data_parallel in SHARDED and shared:  # parameters travel as tokens do
+        counted[name] += collective["count"]
+    counted["ddp"] = min(1, counted["ddp"])
+    split = config.domain_parallel not in (1, "1", "1x1")
+    counted["domain"] = split * round(sum(n for op, n in trace.operations.items() if op.phase == "forward"))
+    if config.activation_checkpointing in ("full", "selective"):
+        passes = config.gradient_accumulation * config.rollout_steps
+        counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
+    if config.data_parallel in SHARDED and groups & {"cp", "domain", "image"}:  # parameters travel as tokens do
         counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * (2 if config.data_parallel == "zero2" else 3))
     return counted
 
 
 def _kind_of(group: str) -> str:
-    return next((kind for kind in GROUP_KINDS if group.startswith(kind)), group)
+    return group.partition("_")[0]
+
+
+@cache
+def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> set[tuple[int, int]]:
+    """{(nodes, fewest ranks on a node)} of every group of a world that is laid out like this one.
+
+    Every group is this one, shifted: ranks are numbered in row-major order of the mesh.
+    """
+    offsets, seen, shapes = np.array(ranks) - min(ranks), np.zeros(world_size, dtype=bool), {}
+    while not seen.all():
+        first = int(seen.argmin())
+        seen[first + offsets] = True
+        if first % gpus_per_node not in shapes:  # groups that start at the same place of a node are placed alike
+            _, count = np.unique((first + offsets) // gpus_per_node, return_counts=True)
+            shapes[first % gpus_per_node] = len(count), int(count.min())
+    return set(shapes.values())
+
+
+def collective_time(
+    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool = True
+) -> float:
+    """Seconds of `count` collectives in which a rank sends `sent` bytes altogether.
+
+    size: ranks of the group. nodes: that the group spans. fewest: ranks of the group on a node, at least.
+    ring: each message passes all ranks (rings through all NICs of the group; Jeaugey 2019, "Massively Scale Your Deep
+    Learning Training with NCCL 2.4"); else it goes to one other rank.
+    """
+    link, nic = gpu.link * gpu.network_efficiency, gpu.nic * gpu.network_efficiency
+    hop_inside, hop_across = gpu.hop_inside, gpu.hop_across
+    if gpu.measured:
+        if size > nodes:
+            link, hop_inside = _measured(kind, 1, ring, gpu)
+        if nodes > 1:
+            nic, hop_across = _measured(kind, nodes, ring, gpu)
+    if nodes == 1:
+        seconds = sent / link
+    elif not ring:
+        seconds = sent / nic
+    elif kind == "all_to_all":
+        seconds = sent * (size - fewest) / (size - 1) / nic  # what leaves the node
+    else:
+        seconds = sent / min(link, nic * fewest)
+    if not ring:
+        hops = hop_across if nodes > 1 else hop_inside
+    else:
+        hops = (size - nodes) * hop_inside + (nodes - 1) * hop_across
+        if kind == "all_reduce":  # small messages take a tree of nodes
+            tree = (size / nodes - 1) * hop_inside + math.log2(nodes) * hop_across
+            hops = min(hops, tree)
+    return count * PASSES.get(kind, 1) * hops + seconds
+
+
+def _measured(kind, nodes, ring, gpu):
+    """(bytes/s, latency of a hop) of a measured machine, with which its own groups take what was measured."""
+    found = gpu.measured.collective("send" if not ring else kind, nodes, gpu.name)
+    hops = PASSES.get(kind, 1) * (found.ranks - 1) if ring else 1
+    return found.bandwidth, found.latency / hops

@@ -37,7 +37,7 @@ def textbook_traces(config: Config, layout: Layout) -> list[Trace]:
     for stage in sorted({0, layout.pp - 1}):
         share = Share(config, layout, stage)
         memory = memory_of(share)
-        traces.append(Trace(memory, memory, None, operations_of(share), *messages_of(share)))
+        traces.append(Trace(memory, memory, operations_of(share), *messages_of(share)))
     return traces
 
 

@@ -5,25 +5,24 @@ linear in the number of blocks of a stage.
 """
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks.vit import Attention
-from tools.instruments.memory import memory_of_a_step, optimizer_states
-from tools.instruments.phases import phases_of
-from tools.instruments.tracker import Message, Operation
+from tools.instruments.tracker import Message, Operation, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
-from tools.planner.fake import FakeTensor, FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
+from tools.planner.fake import FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
 from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
@@ -33,9 +32,8 @@ from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
-from utils.tiles import own_window
+from utils.torch_private import storage_id
 
-SHORT = 2, 3  # blocks of a stage to extrapolate from
 MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
 
 # Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
@@ -47,37 +45,33 @@ GROUPS = (
 HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host memory
 
 
-@dataclass
-class Trace:
+class Trace(NamedTuple):
     """A step of one rank.
 
-    memory: {label: bytes at most} of tools.instruments.tracker, and "peak". held: as tools.instruments.memory has it.
-    inference: most bytes in a forward pass, while everything that training keeps stays allocated;
-    None where it was not traced.
+    memory: {label: bytes at most} of tools.instruments.tracker, and "peak". held: bytes at some moments. parameters:
+    between forward and backward pass, whole ones that lie beside a rank's part included. parameters at most: in the
+    forward pass, while the unit that computes is gathered. gradients: before the update. optimizer: its state.
+    activations: what the backward pass needs of the forward pass, of a pipeline the most of its micro-batches.
     operations, messages: Counters of Operation and Message. groups: {dimension of the mesh, or combined ones: the ranks
     in this rank's group}.
     """
 
-    memory: dict[str, float]
+    memory: Mapping[str, float]
     held: Mapping[str, float]
-    inference: float | None
     operations: Counter[Operation]
     messages: Counter[Message]
     groups: dict[str, tuple[int, ...]]
 
 
-def trace_step(
-    config: Config, layout: Layout, device_type: str = "cuda", ranks: Iterable[int] | None = None
-) -> list[Trace]:
-    """Traces of some ranks, by default of those that may hold or do most: the ends of a pipeline, else rank 0.
+def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
+    """Traces of the ranks that may hold or do most: the ends of a pipeline, else rank 0.
 
     config: of this layout. device_type: whose kernels and mixed precision are traced.
     Raises ValueError where the model cannot be split so.
     """
     if config.data_parallel == "zero1":
         import torch.distributed.optim  # noqa: F401  it compiles code that reads what fake_rank replaces
-    ranks = ranks or sorted({0, layout.groups("pp")[0][-1]})
-    return [_deep(config, layout, int(rank), device_type) for rank in ranks]
+    return [_deep(config, layout, int(rank), device_type) for rank in sorted({0, layout.groups("pp")[0][-1]})]
 
 
 def _deep(config, layout, rank, device_type):
@@ -89,35 +83,18 @@ def _deep(config, layout, rank, device_type):
         most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares whole parameters
     if left or blocks <= most:
         return _trace(config, layout, rank, device_type)
-    few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in SHORT)
-    return extrapolated(few, more, (blocks - SHORT[0]) / (SHORT[1] - SHORT[0]))
-
-
-def extrapolated(few: Trace, more: Trace, times: float) -> Trace:
-    """The trace of a deeper model: `few` and `times` the difference to `more`."""
-
-    def linear(a, b):
-        return a + (b - a) * times
-
-    def counted(a, b):
-        return Counter({key: n for key in a | b if (n := linear(a[key], b[key]))})
-
-    return Trace(
-        {name: linear(few.memory[name], more.memory[name]) for name in few.memory},
-        {name: linear(few.held[name], more.held[name]) for name in few.held},
-        linear(few.inference, more.inference),
-        counted(few.operations, more.operations),
-        counted(few.messages, more.messages),
-        more.groups,
-    )
+    few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in (2, 3))
+    times = blocks - 2
+    counts = [{key: a[key] + (b[key] - a[key]) * times for key in a | b} for a, b in zip(few[:-1], more, strict=False)]
+    return Trace(*map(Counter, counts), more.groups)
 
 
 def _trace(config, layout, rank, device_type):
     # Compiled code and DTensor are not traced: the mathematics is the same without them. What fp8 keeps for the
     # backward pass is in bf16.
-    config = config.model_copy(update={"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native"})
-    if config.amp_mode == "fp8":
-        config = config.model_copy(update={"amp_mode": "bf16"})
+    mode = "bf16" if config.amp_mode == "fp8" else config.amp_mode
+    plain = {"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native", "amp_mode": mode}
+    config = config.model_copy(update=plain)
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, ExitStack() as stack:
@@ -133,7 +110,7 @@ def _trace(config, layout, rank, device_type):
         if autocast and config.activation_checkpointing == "step":
             model.forward = autocast(model.forward)
         apply_speed_options(config, device, model)
-        with fake, torch.random.fork_rng(), _shapes(config, layout):
+        with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
             parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
             optimizer = build_optimizer(config, model, device)
             for group in optimizer.param_groups if device_type != "cpu" else ():
@@ -145,47 +122,60 @@ def _trace(config, layout, rank, device_type):
             return measured(step, x, y)
 
 
-def _shapes(config, layout):
-    if layout.pp == 1:
-        return nullcontext()
-    samples = config.global_batch_size // layout.dp // config.gradient_accumulation
-    size = [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]  # of this rank's part
-    tokens = math.prod(size) // config.patch_size ** len(size)
-    if config.sequence_parallel:
-        tokens = shard_sizes(tokens, layout.tp)[comm.get_rank("tp")]
-    images = [(samples, channels, *size) for channels in (config.model_in_channels, config.n_out_channels)]
-    return pipeline_shapes(*images, (samples, tokens, config.embed_dim))
-
-
 def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
-    """The Trace of one more step of a TrainingStep that has made one; of a real step too, but without inference."""
-    parallel, states = step.parallel, optimizer_states(step.optimizer)
+    """The Trace of one more step of a TrainingStep that has made one; of a real step too."""
+    parallel, optimizer = step.parallel, getattr(step.optimizer, "optim", step.optimizer)  # of ZeroRedundancyOptimizer
+    own = [p for group in step.optimizer.param_groups for p in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
     stages = parallel.pipeline.stages if parallel.pipeline else []
     called: list[nn.Module] = [stage.submod for stage in stages] or [parallel.module]
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
     received = receive_buffers(stages)
-    there = [*weights, *states, *buckets, *received]
-    tracker = FakeTracker([*there, x, y])
+    tracker = FakeTracker([*weights, *states, *buckets, *received, x, y])
     tracker.label("parameters", weights)
-    tracker.label("optimizer", states)
     tracker.label("gradients", buckets)
     tracker.label("batch", [x, y])
     tracker.label("buffers", received)
+    held = Counter({"optimizer": tracker.nbytes(tracker.label("optimizer", states))})
 
-    with phases_of(step, tracker), tracker:
-        held = memory_of_a_step(step, x, y, tracker)
-    memory, dimensions = tracker.memory(step.config.cpu_offload * HOST), _dimensions()
-    messages: Counter[Message] = Counter()
-    names = {group: dimensions[ranks] for group, ranks in tracker.groups.items()}
+    def note(name, numbers):
+        held[name] = max(held[name], tracker.nbytes(numbers))
+
+    def parameters():
+        return tracker.note([*own, *parallel.model.parameters()])
+
+    def changes(before, phase):
+        if before == "forward":
+            note("parameters", parameters())
+            note("parameters at most", parameters())
+            note("activations", tracker.saved)
+        if phase == "update":
+            note("gradients", tracker.label("gradients", [p.grad for p in own if p.grad is not None]))
+
+    def gathered(unit, *_):
+        tracker.label("buffers", unit.parameters())
+        note("parameters at most", parameters())
+
+    def saved(tensor):
+        if storage_id(tensor) not in set(map(storage_id, parallel.model.parameters())):
+            tracker.save([tensor])
+        return tensor
+
+    with phases_of(step, tracker, changes), ExitStack() as stack:
+        for unit in [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]:
+            # First in line, so before the unit is resharded.
+            stack.callback(unit.register_forward_hook(gathered, prepend=True).remove)
+        stack.enter_context(warnings.catch_warnings())  # torch says that selective checkpointing passes the hooks by
+        warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor))
+        stack.enter_context(tracker)
+        step(0, x, y)
+    dimensions, messages = _dimensions(), Counter[Message]()
     for message, calls in tracker.messages.items():
-        messages[message._replace(group=names[message.group])] += calls
-    groups = {names[group]: ranks for group, ranks in tracker.groups.items()}
-    inference = 0
-    if isinstance(x, FakeTensor):
-        there = [] if step.config.cpu_offload else there
-        inference = _inference(step, called[0], x, there) + (memory["gradients"] if there and not buckets else 0)
-    return Trace(memory, held, inference, tracker.operations, messages, groups)
+        messages[message._replace(group=dimensions[tracker.groups[message.group]])] += calls
+    groups = {dimensions[ranks]: ranks for ranks in tracker.groups.values()}
+    return Trace(tracker.memory(step.config.cpu_offload * HOST), held, tracker.operations, messages, groups)
 
 
 def _dimensions():
@@ -196,13 +186,3 @@ def _dimensions():
             names.setdefault(tuple(dist.get_process_group_ranks(comm.get_group(dimension))), dimension)
         names.setdefault(tuple(range(dist.get_world_size())), "world")
     return names
-
-
-def _inference(step, module, x, there):
-    """Most bytes in a forward pass of a micro-batch without gradients. there: tensors that stay allocated."""
-    x = x.chunk(step.config.gradient_accumulation)[0][:, : step.config.model_in_channels].clone()
-    if step.parallel.pipeline and not step.parallel.pipeline.first:
-        x = torch.empty(step.parallel.pipeline.stages[0].tokens)
-    with FakeTracker([*there, x]) as tracker, torch.no_grad(), step.autocast():
-        module(x)
-    return tracker.memory()["peak"]

@@ -1,7 +1,7 @@
 """The planner compared with real runs: small layouts run on this machine, over gloo, and are planned as well.
 
 python plan.py --verify               memory and messages
-python -m tools.planner.validate      time as well: the machine is measured in turns with the layouts
+python -m tools.planner.validate      and time: the machine is measured in turns with the layouts
 """
 
 import statistics
@@ -16,22 +16,20 @@ from tools.instruments.team import Case, Rank, Teams
 from tools.planner import calibrate
 from tools.planner.compare import beside
 from tools.planner.hardware import gpu_of
+from tools.planner.plan import plan_layout
 from tools.planner.plan_text import layout_words
 from tools.planner.search import Request, best_layouts
-from tools.planner.step_time import step_time
 from tools.planner.trace import Trace, measured, trace_step
 from tools.tables import MIB
 from utils.config import read_mappings
-from utils.errors import ArgumentParser, run_main, whole
+from utils.errors import run_main
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
-TOLERANCE = 0.02  # of the tensors saved for the backward pass
 RANKS = 2
 SMALL = "--depth=4", "--device=cpu", "--local_batch_size=4"
 LAYOUTS = "config/verify.yaml"
 SEARCHED = "--yaml_config=config/mp.yaml", "--config=mp_quick", "--depth=4", "--device=cpu", "--global_batch_size=8"
-STEPS = 3  # of a turn, and as many that are not timed
-Summary = Counter[Any]  # bytes held, by MEMORY; calls, by phase, kind and bytes of messages; "FLOP"
+STEPS, ROUNDS = 3, 4  # of a turn, and as many that are not timed; turns
 
 
 def build_cases(times: bool = False) -> list[Case]:
@@ -45,74 +43,64 @@ def build_cases(times: bool = False) -> list[Case]:
     return cases
 
 
-def verify(cases: Sequence[Case] | None = None) -> int:
+def verify(cases: Sequence[Case]) -> int:
     """Run every case for real and plan it; print both and return the number of cases in which they differ.
 
-    A case agrees where the messages of a step (number and bytes), the bytes of parameters, gradients and optimizer
-    state, and the FLOP are equal, and saved activations are within 2 %.
+    A case agrees where the messages of a step (number and bytes), the bytes of parameters, gradients, optimizer state
+    and saved activations, and the FLOP are equal.
     """
-    cases = cases or build_cases()
     with Teams(cases[0].config) as teams:
         real = [teams.call(case.ranks, real_trace, case) for case in cases]
     planned, kept, sent, results = {}, {}, {}, {}
-    for case, figures in zip(cases, real, strict=True):
-        traces = trace_step(case.config, case.layout, "cpu")
-        messages = [(key[2], calls) for key, calls in figures[0].items() if isinstance(key, tuple)]
-        total = sum(size * calls for size, calls in messages) / MIB
-        sent[case.name] = f"{total:.2f} MiB in {sum(calls for _, calls in messages)}"
-        planned[case.name] = traces[0].held["activations"] / MIB
-        kept[case.name] = figures[0]["activations"] / MIB
-        results[case.name] = differ(figures, traces)
+    for case, found in zip(cases, real, strict=True):
+        traces, messages = trace_step(case.config, case.layout, "cpu"), found[0].messages
+        total = sum(message.sent * calls for message, calls in messages.items()) / MIB
+        sent[case.name] = f"{total:.2f} MiB in {messages.total()}"
+        planned[case.name], kept[case.name] = (each[0].held["activations"] / MIB for each in (traces, found))
+        results[case.name] = differ(found, traces)
     print(beside("MiB kept for the backward pass", planned, kept, collectives=sent, counts=results))
     return sum(result != "equal" for result in results.values())
 
 
-def summary(trace: Trace) -> Summary:
-    """The part of a Trace that must be the same in a real run and in a plan."""
-    found: Summary = Counter()
-    for message, calls in trace.messages.items():
-        found[message.phase, message.kind, message.sent] += calls
-    flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
-    return found + Counter({name: int(trace.held[name]) for name in MEMORY} | {"FLOP": flops})
-
-
-def differ(figures: Sequence[Summary], traces: Sequence[Trace]) -> str:
-    """Name the differences between the ranks of a run and its plan, or 'equal'. figures: of each rank."""
+def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
+    """Name the differences between a run and its plan, or 'equal'. found: traces of each rank."""
     problems = []
-    for real, trace in zip(figures, traces, strict=False):
-        plan = summary(trace)
-        for key in real | plan:
-            if abs(real[key] - plan[key]) > (TOLERANCE * real[key] if key == "activations" else 0):
-                what = f"messages {key}" if isinstance(key, tuple) else key
-                problems.append(f"{real[key]} {what} planned as {plan[key]}")
+    for real, plan in zip(map(counts, found), map(counts, traces), strict=False):
+        problems += [f"{real[key]} {key} planned as {plan[key]}" for key in real | plan if real[key] != plan[key]]
     return "; ".join(problems) or "equal"
 
 
-def real_trace(rank: Rank, case: Case) -> Summary:
-    """On a rank: the summary of a real step."""
+def counts(trace: Trace) -> Counter[Any]:
+    """The part of a Trace that must be the same in a real run and in a plan: messages, bytes by MEMORY, FLOP."""
+    flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
+    return trace.messages + Counter({name: int(trace.held[name]) for name in MEMORY} | {"FLOP": flops})
+
+
+def real_trace(rank: Rank, case: Case) -> Trace:
+    """On a rank: the Trace of a real step."""
     own = held(rank, case)
-    return summary(measured(own.step, own.x, own.y))
+    return measured(own.step, own.x, own.y)
 
 
-def validate(rounds: int) -> None:
-    """Run layouts, plan them and print both.
+def validate(rounds: int = ROUNDS) -> int:
+    """Verify layouts, time them, and print planned and measured times; returns 1 where counts differ.
 
     In each round the machine is measured, and each layout makes a few steps. The median counts, of measurements and of
     steps: what the machine does besides is then in both. A sum of the fastest would be faster than any step.
     """
     cases, seconds = build_cases(times=True), defaultdict[str, list[float]](list)
+    differing = verify(cases)
     with Teams(cases[0].config) as teams:
 
-        def turns(cases: Sequence[Case]) -> None:
+        def turns(cases):
             for case in [case for case in cases for _ in range(STEPS)]:
-                seconds[case.name].append(max(teams.call(case.ranks, seconds_of, case, 1)))
+                seconds[case.name].append(max(teams.call(case.ranks, seconds_of, case)))
 
         figures: list[calibrate.Figures] = []
         for _ in range(rounds):
             own, traces = teams.call(RANKS, calibrate.measure, [range(RANKS)])[0]
             figures.append(own)
             turns(cases)
-        real = [teams.call(case.ranks, real_trace, case) for case in cases]
         cpu = torch.device("cpu")
         entry = calibrate.entry(calibrate.usual(figures), traces, cpu, RANKS)
         gpu = gpu_of("here", entry | calibrate.memory_sizes(cpu, RANKS))
@@ -121,37 +109,21 @@ def validate(rounds: int) -> None:
         for _ in range(2 * rounds):
             turns(ranked)
 
-    planned, measured, fastest, counts = {}, {}, {}, {}
-    for case, of_ranks in zip(cases, real, strict=True):
-        own, name = trace_step(case.config, case.layout, gpu.device), case.name
-        planned[name] = step_time(own, case.config, case.layout, gpu).seconds * 1e3
-        measured[name] = statistics.median(seconds[name]) * 1e3
-        fastest[name] = f"{min(seconds[name]) * 1e3 / measured[name]:.2f}"
-        counts[name] = differ(of_ranks, own)
-    print(beside("ms a step", planned, measured, **{"fastest step": fastest, "counts": counts}))
+    measured = {name: statistics.median(own) * 1e3 for name, own in seconds.items()}
+    planned = {case.name: plan_layout(case.config, case.layout, gpu).time.seconds * 1e3 for case in cases}
+    print(f"\n{beside('ms a step', planned, measured)}")
     errors = {name: abs(planned[name] / measured[name] - 1) for name in planned}
     worst = max(errors, key=lambda name: errors[name])
-    differing = sum(result != "equal" for result in counts.values())
     print(
         f"\n{len(cases)} layouts, {differing} differ in counts (messages, bytes sent and held, FLOP).\n"
         f"Time: median error {statistics.median(errors.values()):.1%}, worst {errors[worst]:.1%} ({worst}).\n"
-        "Measured is the median step; the fastest took "
-        f"{statistics.median(map(float, fastest.values())):.2f} times as long.\n"
     )
     planned = {case.name: plan.time.seconds * 1e3 for plan, case in zip(plans, ranked, strict=True)}
-    measured = {name: statistics.median(seconds[name]) * 1e3 for name in planned}
     print(beside("ms a step of mp_quick, as the search ranks it", planned, measured))
-    first, best = next(iter(measured)), min(measured, key=lambda name: measured[name])
+    first, best = next(iter(planned)), min(planned, key=lambda name: measured[name])
     print(f"\nThe first takes {measured[first] / measured[best]:.2f} times as long as the best measured, {best}.")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit status."""
-    parser = ArgumentParser(prog="tools.planner.validate", description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--rounds", type=whole(1, 100), default=4, metavar="N", help="of turns (%(default)s)")
-    validate(parser.parse_args(argv).rounds)
-    return 0
+    return differing > 0
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(validate)
