@@ -121,7 +121,7 @@ def test_a_file_truncated_after_the_start_is_named(tmp_path, sample_folder, load
     shutil.copytree(sample_folder / "train", tmp_path / "train")
     loader, _ = loaders(train_data_path=str(tmp_path / "train"), num_data_workers=num_data_workers)
     os.truncate(tmp_path / "train/1980.h5", 100_000)
-    with pytest.raises(UsageError, match="1980.h5: (ends before frame|.*cannot be read)") as caught:
+    with pytest.raises(UsageError, match="1980.h5: .*cannot be read") as caught:
         list(loader.train(0, 0, 20))
     assert "\n" not in str(caught.value)
     assert workers() == set()

@@ -144,11 +144,14 @@ def some_pieces(file):
 
 
 YEARS = [
-    ({"fields": None}, "expected a dataset 'fields'"),
-    ({"fields": np.zeros((4, 2, 4))}, "expected a dataset 'fields'"),
+    ({"fields": None}, "expected 'fields' [time, channel, lat, lon]"),
+    ({"fields": np.zeros((4, 2, 4))}, "expected 'fields' [time, channel, lat, lon]"),
     ({"fields": np.ones((4, 2, 5, 8), "f4")}, "has 5 x 8 points, unlike "),
-    ({"fields": lambda file: file.create_dataset("fields", (4, 2, 4, 8), "f4")}, "all of 'fields' never written"),
-    ({"fields": some_pieces}, "1 of 4 pieces of 'fields' never written"),
+    (
+        {"fields": lambda file: file.create_dataset("fields", (4, 2, 4, 8), "f4")},
+        "parts of 'fields' were never written",
+    ),
+    ({"fields": some_pieces}, "parts of 'fields' were never written"),
     ({"channel": ["b", "a"]}, "channel 0 is 'b' and not 'a'"),
     ({"channel": ["a"]}, "'channel' has shape (1,), the fields need (2,)"),
     ({"channel": np.arange(2)}, "'channel' cannot be read: "),

@@ -53,17 +53,13 @@ class TrainingStep:
         self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
         self.measures_norm = False  # whether the next steps say how large the gradient is
         self.square: Tensor | None = None  # this rank's share of its square, where the last step did
-        self.captured: dict[torch.Size, CapturedStep] = {}  # by a sample's target: one for each length of a rollout
+        self.captured = CapturedStep(parallel.replicated) if config.enable_cuda_graphs else None
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        if self.config.enable_cuda_graphs:
-            captured = self.captured.setdefault(y.shape[1:], CapturedStep(self.parallel.replicated))
-            loss = captured(self.eager, x, y)
-        else:
-            loss = self.eager(x, y)
+        loss = self.captured(self.eager, x, y) if self.captured else self.eager(x, y)
         loss, self.square = loss.unbind() if loss.dim() else (loss, None)
         if self.average:
             self.average.update(iteration)
@@ -81,7 +77,7 @@ class TrainingStep:
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
                 with span("forward"), self.autocast():
-                    loss = self.loss(self.task.predict(self.parallel, x_part, y_part), y_part)
+                    loss = self.loss(self.task.predict(self.parallel, x_part), y_part)
                 with span("backward"):
                     self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
@@ -126,7 +122,7 @@ class TrainingStep:
         """The context, also a decorator, in which this step's model runs."""
         return autocast(self.config, self.device)
 
-    def settle(self, x: Tensor, y: Tensor) -> None:
+    def settle(self, x: Tensor) -> None:
         """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
 
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
@@ -137,8 +133,8 @@ class TrainingStep:
             devices = [self.device] if self.device.type != "cpu" else []
             with torch.random.fork_rng(devices, device_type=self.device.type), self.autocast():
                 for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
-                    parts = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
-                    self.task.predict(self.parallel, *parts).sum().backward()
+                    part = x.chunk(self.config.gradient_accumulation)[0]
+                    self.task.predict(self.parallel, part).sum().backward()
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
             self.optimizer.zero_grad(set_to_none=True)

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from distributed.parallel_model import ParallelModel
 from training.tasks.task import Task, Validator
 from utils import comm
-from utils.data_loader import ONE_STEP, Batch, BatchLoader
+from utils.data_loader import Batch, BatchLoader
 from utils.device import to_device
 from utils.sample_order import Order
 
@@ -79,7 +79,7 @@ class WaveLoader(BatchLoader):
         self, task: WaveTask, count: int, window: Sequence[slice], seed: int, batch_size: int, device: torch.device
     ):
         self.task, self.count, self.seed = task, count, seed
-        self.batch_size, self.device, self.stages = batch_size, device, ONE_STEP
+        self.batch_size, self.device = batch_size, device
         sides = zip(task.config.img_size, window, strict=True)
         self.axes = [(torch.arange(n)[part] / n).to(device) for n, part in sides]
 
