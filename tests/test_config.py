@@ -168,7 +168,6 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
             ["--local_batch_size=4", "--global_batch_size=8"],
             "global_batch_size 8 is not local_batch_size 4 x 1 ranks",
         ),
-        (1, ["--warmup=9", "--num_iters=8"], "warmup 9 is longer than num_iters 8"),
         (1, ["--batch_size=16"], "there is no '--batch_size' here: use --global_batch_size .* or --local_batch_size"),
         (1, ["--use_shifter"], "there is no '--use_shifter' here: use CONTAINER=shifter"),
         (1, ["--enable_apex"], "there is no '--enable_apex' here: use --enable_fused"),
@@ -273,11 +272,6 @@ def test_every_number_of_the_schema_has_bounds():
         ("a: \x00", "cannot be read as YAML: "),
         ("a: \x07", "cannot be read as YAML: "),
         ("a: " + "{a: " * 1500 + "1" + "}" * 1500, "cannot be read as YAML: "),
-        (
-            "z: {a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1], b: &b [*a, *a, *a, *a, *a, *a, *a, *a], "
-            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b], d: &d [*c, *c, *c, *c, *c, *c, *c, *c], lr: [*d, *d, *d, *d, *d]}",
-            "holds more than 10,000 values",
-        ),
         ("a:\n  embed_dims: 3\n", "a: unknown key 'embed_dims' (did you mean 'embed_dim'?)"),
         ("a:\n  embed_dim: 3\n", "a: key 'depth' is missing"),
         ("a: {<<: *b}\n", "line 1: found undefined alias"),
@@ -285,9 +279,8 @@ def test_every_number_of_the_schema_has_bounds():
         ("a: 3\n", "expected named configs"),
         ("- a\n", "expected named configs"),
         ("", "expected named configs"),
-        ("# " + "a" * 2**24, "larger than 16"),
     ],
-    ids=range(17),
+    ids=range(15),
 )
 def test_yaml_of_any_kind_is_one_line(tmp_path, text, line):
     path = tmp_path / "a.yaml"

@@ -206,9 +206,9 @@ def test_a_value_that_is_no_number_is_named_by_every_rank(tiny_options, tmp_path
     assert f"{path}: frame 4: channel 2 (t2m) holds nan" in output and "Traceback" not in output
 
 
-def test_a_file_that_only_some_ranks_have_is_named(tiny_options, tmp_path, sample_folder):
+def test_ranks_that_see_other_data_are_refused(tiny_options, tmp_path, sample_folder):
     shutil.copytree(sample_folder / "train", tmp_path / "train", ignore=shutil.ignore_patterns("1980.h5"))
     words = [["train.py", *tiny_options()], ["train.py", *tiny_options(train_data_path=tmp_path / "train")]]
     statuses, output = finish_all(start_ranks(lambda rank: words[rank]))
     assert statuses == [2, 2]
-    assert "train/1980.h5: rank 1 on " in output and "sees nothing, rank 0 on " in output
+    assert "ranks see other data: samples of training and validation on each rank: [[38, 19], [19, 19]]" in output

@@ -67,22 +67,3 @@ def test_a_run_stays_in_its_folder(tiny_options, tmp_path, run_num):
     with pytest.raises(UsageError, match="run_num: "):
         train.main(tiny_options(run_num=run_num))
     assert not (tmp_path / "logs").exists()
-
-
-def test_settings_are_those_of_the_checkpoint_where_config_yaml_is_gone(tiny_options, tmp_path):
-    train.main(tiny_options(num_iters=2, warmup=0))
-    run = tmp_path / "logs/quick/00"
-    (run / "config.yaml").unlink()
-    (run / "summary.json").unlink()
-    with pytest.raises(UsageError, match=r"holds a run of other settings: depth \(2 there, 1 now\)"):
-        train.main(tiny_options(num_iters=2, warmup=0, depth=1))
-    train.main(tiny_options(num_iters=2, warmup=0))
-    assert (run / "config.yaml").is_file() and summary(tmp_path, "00")["iterations"] == 2
-
-
-def test_a_run_that_is_further_than_it_is_asked_to_be_says_so(tiny_options, tmp_path):
-    train.main(tiny_options(num_iters=4, warmup=0))
-    (tmp_path / "logs/quick/00/summary.json").unlink()
-    (tmp_path / "logs/quick/00/config.yaml").unlink()
-    with pytest.raises(UsageError, match="num_iters|is at iteration 4, beyond num_iters 2: nothing is left to do"):
-        train.main(tiny_options(num_iters=2, warmup=0))

@@ -59,7 +59,6 @@ ELSEWHERE = {  # options of the tutorials that users come from, and what takes t
     "num_epochs": "--num_iters",
     "use_shifter": "CONTAINER=shifter IMAGE=... in the environment (docs/launch.md)",
 }
-MOST_VALUES = 10_000  # of a YAML file
 NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
 
@@ -89,12 +88,10 @@ def load_config(
     path, name = options.pop("yaml_config"), options.pop("config")
     chosen = {**(preset or {}), **options}
     settings = {**read_named_config(path, name), **chosen}
-    notes = _fit_warmup(settings, options)
     if "local_batch_size" in chosen and "global_batch_size" not in chosen:
         dp = check_config(settings, name, f"{path}: {name}", options).layout(world_size).dp
         settings["global_batch_size"] = chosen["local_batch_size"] * dp
     config = check_config(settings, name, f"{path}: {name}", options, world_size)
-    config.notes.extend(notes)
     for key_name, script in SPLITS.items():
         if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
             raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by {script}")
@@ -103,16 +100,6 @@ def load_config(
             f"{path}: {name}: train_shard.py goes without sequence_parallel and tp_backend dtensor: use train_mp.py"
         )
     return config
-
-
-def _fit_warmup(settings: dict[str, Any], options: Collection[str]) -> list[str]:
-    """Shorten the warmup of a config that --num_iters has made shorter than it; returns a note that says so."""
-    iterations, warmup = settings.get("num_iters"), settings.get("warmup")
-    shortened = "num_iters" in options and "warmup" not in options
-    if not (shortened and isinstance(iterations, int) and isinstance(warmup, int) and warmup > iterations):
-        return []
-    settings["warmup"] = half = iterations // 2
-    return [f"num_iters {iterations} is less than the warmup of {warmup} iterations: warmup shortened to {half}"]
 
 
 def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
@@ -148,21 +135,14 @@ def _or_ours(path: Path | str) -> Path | str:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML text. Raises ValueError, with the line, for text that is no YAML, or that holds too much."""
+    """Parse YAML text. Raises ValueError, with the line, for text that is no YAML."""
     try:
-        value = yaml().load(text)
+        return yaml().load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ValueError(f"line {mark.line + 1 if mark else '?'}: {error.problem}") from None
     except (YAMLError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"cannot be read as YAML: {first_line(error)}") from None
-    left = [value]
-    for _ in range(MOST_VALUES):  # aliases of aliases are small in the file
-        if not left:
-            return value
-        inner = left.pop()
-        left += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | set | tuple) else ()
-    raise ValueError(f"holds more than {MOST_VALUES:,} values")
 
 
 def check_config(
@@ -231,8 +211,6 @@ def _of_options(config: Config) -> Iterator[str]:
             "enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a step stay "
             "on the device"
         )
-    if config.warmup > config.num_iters:
-        yield f"warmup {config.warmup} is longer than num_iters {config.num_iters}"
     if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
         yield "channel_weights and pressure_weights belong to loss squared_error, not relative_l2"
     if len(set(config.forcings)) < len(config.forcings):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field
 
 from utils.layout import ORDER, Layout, tile_counts
 
@@ -105,7 +105,7 @@ class Config(BaseModel):
     base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = key("Adam betas", min_length=2, max_length=2)
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
-    warmup: NonNegativeInt = key("iterations of linear warmup", 0)
+    warmup: NonNegativeInt = key("iterations of linear warmup, at most half of num_iters", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
     ema: float | None = key("validate and forecast with averaged weights: decay, 0.999", None, "training", ge=0, lt=1)
     init_from: Text | None = key("start with the weights of this run or checkpoint, as iteration 0", None, "training")
@@ -173,13 +173,6 @@ class Config(BaseModel):
     )
     profile_start: NonNegativeInt = key("steps of this process before the window", 20, "speed")
     profile_steps: PositiveInt = key("steps in the window", 10, "speed")
-
-    _notes: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def notes(self) -> list[str]:
-        """Changes made on the way from the file and the command line to this config, as lines for the log."""
-        return self._notes
 
     @property
     def model_in_channels(self) -> int:

@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main, whole
+from utils.errors import ArgumentParser, UsageError, reading, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, frame_times, year_frames
@@ -111,13 +111,10 @@ class YearFileWriter:
 
         read_frames(year, first, count) returns frames (count, C, H, W), `first` counted from 1 January.
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
-        Raises UsageError if `out` cannot be written.
+        Raises OSError if `out` cannot be written.
         """
-        try:
-            described = self._write(read_frames, constant or {})
-            size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
-        except OSError as error:
-            raise UsageError(f"{self.out}: cannot be written: {error.strerror or error}") from error
+        described = self._write(read_frames, constant or {})
+        size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
         news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
         frames = sum(self.frames.values())
         print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
@@ -227,9 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = year_paths(options.train)
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
-    with reported_as_usage_error(OSError, str(options.out)):
-        for path in write_statistics(paths, options.out):
-            print(path)
+    for path in write_statistics(paths, options.out):
+        print(path)
 
 
 def _days(text):

@@ -159,13 +159,12 @@ class ForecastValidator(Validator):
         """RMSE of the headline channels beside persistence and climatology."""
         return skill_table(summary)
 
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
         """{"val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse"}, all but the first by channel."""
         metrics, persistence, climatology = self.new_metrics(), self.new_metrics(), self.new_metrics()
         losses, example = [], None
         for x, y, count in self.loader.valid():
-            if stop():
-                return None
+            beat()
             n_out, state = self.loader.n_out, parallel.whole_images(x[:, : self.loader.n_in])[:count]
             network = partial(parallel.predict, out_channels=n_out)
             steps = zip(self.rollout.steps(network, x, y.shape[1] // n_out), y.split(n_out, 1), strict=True)

@@ -67,9 +67,11 @@ class Task(ABC):
         return parallel.module(x)
 
     def loaders(self, device: torch.device) -> list[BatchLoader]:
-        """build_loaders on every rank; where one of them fails, or sees other files, every rank raises a UsageError."""
+        """build_loaders on every rank; where one of them fails, or sees other data, every rank raises a UsageError."""
         loaders = comm.agree(lambda: self.build_loaders(device))
-        comm.check_alike({name: seen for loader in loaders for name, seen in loader.listing().items()})
+        samples = comm.gather([loader.num_samples for loader in loaders])
+        if any(seen != samples[0] for seen in samples):
+            raise UsageError(f"ranks see other data: samples of training and validation on each rank: {samples}")
         return loaders
 
     @abstractmethod
@@ -114,12 +116,12 @@ class Validator(ABC):
         self.figures: dict[str, Figure] = {}
 
     @torch.no_grad()
-    def run(self, parallel: ParallelModel, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Scores of one pass of a ParallelModel, `val_loss` among them; None where `stop()` became true on the way."""
+    def run(self, parallel: ParallelModel, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Scores of one pass of a ParallelModel, `val_loss` among them. beat: called for each batch."""
         parallel.share_buffers()
         parallel.model.eval()
         try:
-            return self.score(parallel, stop)
+            return self.score(parallel, beat)
         finally:
             parallel.model.train()
 
@@ -128,5 +130,5 @@ class Validator(ABC):
         return f"validation loss {summary['val_loss']:.4f}"
 
     @abstractmethod
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """One pass of a model that is in evaluation mode; `stop` is asked before each batch."""
+    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+        """One pass of a model that is in evaluation mode."""

@@ -94,10 +94,6 @@ class WaveLoader(BatchLoader):
         drawn = default_collate([self.task.draw(torch.Generator().manual_seed(seed)) for seed in seeds])
         return self.task.make(self.axes, *(to_device(x, self.device) for x in drawn))
 
-    def listing(self) -> dict[str, str]:
-        """There are no files."""
-        return {}
-
     def close(self) -> None:
         """Nothing is open."""
 
@@ -120,11 +116,10 @@ class MeanValidator(Validator):
         """The main scores."""
         return self.task.shown.format(**summary)
 
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
         """{name: mean}."""
         scores = []
         for batch in self.loader.valid():
-            if stop():
-                return None
+            beat()
             scores.append(self.task.scores(parallel, *batch))
         return dict(zip(self.task.scored, comm.global_mean(torch.cat(scores)).tolist(), strict=True))
