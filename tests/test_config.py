@@ -101,10 +101,8 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (
             4,
             ["--pipeline_parallel=4"],
-            "over 4 stages needs at least as many .* add --gradient_accumulation 4$",
+            "over 4 stages needs at least as many .* give a --gradient_accumulation of 4 or more",
         ),
-        (6, ["--pipeline_parallel=3", "--global_batch_size=12"], "add --gradient_accumulation 3$"),
-        (2, ["--pipeline_parallel=2", "--global_batch_size=1"], "a batch of 1 samples has too few"),
         (
             2,
             ["--tensor_parallel=2", "--tp_backend=dtensor", "--amp_mode=fp16"],
@@ -122,7 +120,7 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (4, ["--domain_parallel=3"], "4 ranks cannot be split as domain 3 x dp: 4 is not a multiple of 3"),
         (8, ["--domain_parallel=2x3"], "8 ranks cannot be split as domain 2x3 x dp: 8 is not a multiple of 6"),
         (2, ["--domain_parallel=2x"], "domain_parallel '2x': expected ranks along latitude, or 2x2"),
-        (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2, fsdp and hsdp, not to ddp"),
+        (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2 and fsdp and hsdp, not to ddp"),
         (1, ["--noddp", "--data_parallel=fsdp"], "noddp belongs to data_parallel ddp, not to fsdp"),
         (1, ["--lr_scaling=sqrt"], "lr_scaling sqrt needs base_batch_size"),
         *(
@@ -228,13 +226,6 @@ def test_named_configs_of_the_repository_are_all_valid():
     for name in yaml().load(open("config/ViT.yaml")):
         load_config([f"--config={name}"])
         assert read_named_config("config/ViT.yaml", name)
-
-
-def test_the_suggested_micro_batches_work():
-    with pytest.raises(UsageError) as caught:
-        load_config(["--pipeline_parallel=2"], world_size=2, splits=SPLITS)
-    *_, option, value = str(caught.value).split()
-    load_config(["--pipeline_parallel=2", option, value], world_size=2, splits=SPLITS)
 
 
 def test_the_tutorials_name_of_the_quick_sibling_is_an_alias():

@@ -252,14 +252,12 @@ def test_another_training_year_renews_the_statistics(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"days": 1}, {"img_size": (9, 16)}, {"train_years": [1979]}])
-def test_other_settings_are_refused_until_told_to_overwrite(tmp_path, change):
+def test_other_settings_are_refused(tmp_path, change):
     make_sample_data(tmp_path, **SMALL)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    with pytest.raises(UsageError, match="--overwrite"):
+    with pytest.raises(UsageError, match="or of other settings: choose another folder, or remove it"):
         make_sample_data(tmp_path, **{**SMALL, **change})
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    make_sample_data(tmp_path, **{**SMALL, **change}, overwrite=True)
-    assert make_sample_data(tmp_path, **{**SMALL, **change}) == 0
 
 
 @pytest.mark.parametrize("name", ["train/1979.h5", "train/2000.h5", "stats/global_means.npy"])
@@ -268,7 +266,7 @@ def test_data_of_others_is_never_touched(tmp_path, name):
     path.parent.mkdir()
     path.write_bytes(b"observations")
     with pytest.raises(UsageError, match="choose another folder"):
-        make_sample_data(tmp_path, **SMALL, overwrite=True)
+        make_sample_data(tmp_path, **SMALL)
     assert path.read_bytes() == b"observations"
 
 

@@ -43,13 +43,13 @@ def test_a_run_goes_on_where_its_output_cannot(tiny_options, tmp_path, line):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_had_enough_is_no_error(unbuffered):
+def test_a_reader_that_has_had_enough_ends_a_program_in_silence(unbuffered):
     lines = "for _ in range(10**5): print('a line')"
     program = f"from utils.errors import run_main\ndef main():\n    {lines}\nrun_main(main)"
     command = subprocess.list2cmdline([sys.executable, "-c", program])
     line = f"set -o pipefail; PYTHONUNBUFFERED={unbuffered} {command} | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (141, "a line\n", "")
 
 
 @pytest.mark.parametrize("ignored", slow_but([False], [False, True], "nohup itself"))

@@ -1,8 +1,7 @@
 """Pictures: fields on a map, skill by lead time."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.animation import PillowWriter
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MultipleLocator
@@ -25,40 +23,16 @@ Style = dict[str, Any]  # options of imshow
 Skill = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]  # {score: {forecast: {channel: value by lead time}}}
 
 
-def forecast_figure(fields: Iterable[np.ndarray], grid: Grid, name: str, units: str) -> Figure:
-    """Input, target, prediction and error of one channel, four maps with coordinates and colour bars.
-
-    fields: (input, target, prediction), each (H, W), in physical units.
-    The first three share one colour scale; the error has its own, symmetric about zero.
-    """
-    start, target, prediction = (np.asarray(field, dtype=np.float32) for field in fields)
-    shared, symmetric = colour_scales(target, prediction - target)
-    panels = [
-        ("input", start, shared),
-        ("target", target, shared),
-        ("prediction", prediction, shared),
-        ("error", prediction - target, symmetric),
-    ]
-    figure = Figure(figsize=(11, 6))
-    for axes, (title, field, style) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, panels, strict=True):
-        image = draw_map(axes, field, grid, style)
-        axes.set_title(f"{name} {title}")
-        figure.colorbar(image, ax=axes, label=units)
-    figure.subplots_adjust(left=0.07, right=0.97, bottom=0.09, top=0.95, wspace=0.08, hspace=0.15)
-    figure.supxlabel("longitude (degrees east)", fontsize="medium")
-    figure.supylabel("latitude (degrees north)", fontsize="medium")
-    return figure
-
-
 def lead_time_figure(
     truth: np.ndarray, forecast: np.ndarray, leads: Sequence[int], grid: Grid, title: str, units: str
 ) -> Figure:
     """Truth, forecast and error of one channel, a row of maps for each lead time.
 
-    truth, forecast: (L, H, W), in physical units. leads: (L,), hours. One colour scale for all, one for all errors.
+    truth, forecast: (L, H, W), in physical units. leads: hours, to name the rows, or (). One colour scale for all maps,
+    one for all errors.
     """
-    figure, rows, _ = _rows_of_maps(truth, forecast, len(leads), grid, title, units)
-    for (first, *_), lead in zip(rows, leads, strict=True):
+    figure, rows, _ = _rows_of_maps(truth, forecast, len(truth), grid, title, units)
+    for (first, *_), lead in zip(rows, leads, strict=False):
         first.axes.set_ylabel(f"+{lead} h")
     return figure
 
@@ -166,15 +140,13 @@ def colour_scales(truth: np.ndarray, error: np.ndarray) -> tuple[Style, Style]:
 
 
 def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesImage:
-    """A field (H, W) on axes in degrees, with coastlines where there are any; returns the image. style: of imshow."""
+    """Draw a field (H, W) on axes in degrees; returns the image. style: of imshow."""
     latitude, longitude = grid
     step_lat, step_lon = abs(latitude[1] - latitude[0]) / 2, (longitude[1] - longitude[0]) / 2
     west, east = longitude[0] - step_lon, longitude[-1] + step_lon
     south, north = latitude.min() - step_lat, latitude.max() + step_lat
     rows = northern_first(field, grid)
     image = axes.imshow(rows, extent=(west, east, south, north), aspect="auto", interpolation="nearest", **style)
-    lines = [line + (shift, 0) for line in coastlines() for shift in (0, 360)]
-    axes.add_collection(LineCollection(lines, colors="black", linewidths=0.5), autolim=False)
     axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
     axes.set(xlim=(west, east), ylim=(south, north))
     return image
@@ -183,25 +155,3 @@ def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesIma
 def northern_first(field: np.ndarray, grid: Grid) -> np.ndarray:
     """The rows of a field in the order in which imshow draws them."""
     return field if grid.latitude[0] > grid.latitude[-1] else field[::-1]
-
-
-@cache
-def coastlines() -> list[np.ndarray]:
-    """Lines of points, each (N, 2) in degrees east (-180 to 180) and north; none where cartopy or its data are missing.
-
-    Nothing is downloaded: a compute node may have no way out, and would wait for it.
-    """
-    try:
-        from cartopy import config
-        from cartopy.io import Downloader, shapereader
-
-        for resolution in ("110m", "50m"):
-            what = {"config": config, "resolution": resolution, "category": "physical", "name": "coastline"}
-            source = Downloader.from_config(("shapefiles", "natural_earth", resolution, "physical", "coastline"))
-            for path in (source.pre_downloaded_path(what), source.target_path(what)):  # source.path would download
-                if path and path.is_file():
-                    shapes = shapereader.Reader(path).geometries()
-                    return [np.array(line.coords) for shape in shapes for line in getattr(shape, "geoms", [shape])]
-    except Exception:  # coastlines are an ornament: whatever is wrong with them, the map is drawn
-        pass
-    return []

@@ -187,13 +187,11 @@ def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
             "enable_jit with dropout and tensor_parallel needs sequence_parallel (train_mp.py): ranks that share "
             "activations draw their random numbers outside of a compiled graph"
         )
-    stages, share = config.pipeline_parallel, batch // dp
+    stages = config.pipeline_parallel
     if config.pp_schedule != "gpipe" and count < stages:
-        works = next((n for n in range(stages, share + 1, stages) if share % n == 0), None)
-        remedy = f"add --gradient_accumulation {works}" if works else f"a batch of {share} samples has too few"
         yield (
-            f"pp_schedule {config.pp_schedule} over {stages} stages needs at least as many micro-batches: "
-            f"gradient_accumulation is {count}; {remedy}"
+            f"pp_schedule {config.pp_schedule} over {stages} stages needs at least as many micro-batches: give a "
+            f"--gradient_accumulation of {stages} or more, which divides the {batch // dp} samples of a rank"
         )
 
 
@@ -203,9 +201,7 @@ def _of_options(config: Config) -> Iterator[str]:
         yield f"lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to"
     for name, strategies in STRATEGY_KEYS.items():
         if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
-            *others, last = strategies
-            to = f"{', '.join(others)} and {last}" if others else last
-            yield f"{name} belongs to data_parallel {to}, not to {config.data_parallel}"
+            yield f"{name} belongs to data_parallel {' and '.join(strategies)}, not to {config.data_parallel}"
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         yield (
             "enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a step stay "

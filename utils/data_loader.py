@@ -18,7 +18,7 @@ from torch import Tensor
 
 from utils import comm
 from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
-from utils.device import library, pinned_tensor
+from utils.device import library
 from utils.sample_order import Order
 
 AHEAD = 2  # batches that a GPU has not done with when the next one is made
@@ -141,7 +141,7 @@ class Slot:
     """A reused batch buffer for (B, k + 1, C, h, w) float32, pinned where the batches go to a GPU."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.tensor = pinned_tensor(shape) if pinned else torch.empty(shape)
+        self.tensor = torch.empty(shape, pin_memory=pinned)
         self.samples = np.empty(0)  # numbers of those that it holds
         self.reads: list[Future[None]] = []
         self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again

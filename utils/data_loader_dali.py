@@ -7,11 +7,9 @@ normalises it there, while the previous step computes. On a machine without a GP
 import multiprocessing
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from types import ModuleType
 from typing import Any
 
@@ -93,47 +91,32 @@ class BatchStream:
     def _next(self) -> Tensor | None:
         """The next batch, or None at the end. The memory is the tensor's own: DALI does not write to it again."""
         stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
+        before = signal.signal(signal.SIGCHLD, lambda *_: self._check(1))  # DALI may wait for a lost one forever
         try:
-            with self._interrupted_by_a_loss():
+            try:
+                self._check(0)
                 (batch,) = self.pipeline.run(stream)
+            finally:
+                signal.signal(signal.SIGCHLD, before)
             return torch.from_dlpack(batch.as_tensor()).to(self.device)
         except StopIteration:
             return None
         except Exception as error:  # a worker's comes as its text, of another class
             message = str(error.__cause__)
             if f"UsageError: {message}" not in str(error):
-                if not self._lost(within=1):  # its pipes close before it has ended
-                    raise
-                message = self._loss()
+                message = self._loss(1)  # its pipes close before it has ended
+            if not message:
+                raise
         raise UsageError(message)  # out here it does not hold DALI's frames, so the processes can end
 
-    @contextmanager
-    def _interrupted_by_a_loss(self) -> Iterator[None]:
-        """Raise ChildProcessError when a process has ended or ends: DALI may wait for it forever."""
+    def _check(self, within: float) -> None:
+        if self._loss(within):
+            raise ChildProcessError
 
-        def check(within: float) -> None:
-            if self._lost(within):
-                raise ChildProcessError
-
-        here = threading.current_thread() is threading.main_thread()  # which alone may receive signals
-        before = signal.signal(signal.SIGCHLD, lambda *_: check(1)) if here else None
-        try:
-            check(0)
-            yield
-        finally:
-            if here:
-                signal.signal(signal.SIGCHLD, before)
-
-    def _lost(self, within: float = 0.0) -> bool:
-        """Tell whether a process has ended, or ends in so many seconds."""
-        until = time.monotonic() + within
-        while all(worker.is_alive() for worker in self.workers):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def _loss(self) -> str:
+    def _loss(self, within: float) -> str:
+        """An error for a process that has ended, or ends in so many seconds; '' while all live."""
+        if not connection.wait([worker.sentinel for worker in self.workers], within):
+            return ""
         for worker in self.workers:
             worker.join(1)  # DALI ends the others, with 0
         code = next(filter(None, (worker.exitcode for worker in self.workers)), 0)

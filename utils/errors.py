@@ -4,7 +4,6 @@ import argparse
 import faulthandler
 import json
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from utils.signals import INTERRUPTED_STATUS
 USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is lost
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
 STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
+
+BROKEN_PIPE_STATUS = 141  # as a shell has it of a program that SIGPIPE ends
 
 LONGEST = 1000  # characters of an error
 
@@ -119,13 +120,6 @@ def leave_for_torchrun(message: str) -> None:
             json.dump({"message": answer}, opened)
 
 
-def _reader_has_left(descriptor: int) -> bool:
-    """Tell whether a file descriptor is a pipe that nobody reads."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1.
 
@@ -142,10 +136,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS
-    except BrokenPipeError:
-        if not _reader_has_left(1):
-            raise  # another pipe, or a connection
-        status = None  # whoever read the output has had enough, as `| head -1` has
+    except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
+        status = BROKEN_PIPE_STATUS
     try:
         sys.stdout and sys.stdout.flush()
     except OSError:  # Python would try once more, and complain

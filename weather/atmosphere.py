@@ -210,10 +210,10 @@ class Atmosphere:
         surface, low = (u10, v10, t2m, sp, mslp, t850), (u1000, v1000, z1000, u850, v850, z850)
         return np.stack([*surface, *low, u500, v500, z500, t500, z50, r500, r850, tcwv])
 
-    def frames(self, year: int, start: int, count: int, noise: bool = True) -> np.ndarray:
+    def frames(self, year: int, start: int, count: int) -> np.ndarray:
         """`count` frames of a year from `start`, 6-hourly since 1 January 00 UTC: float32 (count, 20, H, W).
 
-        noise: add white observation noise, 1 % of each channel's anomaly, drawn separately for each frame.
+        With white observation noise, 1 % of each channel's anomaly, drawn separately for each frame.
         Raises ValueError if the year does not have these frames.
         """
         if not 0 <= start <= start + count <= year_frames(year):
@@ -222,8 +222,7 @@ class Atmosphere:
         scale = np.float32(NOISE) * np.array(ANOMALY, np.float32)[:, None, None]
         for i, t in enumerate(range(start, start + count)):
             out[i] = self.fields(self.amplitudes(year)[t], 6 * t)
-            if noise:
-                rng = np.random.default_rng([self.seed, 1, year, t])
-                out[i] += scale * rng.standard_normal(out.shape[1:], dtype=np.float32)
-                np.clip(out[i, -3:], 0, 100, out=out[i, -3:])  # humidity and vapour stay physical
+            rng = np.random.default_rng([self.seed, 1, year, t])
+            out[i] += scale * rng.standard_normal(out.shape[1:], dtype=np.float32)
+            np.clip(out[i, -3:], 0, 100, out=out[i, -3:])  # humidity and vapour stay physical
         return out

@@ -131,12 +131,11 @@ def prepare_era5(
     test_years: Iterable[int] = (2018,),
     days: int = 0,
     coarsen: int = 1,
-    overwrite: bool = False,
 ) -> int:
     """Write ERA5 from `sources` (Zarr stores and NetCDF files) to the folder `out`, and print a summary line.
 
-    train_years, valid_years, test_years, days, overwrite: as for YearFileWriter, which keeps the files that are there
-    already. coarsen: side of the square blocks of points that are averaged.
+    train_years, valid_years, test_years, days: as for YearFileWriter, which keeps the files that are there already.
+    coarsen: side of the square blocks of points that are averaged.
     Returns the number of year files written. Raises UsageError for sources or settings that cannot be used, other data
     in `out` and too little disk space, before anything is written; for an unphysical value when it is read.
     """
@@ -145,7 +144,7 @@ def prepare_era5(
     settings |= {"img_size": [len(x) for x in era5.grid], "corners": [float(x[i]) for x in era5.grid for i in (0, -1)]}
     attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes)
 
     if writer.missing:
         era5.check(np.concatenate([frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]))

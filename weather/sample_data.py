@@ -32,12 +32,11 @@ def make_sample_data(
     test_years: Iterable[int] = (1985,),
     days: int = 60,
     seed: int = 0,
-    overwrite: bool = False,
 ) -> int:
     """Write sample data to the folder `out`, and print a summary line.
 
-    img_size: (H, W). seed: of the atmosphere. train_years, valid_years, test_years, days, overwrite: as for
-    YearFileWriter, which keeps the files that are there already.
+    img_size: (H, W). seed: of the atmosphere. train_years, valid_years, test_years, days: as for YearFileWriter, which
+    keeps the files that are there already.
     Returns the number of year files written. Raises UsageError for bad settings, a year in two splits, other data in
     `out` or too little disk space, before anything is written; and if `out` cannot be written.
     """
@@ -47,7 +46,7 @@ def make_sample_data(
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes)
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)
     return writer.make(atmosphere.frames, {"orography": ("m", atmosphere.orography)})

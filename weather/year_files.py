@@ -58,7 +58,6 @@ def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, d
     option("--valid_years", type=parse_years, default=valid, help=default)
     option("--test_years", type=parse_years, default=test, help=default)
     option("--days", type=_days, default=days, help=f"of each year, from 1 January, or 'all' {default}")
-    option("--overwrite", action="store_true", help="replace year files that this command made with other settings")
     return parser
 
 
@@ -67,8 +66,7 @@ class YearFileWriter:
 
     out: folder. splits: the years of SPLITS. days: of each year, 0 for all.
     grid: of all frames. settings: everything else that the values depend on (JSON).
-    title: identifies the kind of data; files with another title are never touched. attributes: for every file.
-    overwrite: replace files with this title that were made with other settings.
+    title: identifies the kind of data. attributes: for every file. Files of other data or settings are never touched.
     Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
     """
 
@@ -81,7 +79,6 @@ class YearFileWriter:
         settings: dict[str, Any],
         title: str,
         attributes: dict[str, Any],
-        overwrite: bool = False,
     ):
         self.out, self.grid, self.settings = Path(out), grid, settings
         self.attributes = {"title": title, **attributes}
@@ -92,9 +89,11 @@ class YearFileWriter:
             for year, split in _split_years(splits).items()
         }
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
-        self.stale = self._stale_files(overwrite)
-        self.missing = [path for path in self.frames if path in self.stale or not path.exists()]
-        if len(self.missing) == len(self.frames) and not self.stale and any(path.exists() for path in self.stats):
+        for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
+            if path not in self.frames or _read_origin(path) != (title, settings):
+                raise UsageError(f"{path}: is other data, or of other settings: choose another folder, or remove it")
+        self.missing = [path for path in self.frames if not path.exists()]
+        if len(self.missing) == len(self.frames) and any(path.exists() for path in self.stats):
             raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
         folder = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
         frame_bytes = 4 * len(CHANNELS) * len(grid.latitude) * len(grid.longitude)
@@ -122,11 +121,9 @@ class YearFileWriter:
 
     def _write(self, read_frames: FrameReader, constant: Constant) -> bool:
         """Write the missing year files and statistics; returns whether the statistics were there already."""
-        if any(path.parent.name == "train" for path in [*self.missing, *self.stale]):
+        if any(path.parent.name == "train" for path in self.missing):
             for path in self.stats:
                 path.unlink(missing_ok=True)  # they describe other training years than there are from here on
-        for path in self.stale:
-            path.unlink()
         with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
             for path in self.missing:
                 with whole_file(path) as part, h5py.File(part, "w") as file:
@@ -138,20 +135,6 @@ class YearFileWriter:
         if not described:
             write_statistics([path for path in self.frames if path.parent.name == "train"], self.out / "stats")
         return described
-
-    def _stale_files(self, overwrite: bool) -> list[Path]:
-        """Year files in `out` that these settings would not make. Raises UsageError unless they may be replaced."""
-        stale = []
-        for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
-            title, settings = _read_origin(path)
-            if title != self.attributes["title"]:
-                raise UsageError(f"{path} is not '{self.attributes['title']}', left alone: choose another folder")
-            if path not in self.frames or settings != self.settings:
-                stale.append(path)
-            if stale and not overwrite:
-                why = "was made with other settings" if path in self.frames else "is not a year of this split"
-                raise UsageError(f"{path} {why}: choose another folder, or replace it with --overwrite")
-        return stale
 
     def _describe(self, file: h5py.File, year: int, frames: int, constant: Constant) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""

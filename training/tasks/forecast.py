@@ -177,7 +177,7 @@ class ForecastValidator(Validator):
                 if self.loader.n_in >= n_out:
                     persistence.update(state[:, :n_out], target)
             if example is None and count:
-                example = state[0].clone(), target[0].clone(), prediction[0]
+                example = target[:1].clone(), prediction[:1]
         if not self.baselines:
             scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
             self.baselines = {name: self._by_channel(m.compute()[0]) for name, m in scored.items() if m.squared_errors}
@@ -190,10 +190,10 @@ class ForecastValidator(Validator):
     def _by_channel(self, values: Tensor) -> dict[str, float]:
         return dict(zip(self.names, values.tolist(), strict=True))
 
-    def _draw(self, x: Tensor, y: Tensor, prediction: Tensor) -> None:
-        from training.pictures import forecast_figure  # slow to import, and rank 0 alone draws
+    def _draw(self, target: Tensor, prediction: Tensor) -> None:
+        from training.pictures import lead_time_figure  # slow to import, and rank 0 alone draws
 
-        for c, name in enumerate(self.names[: len(x)]):
+        for c, name in enumerate(self.names):
             if name in PICTURED:
-                fields = [(f[c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (x, y, prediction)]
-                self.figures[name] = forecast_figure(fields, self.grid, name, self.units[c])
+                truth, forecast = ((f[:, c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (target, prediction))
+                self.figures[name] = lead_time_figure(truth, forecast, (), self.grid, name, self.units[c])
