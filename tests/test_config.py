@@ -134,7 +134,7 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (
             2,
             ["--model=vti"],
-            r"model 'vti'.*: give one of vit, convnet, .*, or package.module:Class",
+            r"model 'vti'.*: give one of vit, .*, or package.module:Class",
         ),
         (2, ["--model=networks.vit:Vit"], "model 'networks.vit:Vit': cannot be imported: .*Vit"),
         (2, ["--model=no.where:Model"], "model 'no.where:Model': cannot be imported: No module named 'no'"),

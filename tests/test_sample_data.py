@@ -273,8 +273,8 @@ def test_data_of_others_is_never_touched(tmp_path, name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"valid_years": (1980,)}, "1980 is in both train and valid"),
-        ({"train_years": (1979, 1979)}, "1979 is twice in train"),
+        ({"valid_years": (1980,)}, "1980 is in train and in valid"),
+        ({"train_years": (1979, 1979)}, "1979 is in train and in train"),
         ({"train_years": ()}, "no training year"),
         ({"days": -1}, "days -1"),
         ({"days": 366}, "days 366"),

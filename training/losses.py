@@ -14,7 +14,6 @@ from training.metrics import latitude_weights
 from utils.config import nearest
 from utils.errors import UsageError
 from utils.schema import Config
-from weather.channels import pressure_level
 
 
 def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -51,21 +50,15 @@ def weighted_squared_error(
 def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> Tensor:
     """Weights of the channels and rows of an image, (C, H, 1) float32; those of all its points add up to 1.
 
-    Points weigh as the area of their cell, channels as channel_weights says, else 1; with pressure_weights those on
-    pressure levels as their pressure, with mean 1: more where more of the air is (Lam et al. 2023, GraphCast,
-    arXiv:2212.12794). names: of the channels; latitude: (H,) degrees. Raises UsageError for an unknown channel.
+    Points weigh as the area of their cell, channels as channel_weights says, else 1. names: of the channels; latitude:
+    (H,) degrees. Raises UsageError for an unknown channel.
     """
     names = list(names[: config.n_out_channels])
     for name in config.channel_weights:
         if name not in names:
             there = ", ".join(names)
             raise UsageError(f"{config.config}: channel_weights: no channel '{name}'{nearest(name, names)}: {there}")
-    levels = [pressure_level(name) for name in names]
-    weights = np.ones(len(names))
-    if config.pressure_weights and any(levels):
-        mean = np.mean([level for level in levels if level])
-        weights = np.array([level / mean if level else 1 for level in levels])
-    weights = np.array([config.channel_weights.get(n, w) for n, w in zip(names, weights, strict=True)], np.float64)
+    weights = np.array([config.channel_weights.get(name, 1.0) for name in names])
     if not weights.sum() > 0:
         raise UsageError(f"{config.config}: channel_weights: all channels weigh nothing")
     rows = latitude_weights(latitude)

@@ -249,7 +249,7 @@ class Run:
         state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
         self.step.parallel.share_buffers()
         tensors = global_view(self._tensors(), self.step.parallel.split)
-        wait = self.stopping or self.iteration == self.config.num_iters or not self.config.async_save
+        wait = self.stopping or self.iteration == self.config.num_iters
         try:
             folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
         except OSError as error:

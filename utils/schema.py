@@ -65,7 +65,7 @@ class Config(BaseModel):
     config: Name = key("name of the configuration in the YAML file", affects="nothing")
 
     task: Text = key("forecast: weather; classify: images; transport: images, volumes", "forecast", "model")
-    model: Text = key("vit, unet, afno, neighborhood, convnet, classifier, or package.module:Class", "vit", "model")
+    model: Text = key("vit, unet, afno, neighborhood, classifier, or package.module:Class", "vit", "model")
     model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
     num_classes: PositiveInt | None = key("classes of the classifier", None, "model")
     embed_dim: Size = key("embedding size", affects="model")
@@ -114,7 +114,6 @@ class Config(BaseModel):
         "of forecasts: of whole images, or of channels and points by their weights", "relative_l2", "training"
     )
     channel_weights: dict[Name, Weight] = key("squared_error: weights of channels, else 1: {u10: 0.1}", {}, "training")
-    pressure_weights: bool = key("squared_error: channels weigh as the pressure of their level", False, "training")
     rollout_steps: Steps = key("steps of a forecast to train over, each from the one before", 1, "training")
 
     comm_timeout: Seconds = key("seconds after which a rank that waits for another gives up", 600, "nothing")
@@ -166,7 +165,6 @@ class Config(BaseModel):
     tracker: Literal["none", "mlflow", "wandb"] = key("where the run is told beside TensorBoard", "none", "nothing")
     validate_every: PositiveInt = key("epochs between two validations", 1, "result")
     checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000, "nothing")
-    async_save: bool = key("write checkpoints while training goes on", True, "nothing")
     keep_checkpoints: Size = key("newest checkpoints to keep, besides the best", 2, "nothing")
     profile: Literal["none", "torch", "ranks"] = key(
         "record a window of steps with torch.profiler: torch on rank 0, ranks on all of them", "none", "speed"

@@ -65,10 +65,9 @@ class Era5:
             holders = self._holders(quantity, level)
             missing = times[np.max([store.times.get_indexer(times) for store in holders], axis=0) < 0]  # -1: not there
             if len(missing):
-                hours = set().union(*(store.times[store.times.minute == 0].hour for store in holders))
-                lacking = ", ".join(f"{hour:02d}" for hour in (0, 6, 12, 18) if hour not in hours)
-                why = f": no source has {lacking} UTC, every 6 hours from 00 UTC are needed" if lacking else ""
-                raise UsageError(f"{_describe(quantity, level)}: {_minute(missing[0])} is missing{why}")
+                raise UsageError(
+                    f"{_describe(quantity, level)}: {_minute(missing[0])} is missing, needed are 00, 06, 12, 18 UTC"
+                )
 
     def frames(self, times: np.ndarray) -> np.ndarray:
         """Read frames (T, C, H, W) float32 at `times`, after `check`. Raises UsageError for unphysical values."""
@@ -90,11 +89,7 @@ class Era5:
         """The stores that hold a quantity at a level. Raises UsageError if there is none."""
         if holders := [store for store in self.stores if store.holds(quantity, level)]:
             return holders
-        others = [store for store in self.stores if level and store.variable(quantity) is not None]
-        levels = ", ".join(f"{lev:g}" for lev in sorted({lev for store in others for lev in store.levels}))
-        hint = f" (found at {levels or 'no level'})" if others else ""
-        if quantity == "q":
-            hint += " to derive relative humidity from, and none gives r or relative_humidity with its units"
+        hint = ", from which relative humidity is derived where none has it with its units" if quantity == "q" else ""
         raise UsageError(f"no source holds {_describe(quantity, level)}{hint}")
 
     def _read(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> np.ndarray:

@@ -223,7 +223,7 @@ def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
             if not 1 <= year <= 9999:
                 raise UsageError(f"year {year}: must be 1 to 9999")
             if year in years:
-                where = f"twice in {split}" if years[year] == split else f"in both {years[year]} and {split}"
+                where = f"in {years[year]} and in {split}"
                 raise UsageError(f"year {year} is {where}: each year belongs to one split, else the test leaks")
             years[year] = split
     if "train" not in years.values():
