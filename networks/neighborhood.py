@@ -161,8 +161,8 @@ class NeighborhoodTransformer(Transformer):
     """The vision transformer with neighborhood attention: (B, in_channels, *img_size) -> (B, out_channels, *img_size).
 
     kernel_size, dilation: the window of each token, in patches. The other arguments are those of networks.vit.ViT.
-    Raises ValueError where a patch does not divide the image, num_heads does not divide embed_dim, or the window is
-    longer than the grid of patches.
+    Raises ValueError where a patch does not divide the image, or num_heads does not divide embed_dim; in forward, where
+    the window is longer than the grid of patches.
     """
 
     def __init__(
@@ -180,9 +180,6 @@ class NeighborhoodTransformer(Transformer):
         dilation: PerAxis = 1,
     ):
         grid, patch_size = patch_grid(img_size, patch_size)
-        windows = zip(grid, per_axis(kernel_size, len(grid)), per_axis(dilation, len(grid)), strict=True)
-        for length, kernel, gap in windows:
-            window_starts(length, kernel, gap)  # raises where the window does not fit
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
         attention = [NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation) for _ in range(depth)]

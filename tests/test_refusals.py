@@ -146,7 +146,7 @@ def some_pieces(file):
 YEARS = [
     ({"fields": None}, "expected 'fields' [time, channel, lat, lon]"),
     ({"fields": np.zeros((4, 2, 4))}, "expected 'fields' [time, channel, lat, lon]"),
-    ({"fields": np.ones((4, 2, 5, 8), "f4")}, "has 5 x 8 points, unlike "),
+    ({"fields": np.ones((4, 2, 5, 8), "f4")}, "'latitude' has shape (4,), the fields need (5,)"),
     (
         {"fields": lambda file: file.create_dataset("fields", (4, 2, 4, 8), "f4")},
         "parts of 'fields' were never written",

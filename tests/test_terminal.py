@@ -10,7 +10,7 @@ import train
 from tests.support import programs
 from tests.support.launch import popen, summary, wait_for
 from tests.support.marks import slow_but
-from training.checkpoint import CheckpointFolder
+from training.checkpoint import CheckpointFolder, first_whole
 from utils.errors import UsageError
 
 
@@ -59,7 +59,7 @@ def test_a_lost_connection_stops_a_run_as_a_warning_does_but_not_under_nohup(tin
     wait_for(tmp_path / "logs/quick/00/out.log", "Starting training", run)
     run.send_signal(signal.SIGHUP)
     assert run.wait() == (0 if ignored else 75)
-    assert CheckpointFolder(tmp_path / "logs/quick/00/checkpoints", keep=1).newest_whole() is not None
+    assert first_whole(CheckpointFolder(tmp_path / "logs/quick/00/checkpoints", keep=1).folders()) is not None
 
 
 @pytest.mark.parametrize("run_num", ["../..", "/tmp/elsewhere", "a/b", ".", "..", ""])

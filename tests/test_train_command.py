@@ -146,7 +146,6 @@ def test_a_run_of_other_settings_is_left_alone(refused, tiny_options, tmp_path):
     before = (tmp_path / "logs/quick/00/summary.json").read_text()
     line = r"holds a run of other settings: depth \(2 there, 1 now\), lr \(0.001 there, 0.5 now\); choose another"
     refused(line, leaves_run=True, num_iters=2, warmup=0, depth=1, lr=0.5)
-    refused("holds a run already", leaves_run=True, num_iters=2, warmup=0, resume="never")
     assert (tmp_path / "logs/quick/00/summary.json").read_text() == before
 
 
@@ -161,5 +160,5 @@ def test_the_second_of_two_runs_in_one_folder_is_refused_and_the_first_goes_on(t
     assert first.poll() is None and log.read_text().count("Starting training") == 1
     first.send_signal(signal.SIGTERM)
     assert finish(first)[0] == 75
-    status, _, err = finish(start(tiny_options(num_iters=3000, run_num="shared", resume="never")))
-    assert status == 2 and "holds a run already" in err  # and nobody owns it
+    status, _, err = finish(start(tiny_options(num_iters=3000, run_num="shared", lr=0.5)))
+    assert status == 2 and "holds a run of other settings" in err  # and nobody owns it

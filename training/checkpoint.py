@@ -209,7 +209,7 @@ class CheckpointFolder:
         """
         self.wait()
         self._connect()
-        found = comm.on_main(self.newest_whole)
+        found = comm.on_main(lambda: first_whole(self.folders()))
         if found is None:
             return None
         folder, marker = found
@@ -219,10 +219,6 @@ class CheckpointFolder:
         tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
         dcp.load(tensors, storage_reader=reader, process_group=self._group)
         return marker
-
-    def newest_whole(self) -> tuple[Path, Marker] | None:
-        """Folder and marker of the newest whole one, None where there is none. For one rank."""
-        return first_whole(self.folders())
 
     def folders(self) -> list[Path]:
         """Checkpoint folders, newest first, damaged ones included. Raises OSError."""

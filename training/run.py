@@ -199,7 +199,8 @@ class Run:
         self.loggers.log(reading | done, self.iteration)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
-                comm.agree(partial(self.train_loader.check_step, self.config.seed, iteration - 1))
+                samples = self.train_loader.order(self.config.seed).samples(iteration - 1)
+                comm.agree(partial(self.train_loader.check_finite, samples))
                 raise self._not_finite(iteration, "training", loss)
             self.epoch_loss += loss
             if iteration < self.iteration:
@@ -233,7 +234,8 @@ class Run:
             self.result = self.validator.run(self.step.parallel, self.watchdog.beat)
         val_loss = self.result["val_loss"]
         if not math.isfinite(val_loss):
-            comm.agree(self.validator.loader.check_all)
+            loader = self.validator.loader
+            comm.agree(partial(loader.check_finite, range(loader.num_samples)))
             raise self._not_finite(self.iteration, "validation", val_loss)
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss = val_loss

@@ -19,8 +19,8 @@ class RunFolder:
     """Opens the folder of a run, made if need be.
 
     config: its run_num is that of the folder, also where `auto` was asked for.
-    Raises OSError where the folder cannot be written; UsageError where it holds a run of other settings, or a run
-    although a new one was asked for, and where another run trains in it.
+    Raises OSError where the folder cannot be written; UsageError where it holds a run of other settings, and where
+    another run trains in it.
     """
 
     def __init__(self, config: Config):
@@ -56,14 +56,9 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of the finished run in this folder; None where there is none."""
-        kinds = {"run": str, "iterations": int, "units": dict}
-        return comm.on_main(lambda: read_summary(self.summary_file, **kinds) if self.summary_file.exists() else None)
+        return comm.on_main(lambda: read_json(self.summary_file) if self.summary_file.exists() else None)
 
     def _compare_settings(self, earlier: Config) -> None:
-        if self.config.resume == "never":
-            raise UsageError(
-                f"{self.path} holds a run already: choose another --run_num, or continue it (--resume auto)"
-            )
         if keys := differing_keys(earlier, self.config):
             changes = self._changes(earlier, keys)
             raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num")

@@ -6,7 +6,7 @@ buffer itself is normalised, and is the batch.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -66,15 +66,8 @@ class BatchLoader:
         for (x, y), count in zip(batches, counts, strict=True):
             yield x, y, count
 
-    def check_step(self, seed: int, iteration: int) -> None:
-        """Raise UsageError where a sample of this rank, of a training step, holds a value that is not finite."""
-        self._check(self.order(seed).samples(iteration))
-
-    def check_all(self) -> None:
-        """As check_step, for all samples."""
-        self._check(range(self.num_samples))
-
-    def _check(self, samples):
+    def check_finite(self, samples: Iterable[int]) -> None:
+        """Raise UsageError where one of these samples holds a value that is not finite."""
         for index in samples:
             self.dataset.check_finite(index)
 

@@ -34,13 +34,11 @@ except ImportError as error:
 
 
 class DaliDataLoader(BatchLoader):
-    """The loader over DALI. It has num_workers processes for training and as many for validation; 0: none."""
+    """The loader over DALI. Each pass has num_workers processes; 0: none."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.streams: list[BatchStream] = []  # open ones
-        # What was asked for -> a stream that gave all of it and can give it again.
-        self.idle: dict[tuple[Any, ...], BatchStream] = {}
 
     def close(self) -> None:
         """Close the files and end the reading processes."""
@@ -49,24 +47,18 @@ class DaliDataLoader(BatchLoader):
         super().close()
 
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
-        asked = order, iterations
-        stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, order, iterations))
+        stream = BatchStream(self, SampleSource(self.dataset, order, iterations))
+        self.streams.append(stream)
         try:
-            for iteration, frames in zip(iterations, stream, strict=True):
-                yield self._split(frames, order.samples(iteration))
-            self.idle[asked] = stream  # its processes wait for the next pass
+            for iteration in iterations:
+                yield self._split(stream.next(), order.samples(iteration))
         finally:
-            if self.idle.get(asked) is not stream:  # left early
-                self.streams.remove(stream)
-                stream.close()
-
-    def _open(self, source: SampleSource) -> "BatchStream":
-        self.streams.append(BatchStream(self, source))
-        return self.streams[-1]
+            self.streams.remove(stream)
+            stream.close()
 
 
 class BatchStream:
-    """A DALI pipeline and its processes. An iteration over it gives all batches of the source: (B, k + 1, C, h, w)."""
+    """A DALI pipeline and its processes, which give the batches of the source one after another."""
 
     def __init__(self, loader: BatchLoader, source: SampleSource):
         self.device, gpu, workers = loader.device, gpu_of(loader.device), max(1, loader.num_workers)
@@ -79,17 +71,12 @@ class BatchStream:
             self.pipeline.build()
         self.workers = set(multiprocessing.active_children()) - others
 
-    def __iter__(self) -> Iterator[Tensor]:
-        while (frames := self._next()) is not None:
-            yield frames
-        self.pipeline.reset()
-
     def close(self) -> None:
         """End the pipeline and its processes."""
         self.pipeline = None  # the only reference: DALI ends the processes and waits for them
 
-    def _next(self) -> Tensor | None:
-        """The next batch, or None at the end. The memory is the tensor's own: DALI does not write to it again."""
+    def next(self) -> Tensor:
+        """The next batch, (B, k + 1, C, h, w). The memory is the tensor's own: DALI does not write to it again."""
         stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
         before = signal.signal(signal.SIGCHLD, lambda *_: self._check(1))  # DALI may wait for a lost one forever
         try:
@@ -99,8 +86,6 @@ class BatchStream:
             finally:
                 signal.signal(signal.SIGCHLD, before)
             return torch.from_dlpack(batch.as_tensor()).to(self.device)
-        except StopIteration:
-            return None
         except Exception as error:  # a worker's comes as its text, of another class
             message = str(error.__cause__)
             if f"UsageError: {message}" not in str(error):

@@ -18,8 +18,6 @@ STOPPED_STATUS = 75  # stopped by a signal after saving: the same command contin
 
 BROKEN_PIPE_STATUS = 141  # as a shell has it of a program that SIGPIPE ends
 
-LONGEST = 1000  # characters of an error
-
 
 class UsageError(Exception):
     """Settings or input that cannot be used. The message is the one line shown to the user."""
@@ -101,9 +99,8 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """A message as a terminal may show it: control characters escaped, what is too long for a line left out."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 200]} ... {shown[-200:]}"
+    """A message as a terminal may show it: control characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def report(message: str) -> None:

@@ -160,7 +160,6 @@ class Config(BaseModel):
 
     expdir: Text = key("folder of all runs", "./logs", "nothing")
     run_num: Name = key("name of this run: <expdir>/<config>/<run_num>; auto: the next free number", "00", "nothing")
-    resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto", "nothing")
     log_every: PositiveInt = key("iterations between two readings of the loss", 10, "nothing")
     tracker: Literal["none", "mlflow", "wandb"] = key("where the run is told beside TensorBoard", "none", "nothing")
     validate_every: PositiveInt = key("epochs between two validations", 1, "result")

@@ -136,8 +136,6 @@ class FieldDataset:
             raise UsageError(f"{file.path}: has {channels} channels, {self.channels} were asked for")
         if height < img_size[0] or width < img_size[1]:
             raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
-        if (height, width) != self.files[0].shape[2:]:
-            raise UsageError(f"{file.path}: has {height} x {width} points, unlike {self.files[0].path}")
         if frames <= self.steps * self.dt:
             steps = f" x {self.steps} steps of a rollout" if self.steps > 1 else ""
             need = self.steps * self.dt + 1

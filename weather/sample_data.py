@@ -10,7 +10,7 @@ the dynamics and their sources, SOURCE those of the channels.
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from utils.errors import UsageError, reported_as_usage_error, run_main, whole
+from utils.errors import reported_as_usage_error, run_main, whole
 from weather.atmosphere import Atmosphere
 from weather.grid import Grid, latitudes, longitudes
 from weather.year_files import YearFileWriter, year_file_parser
@@ -40,8 +40,6 @@ def make_sample_data(
     Returns the number of year files written. Raises UsageError for bad settings, a year in two splits, other data in
     `out` or too little disk space, before anything is written; and if `out` cannot be written.
     """
-    if seed < 0:
-        raise UsageError(f"seed {seed}: must not be negative")
     grid = Grid(latitudes(img_size[0]), longitudes(img_size[1]))
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}

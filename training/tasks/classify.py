@@ -116,7 +116,7 @@ class WaveLoader(BatchLoader):
     def close(self) -> None:
         """Nothing is open."""
 
-    def _check(self, samples: Iterable[int]) -> None:
+    def check_finite(self, samples: Iterable[int]) -> None:
         """Made numbers are finite."""
 
     def _shared_batches(self, order: Order, iterations: range) -> Iterator[Batch]:
