@@ -27,7 +27,7 @@ REFUSALS = {
         lambda d: d.sel(pressure_level=[50, 500, 1000]),
         "no source holds t or temperature at 850 hPa",
     ),
-    "no humidity": (lambda d: d.drop_vars("r"), "q or specific_humidity at 500 hPa, from which relative"),
+    "no humidity": (lambda d: d.drop_vars("r"), "no source holds q or specific_humidity at 500 hPa"),
     "a missing time": (lambda d: d.isel(valid_time=[*range(5), *range(6, 32)]), "u10 .*: 1979-01-02T06:00 is missing"),
     "a missing year": (lambda d: d.isel(valid_time=slice(8, None)), "1979-01-01T00:00 is missing"),
     "12-hourly": (

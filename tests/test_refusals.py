@@ -71,7 +71,7 @@ def test_a_command_that_cannot_be_obeyed_is_one_line(fault, tmp_path, tiny_optio
         words[at : at + 1] = tiny_options()
     done = programs.run(words, timeout=60)
     assert done.returncode == 2, done
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and len(done.stderr) < 1300
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

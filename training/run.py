@@ -86,16 +86,15 @@ class Run:
         with ExitStack() as opened:
             opened.enter_context(self.stop_request)
             self._resume()
-            profile = self.folder.path / "profile"
-            self.profiler = build_profiler(self.config, self.device, profile)
+            self.profiler = build_profiler(self.config, self.device, self.folder.path / "profile")
             if self.profiler:
                 self.profiler.check(self.config.num_iters - self.iteration)
             self._log_memory()
             self._open_loggers(opened)
             opened.enter_context(self.telemetry.times.listening())
             hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
-            total, done = self.config.num_iters, self.iteration
-            bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
+            total = self.config.num_iters
+            bar = tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
             self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
             self.open = opened.pop_all()

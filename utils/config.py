@@ -254,8 +254,7 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
     if problem["type"] == "missing":
         return f"{where}: key '{name}' is missing ({schema.model_fields[name].description})"
     message = problem["msg"].removeprefix("Input ")
-    value = repr(problem["input"])
-    return f"{where}: {name}: {value if len(value) < 200 else value[:150] + ' ...'} {message}"
+    return f"{where}: {name}: {problem['input']!r} {message}"
 
 
 def _model_of_values(schema: type[BaseModel], name: str) -> type[BaseModel] | None:

@@ -74,6 +74,9 @@ class BatchStream:
     def close(self) -> None:
         """End the pipeline and its processes."""
         self.pipeline = None  # the only reference: DALI ends the processes and waits for them
+        for worker in self.workers:  # where it has lost one, not always all
+            worker.kill()
+            worker.join()
 
     def next(self) -> Tensor:
         """The next batch, (B, k + 1, C, h, w). The memory is the tensor's own: DALI does not write to it again."""

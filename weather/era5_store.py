@@ -56,8 +56,6 @@ class Store:
             names, most = DIMENSIONS[ours]
             if name is None and ours != "level":
                 raise UsageError(f"{address}: has no dimension {' or '.join(names)}: it has {[*data.dims]}")
-            if name is not None and name not in data.coords:
-                raise UsageError(f"{address}: dimension {name} has no values")
             if name is not None and not 1 <= data.sizes[name] <= most:
                 raise UsageError(f"{address}: {name} has {data.sizes[name]} values, not 1 to {most}")
         data = data.rename({name: ours for ours, name in found.items() if name and name != ours})

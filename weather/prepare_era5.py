@@ -89,8 +89,7 @@ class Era5:
         """The stores that hold a quantity at a level. Raises UsageError if there is none."""
         if holders := [store for store in self.stores if store.holds(quantity, level)]:
             return holders
-        hint = ", from which relative humidity is derived where none has it with its units" if quantity == "q" else ""
-        raise UsageError(f"no source holds {_describe(quantity, level)}{hint}")
+        raise UsageError(f"no source holds {_describe(quantity, level)}")
 
     def _read(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> np.ndarray:
         """(T, L, h, w) on the points of the stores, each value from the first store that holds it."""

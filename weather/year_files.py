@@ -219,8 +219,7 @@ def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
     for split, values in zip(SPLITS, years_of_splits, strict=True):
         for year in values:
             if year in years:
-                where = f"in {years[year]} and in {split}"
-                raise UsageError(f"year {year} is {where}: each year belongs to one split, else the test leaks")
+                raise UsageError(f"year {year} is in {years[year]} and in {split}: the test would leak")
             years[year] = split
     if "train" not in years.values():
         raise UsageError("no training year")

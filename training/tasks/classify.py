@@ -45,7 +45,7 @@ class Trained(Task):
         """Loaders of images that are made on the way; training and validation images differ, for any seed."""
         config = self.config
         counts = config.limit_nsamples or SAMPLES[0], config.limit_nsamples_val or SAMPLES[1]
-        self.check_batch(counts[0], "")
+        self.check_batch(counts[0])
         batch, window = config.global_batch_size // comm.get_size("dp"), self.own_window()
         return [
             WaveLoader(self, count, window, 2 * config.seed + part, batch, device) for part, count in enumerate(counts)
@@ -65,8 +65,7 @@ class Trained(Task):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers, and random classes."""
-        config = self.config
-        x = torch.randn(config.global_batch_size, config.n_in_channels, *config.img_size, generator=generator)
+        x, _ = super().random_batch(generator)
         return x, torch.randint(self.classes, (len(x),), generator=generator)
 
 

@@ -59,7 +59,7 @@ class Trained(Task):
         self._described = train.description.names, train.description.grid.latitude
         if config.loss != "relative_l2":
             loss_weights(config, *self._described)
-        self.check_batch(len(train), f" in {config.train_data_path}")
+        self.check_batch(len(train))
         batch_size = config.global_batch_size // comm.get_size("dp")
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None

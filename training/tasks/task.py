@@ -96,11 +96,11 @@ class Task(ABC):
         """This rank's part of every image, one slice for each axis."""
         return own_window(self.config.img_size, self.facts.kept_together)
 
-    def check_batch(self, samples: int, source: str) -> None:
-        """Raise UsageError where the training data, from `source`, have fewer samples than one batch."""
+    def check_batch(self, samples: int) -> None:
+        """Raise UsageError where the training data have fewer samples than one batch."""
         batch = self.config.global_batch_size
         if batch > samples:
-            raise UsageError(f"global_batch_size {batch} is larger than the training data: {samples} samples{source}")
+            raise UsageError(f"global_batch_size {batch} is larger than the training data: {samples} samples")
 
 
 class Validator(ABC):
