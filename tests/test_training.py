@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -259,11 +260,19 @@ def test_cosine_schedule_with_warmup(tiny_config):
     assert {learning_rate(constant, i) for i in range(10, 110)} == {1.0}
 
 
-def test_the_command_that_shows_the_curves_can_be_pasted(tiny_config, capsys):
+def test_the_command_to_try_next_is_that_of_this_run_and_one_change(tiny_config, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    words = ["--config=quick", "--model", "my_unet:UNet", "--model_args", "{width: 8}"]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py"), *words])
     summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
     print_result(summary, "accuracy 0.500", tiny_config(expdir="my logs"))
     said = capsys.readouterr().out.splitlines()
     assert any(line.endswith("tensorboard --logdir 'my logs'") for line in said)
+    wanted = "/python code/train.py --config=quick --model my_unet:UNet --model_args '{width: 8}' --run_num=bf16"
+    assert said[-1].startswith("try next:") and said[-1].endswith(f"{wanted} --amp_mode=bf16")
+    print_result(summary, "accuracy 0.500", tiny_config(amp_mode="bf16"))
+    assert "try next" not in capsys.readouterr().out
 
 
 def test_a_finished_run_refuses_options_that_it_was_not_made_with(run):
