@@ -73,9 +73,11 @@ def test_a_perfect_forecast_and_climatology_itself():
 
 def test_the_weighted_squared_error_is_the_mean_over_the_sphere_and_the_channels(tiny_config):
     names, latitude = ["u10", "t2m", "z500", "t850", "r500"], np.linspace(80, -80, 16)
-    config = tiny_config(n_out_channels=5, loss="squared_error", channel_weights={"u10": 0.1, "z500": 3, "r500": 0})
+    config = tiny_config(
+        n_out_channels=5, loss="squared_error", pressure_weights=True, channel_weights={"u10": 0.1, "r500": 0}
+    )
     prediction, target = torch.randn(3, 5, 16, 32), torch.randn(3, 5, 16, 32)
-    weights = np.array([0.1, 1, 3, 1, 0])
+    weights = np.array([0.1, 1, 500, 850, 0]) / [1, 1, 1850 / 3, 1850 / 3, 1]
     rows = latitude_weights(latitude)
     errors = ((prediction - target) ** 2).double().numpy()
     expected = (errors.mean(3) @ (rows / rows.sum()) * weights).sum(1) / weights.sum()

@@ -41,7 +41,7 @@ def test_ten_steps_over_three_equal_those_of_one_device(ranks, tiny_config, layo
 
 @pytest.mark.parametrize("layout", slow_but(("cp3",), ("cp3", "domain3", "ddp"), "other kinds of parts"))
 def test_weighted_squared_error_equals_that_of_one_device(ranks, tiny_config, layout):
-    weighted = {"loss": "squared_error", "channel_weights": {"u10": 0.1}}
+    weighted = {"loss": "squared_error", "pressure_weights": True, "channel_weights": {"u10": 0.1}}
     check_training(ranks, tiny_config, LAYOUTS[layout], STEPS | weighted, steps=4)
 
 

@@ -95,7 +95,7 @@ def test_a_rollout_that_cannot_be_trained_is_refused(refused, tmp_path, sample_f
     refused("1979.h5: no field 'land' .lat, lon. of numbers; it has orography", forcings="land")
     refused(r"forcings \['hour', 'hour'\]: one is named twice", forcings=["hour", "hour"])
     refused("channel_weights: no channel 'z51'", loss="squared_error", channel_weights="{z51: 2}")
-    refused("channel_weights belong to loss squared_error", channel_weights="{u10: 2}")
+    refused("channel_weights and pressure_weights belong to loss squared_error", pressure_weights=True)
     shutil.copytree(sample_folder / "stats", tmp_path / "stats")
     (tmp_path / "stats/change_stds.npy").unlink()
     refused(

@@ -14,6 +14,7 @@ from training.metrics import latitude_weights
 from utils.config import nearest
 from utils.errors import UsageError
 from utils.schema import Config
+from weather.channels import channel_key
 
 
 def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -50,15 +51,21 @@ def weighted_squared_error(
 def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> Tensor:
     """Weights of the channels and rows of an image, (C, H, 1) float32; those of all its points add up to 1.
 
-    Points weigh as the area of their cell, channels as channel_weights says, else 1. names: of the channels; latitude:
-    (H,) degrees. Raises UsageError for an unknown channel.
+    Points weigh as the area of their cell, channels as channel_weights says, else 1; with pressure_weights those on
+    pressure levels as their pressure, with mean 1: more where more of the air is (Lam et al. 2023, GraphCast,
+    arXiv:2212.12794). names: of the channels; latitude: (H,) degrees. Raises UsageError for an unknown channel.
     """
     names = list(names[: config.n_out_channels])
     for name in config.channel_weights:
         if name not in names:
             there = ", ".join(names)
             raise UsageError(f"{config.config}: channel_weights: no channel '{name}'{nearest(name, names)}: {there}")
-    weights = np.array([config.channel_weights.get(name, 1.0) for name in names])
+    by_name = dict.fromkeys(names, 1.0)
+    if config.pressure_weights:
+        levels = {name: level for name in names if (level := channel_key(name)[1])}
+        by_name |= {name: level * len(levels) / sum(levels.values()) for name, level in levels.items()}
+    by_name |= config.channel_weights
+    weights = np.array([by_name[name] for name in names])
     if not weights.sum() > 0:
         raise UsageError(f"{config.config}: channel_weights: all channels weigh nothing")
     rows = latitude_weights(latitude)

@@ -207,8 +207,8 @@ def _of_options(config: Config) -> Iterator[str]:
             "enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a step stay "
             "on the device"
         )
-    if config.loss == "relative_l2" and config.channel_weights:
-        yield "channel_weights belong to loss squared_error, not relative_l2"
+    if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
+        yield "channel_weights and pressure_weights belong to loss squared_error, not relative_l2"
     if len(set(config.forcings)) < len(config.forcings):
         yield f"forcings {config.forcings}: one is named twice"
 

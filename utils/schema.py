@@ -114,6 +114,7 @@ class Config(BaseModel):
         "of forecasts: of whole images, or of channels and points by their weights", "relative_l2", "training"
     )
     channel_weights: dict[Name, Weight] = key("squared_error: weights of channels, else 1: {u10: 0.1}", {}, "training")
+    pressure_weights: bool = key("squared_error: channels weigh as the pressure of their level", False, "training")
     rollout_steps: Steps = key("steps of a forecast to train over, each from the one before", 1, "training")
 
     comm_timeout: Seconds = key("seconds after which a rank that waits for another gives up", 600, "nothing")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
     from matplotlib.figure import Figure
 
 Shape = tuple[int, ...]
-FORECAST_KEYS = ("forcings", "predict", "rollout_steps", "loss", "channel_weights")
+FORECAST_KEYS = ("forcings", "predict", "rollout_steps", "loss", "channel_weights", "pressure_weights")
 
 
 class Task(ABC):
