@@ -104,8 +104,8 @@ clean:
 	grep -v '^torch==' requirements.txt | $(PIP) -r /dev/stdin
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt requirements-site.txt requirements-era5.txt requirements-dali.txt requirements-fp8.txt requirements-trackers.txt .venv/installed
-	$(PIP) -r requirements-dev.txt -r requirements-site.txt -r requirements-era5.txt
+.venv/installed-dev: requirements-dev.txt requirements-site.txt requirements-era5.txt requirements-maps.txt requirements-dali.txt requirements-fp8.txt requirements-trackers.txt .venv/installed
+	$(PIP) -r requirements-dev.txt -r requirements-site.txt -r requirements-era5.txt -r requirements-maps.txt
 	$(PIP) -r requirements-dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
 	$(PIP) -r requirements-fp8.txt || echo "no torchao for this machine: its tests will be skipped"
 	$(PIP) -r requirements-trackers.txt || echo "no MLflow or Weights & Biases: their tests will be skipped"

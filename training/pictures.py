@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.animation import PillowWriter
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MultipleLocator
@@ -140,13 +143,15 @@ def colour_scales(truth: np.ndarray, error: np.ndarray) -> tuple[Style, Style]:
 
 
 def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesImage:
-    """Draw a field (H, W) on axes in degrees; returns the image. style: of imshow."""
+    """A field (H, W) on axes in degrees, with coastlines where there are any; returns the image. style: of imshow."""
     latitude, longitude = grid
     step_lat, step_lon = abs(latitude[1] - latitude[0]) / 2, (longitude[1] - longitude[0]) / 2
     west, east = longitude[0] - step_lon, longitude[-1] + step_lon
     south, north = latitude.min() - step_lat, latitude.max() + step_lat
     rows = northern_first(field, grid)
     image = axes.imshow(rows, extent=(west, east, south, north), aspect="auto", interpolation="nearest", **style)
+    lines = [line + (shift, 0) for line in coastlines() for shift in (0, 360)]
+    axes.add_collection(LineCollection(lines, colors="black", linewidths=0.5), autolim=False)
     axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
     axes.set(xlim=(west, east), ylim=(south, north))
     return image
@@ -155,3 +160,21 @@ def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesIma
 def northern_first(field: np.ndarray, grid: Grid) -> np.ndarray:
     """The rows of a field in the order in which imshow draws them."""
     return field if grid.latitude[0] > grid.latitude[-1] else field[::-1]
+
+
+@cache
+def coastlines() -> list[np.ndarray]:
+    """Lines of points, (N, 2) in degrees east (-180 to 180) and north; none where cartopy or its data are missing.
+
+    Nothing is downloaded: a compute node may have no way out, and would wait for it.
+    """
+    with suppress(Exception):  # coastlines are an ornament: whatever is wrong with them, the map is drawn
+        from cartopy import config
+        from cartopy.io import shapereader
+
+        for folder in (config["pre_existing_data_dir"], config["data_dir"]):
+            path = folder / "shapefiles/natural_earth/physical/ne_110m_coastline.shp"
+            if path.is_file():
+                shapes = shapereader.Reader(path).geometries()
+                return [np.array(line.coords) for shape in shapes for line in getattr(shape, "geoms", [shape])]
+    return []
