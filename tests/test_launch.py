@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -206,9 +207,17 @@ def test_a_value_that_is_no_number_is_named_by_every_rank(tiny_options, tmp_path
     assert f"{path}: frame 4: channel 2 (t2m) holds nan" in output and "Traceback" not in output
 
 
-def test_ranks_that_see_other_data_are_refused(tiny_options, tmp_path, sample_folder):
-    shutil.copytree(sample_folder / "train", tmp_path / "train", ignore=shutil.ignore_patterns("1980.h5"))
-    words = [["train.py", *tiny_options()], ["train.py", *tiny_options(train_data_path=tmp_path / "train")]]
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_file_that_is_another_one_on_some_ranks_is_named(tiny_options, tmp_path, sample_folder, missing):
+    shutil.copytree(sample_folder / "train", tmp_path / "train")
+    path = tmp_path / "train/1980.h5"
+    if missing:
+        path.unlink()
+    else:
+        with h5py.File(path, "r+") as file:
+            file["another"] = range(1000)
+    words = [["train.py", *tiny_options()], ["train.py", *tiny_options(train_data_path=path.parent)]]
     statuses, output = finish_all(start_ranks(lambda rank: words[rank]))
     assert statuses == [2, 2]
-    assert "ranks see other data: samples of training and validation on each rank: [[38, 19], [19, 19]]" in output
+    there, here = "nothing" if missing else r"20 frames, \d+ bytes", r"20 frames, \d+ bytes"
+    assert re.search(rf"train/1980.h5: rank 1 on \S+ sees {there}, rank 0 on \S+ {here}", output)

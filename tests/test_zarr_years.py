@@ -42,6 +42,7 @@ def paths_in(folder):
 def test_every_window_of_a_store_is_that_of_the_year_file(stores, sample_folder, stored, window):
     ours, theirs = (FieldDataset(f / "train", 20, (16, 32), **window) for f in (stores[stored], sample_folder))
     np.testing.assert_array_equal(read_all(ours), read_all(theirs))
+    assert set(ours.listing()) == {"train/1979.zarr", "train/1980.zarr"}
     assert not ours.description.difference(theirs.description) and ours.description.names[14] == "z500"
     np.testing.assert_array_equal(file_times(ours.files[1]), file_times(theirs.files[1]))
     np.testing.assert_array_equal(

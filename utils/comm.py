@@ -286,6 +286,17 @@ def agree(function: Callable[[], T]) -> T:
     return result
 
 
+def check_alike(own: dict[str, str]) -> None:
+    """Raise UsageError, on every rank, where a rank sees something else than rank 0. own: {name: what is seen}."""
+    seen = gather((socket.gethostname(), own))
+    first_host, first = seen[0]
+    for number, (host, other) in enumerate(seen):
+        for name in sorted(first | other):
+            there, here = (files.get(name, "nothing") for files in (other, first))
+            if there != here:
+                raise UsageError(f"{name}: rank {number} on {host} sees {there}, rank 0 on {first_host} {here}")
+
+
 def patience() -> float:
     """Seconds that a rank waits for another in a collective."""
     return _patience.total_seconds()

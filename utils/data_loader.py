@@ -71,6 +71,10 @@ class BatchLoader:
         for index in samples:
             self.dataset.check_finite(index)
 
+    def listing(self) -> dict[str, str]:
+        """{name: what this rank sees of it} of the files."""
+        return self.dataset.listing()
+
     def close(self) -> None:
         """Close the files and end what reads from them."""
         self.dataset.close()

@@ -31,6 +31,9 @@ class Dataset(Protocol):
     def check_finite(self, index: int) -> None:
         """Raise UsageError, naming the place, where a sample has a value that is not finite."""
 
+    def listing(self) -> dict[str, str]:
+        """{name: what this rank sees of it} of the files, which ranks compare."""
+
     def close(self) -> None:
         """Close the files."""
 

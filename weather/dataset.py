@@ -115,6 +115,12 @@ class FieldDataset:
             where = f"{self.files[number].path}: frame {frame + later * self.dt}"
             raise UsageError(f"{where}: channel {channel} ({name}) holds {value}")
 
+    def listing(self) -> dict[str, str]:
+        """{folder and name: frames and size} of the files, which ranks compare."""
+        return {
+            f"{self.folder.name}/{file.path.name}": f"{file.shape[0]} frames, {file.size} bytes" for file in self.files
+        }
+
     def close(self) -> None:
         """Close all files."""
         while self.files:

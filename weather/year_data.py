@@ -43,13 +43,14 @@ class YearFile(ABC):
     """One open year. `read` fills buffers from it.
 
     path: where it can be opened again. fields: an array (T, C, H, W) that slices.
-    arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices.
+    arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
     """
 
     path: Path
     fields: Any
     arrays: Mapping[str, Any]
     shape: tuple[int, int, int, int]
+    size: int
 
     @abstractmethod
     def close(self) -> None:

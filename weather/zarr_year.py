@@ -34,7 +34,7 @@ class ZarrYear(YearFile):
                 raise UsageError(
                     f"{path}: {missing} chunks of '{DATASET}' were never written: the store was not finished"
                 )
-            self.shape = self.fields.shape
+            self.shape, self.size = self.fields.shape, self.fields.nbytes_stored()
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -112,6 +112,10 @@ class WaveLoader(BatchLoader):
         rest = [torch.ones_like(label)] * (len(self.axes) - 2)
         return waves(self.axes, torch.stack([label // m, label % m, *rest], 1), phase), label
 
+    def listing(self) -> dict[str, str]:
+        """There are no files."""
+        return {}
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -67,11 +67,9 @@ class Task(ABC):
         return parallel.module(x)
 
     def loaders(self, device: torch.device) -> list[BatchLoader]:
-        """build_loaders on every rank; where one of them fails, or sees other data, every rank raises a UsageError."""
+        """build_loaders on every rank; where one of them fails, or sees other files, every rank raises a UsageError."""
         loaders = comm.agree(lambda: self.build_loaders(device))
-        samples = comm.gather([loader.num_samples for loader in loaders])
-        if any(seen != samples[0] for seen in samples):
-            raise UsageError(f"ranks see other data: samples of training and validation on each rank: {samples}")
+        comm.check_alike({name: seen for loader in loaders for name, seen in loader.listing().items()})
         return loaders
 
     @abstractmethod
