@@ -125,7 +125,7 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (1, ["--lr_scaling=sqrt"], "lr_scaling sqrt needs base_batch_size"),
         *(
             (2, ["--pipeline_parallel=2", "--gradient_accumulation=2", *steps], "2: a pipeline trains one step, of the")
-            for steps in (["--rollout_steps=2"], ["--predict=change"])
+            for steps in (["--rollout_steps=2"], ["--rollout_schedule", "[3, 2]"], ["--predict=change"])
         ),
         (2, ["--img_size", "8", "8", "8"], r"base: img_size \[8, 8, 8\]: forecasts are of latitude and longitude"),
         (2, CLASSIFY, "base: task classify needs num_classes"),

@@ -145,7 +145,6 @@ def captured_step(config):
     """A TrainingStep on the CPU that will be captured."""
     _, step = build(config)
     step.config = config.model_copy(update={"enable_cuda_graphs": True})
-    step.captured = CapturedStep()
     return step
 
 
@@ -156,11 +155,15 @@ def no_collection():
     gc.enable()
 
 
+def graphs_of(step):
+    return [weakref.ref(captured.graph) for captured in step.captured.values()]
+
+
 def test_a_graph_ends_with_its_step(tiny_config, fake_cuda):
     step = captured_step(tiny_config())
     for i in range(WARMUP_STEPS + 2):
         step(i, *batch(step.config))
-    graph = weakref.ref(step.captured.graph)
+    (graph,) = graphs_of(step)
     assert graph()
     with no_collection():
         del step
@@ -168,20 +171,23 @@ def test_a_graph_ends_with_its_step(tiny_config, fake_cuda):
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_a_run_drops_its_graphs_when_it_closes(tiny_config, fake_cuda, monkeypatch, error):
+def test_a_run_has_a_graph_for_each_length_of_a_rollout_and_drops_them_when_it_closes(
+    tiny_config, fake_cuda, monkeypatch, error
+):
     """Also after an error, then without waiting for a device that may wait for other ranks."""
-    config = tiny_config(num_iters=WARMUP_STEPS + 3)
+    steps = WARMUP_STEPS + 2
+    config = tiny_config(num_iters=2 * steps, rollout_schedule=[[steps, 2]])
     step, task, waits = captured_step(config), build_task(config), []
     monkeypatch.setattr(run_module, "synchronize", waits.append)
     with no_collection(), pytest.raises(error) if error else contextlib.nullcontext():
         with Run(config, step, task, task.loaders(CPU)) as run:
             for x, y in run.batches():
                 run.after_step(step(run.iteration, x, y))
-            graph = weakref.ref(step.captured.graph)
-            assert graph()
+            graphs = graphs_of(step)
+            assert len(graphs) == 2 and all(graph() for graph in graphs)
             if error:
                 raise error
-    assert graph() is None and waits == ([] if error else [CPU])
+    assert [graph() for graph in graphs] == [None, None] and waits == ([] if error else [CPU])
 
 
 @pytest.mark.parametrize("graphs", [False, True])

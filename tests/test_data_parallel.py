@@ -206,7 +206,7 @@ def weights_after_a_resume(config, settle):
     step = build(config)
     restore_state(kept, step.parallel.model, step.optimizer)
     if settle:
-        step.settle(batches[3][0])
+        step.settle(*batches[3])
     return all(map(torch.equal, trained(step, range(3, 6)), expected))
 
 

@@ -78,7 +78,7 @@ def batches(config, kind=None):
     if kind:
         train = loader.dataset
         shared = loader.statistics, 20, 20, config.global_batch_size, CPU, config.num_data_workers
-        loader = kind(train, *shared, Forcings(config.forcings, train, CPU))
+        loader = kind(train, *shared, Forcings(config.forcings, train, CPU), config.rollout_stages)
     try:
         return [(x.clone(), y.clone()) for x, y in loader.train(config.seed, 0, 6)]
     finally:
@@ -87,8 +87,8 @@ def batches(config, kind=None):
 
 @pytest.mark.parametrize("dt", [1, 2])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_delivers_the_frames_of_all_steps_and_their_forcings(tiny_config, dt, workers):
-    options = {"forcings": ALL, "rollout_steps": 3, "num_data_workers": workers, "dt": dt}
+def test_a_loader_delivers_the_frames_of_each_stage_and_their_forcings(tiny_config, dt, workers):
+    options = {"forcings": ALL, "rollout_schedule": [[2, 3], [4, 2]], "num_data_workers": workers, "dt": dt}
     config = tiny_config(**options, num_iters=6)
     folder = FieldDataset(config.train_data_path, 20, SIZE, dt, steps=3)
     means, stds = (np.load(getattr(config, f"global_{name}_path"))[0] for name in ("means", "stds"))
@@ -96,7 +96,7 @@ def test_a_loader_delivers_the_frames_of_all_steps_and_their_forcings(tiny_confi
     task = build_task(config)
     samples = task.loaders(CPU)[0].order(config.seed).samples
     for iteration, (x, y) in enumerate(batches(config)):
-        k, numbers = 3, samples(iteration)
+        k, numbers = (1, 1, 3, 3, 2, 2)[iteration], samples(iteration)
         assert x.shape == (4, 20 + 2 + 4 * k, *SIZE)
         assert y.shape == (4, 20 * k, *SIZE)
         frames = np.empty((4, k + 1, 20, *SIZE), np.float32)
@@ -105,14 +105,14 @@ def test_a_loader_delivers_the_frames_of_all_steps_and_their_forcings(tiny_confi
         frames = (frames - means) / stds
         np.testing.assert_allclose(x[:, :20], frames[:, 0], atol=1e-4)
         np.testing.assert_allclose(y, frames[:, 1:].reshape(y.shape), atol=1e-4)
-        assert torch.equal(x[:, 20:], made(folder, ALL)(folder.dates(numbers)))
-        spaced = np.diff(folder.dates(numbers), axis=1) == dt * np.timedelta64(6, "h")
+        assert torch.equal(x[:, 20:], made(folder, ALL)(folder.dates(numbers, k)))
+        spaced = np.diff(folder.dates(numbers, k), axis=1) == dt * np.timedelta64(6, "h")
         assert spaced.all()
 
 
 def test_dali_delivers_the_same(tiny_config):
     dali = pytest.importorskip("utils.data_loader_dali", exc_type=UsageError).DaliDataLoader
-    config = tiny_config(forcings=ALL, rollout_steps=3, num_iters=6)
+    config = tiny_config(forcings=ALL, rollout_schedule=[[2, 3]], num_iters=6)
     for native, other in zip(batches(config, DataLoader), batches(config, dali), strict=True):
         for one, two in zip(native, other, strict=True):
             torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)

@@ -44,7 +44,7 @@ def norms_by_torch(config):
     for i in range(STEPS):
         x, y = build_task(config).random_batch(random)
         with step.autocast():
-            loss = step.loss(step.task.predict(step.parallel, x), y)
+            loss = step.loss(step.task.predict(step.parallel, x, y), y)
         loss.backward()
         found.append(torch.nn.utils.get_total_norm([p.grad for p in step.parallel.model.parameters()]))
         step.optimizer.zero_grad()

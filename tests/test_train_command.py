@@ -89,6 +89,10 @@ def test_bad_settings_are_refused_before_anything_is_written(refused):
 def test_a_rollout_that_cannot_be_trained_is_refused(refused, tmp_path, sample_folder, tiny_options):
     refused("1979.h5: has 20 frames, dt 1 x 20 steps of a rollout needs at least 21", rollout_steps=20)
     refused(
+        "rollout_schedule .*: give pairs of an iteration, in increasing order", rollout_schedule=["[5, 2]", "[3, 4]"]
+    )
+    refused("rollout_schedule .*: .* 1 to 1000", rollout_schedule=["[5, 1001]"])
+    refused(
         "rollout_steps 2: the model takes 20 channels and forecasts 18, not enough", rollout_steps=2, n_out_channels=18
     )
     refused("predict change: n_out_channels must not exceed n_in_channels", predict="change", n_in_channels=18)

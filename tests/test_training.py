@@ -131,21 +131,23 @@ def test_a_stopped_run_continues_bit_for_bit(run, monkeypatch, iteration, worker
     assert same_losses(whole, resumed)
 
 
-STEPS = {"forcings": ["hour", "day", "orography"], "predict": "change", "rollout_steps": 2, "ema": 0.9}
+STAGES = {
+    "forcings": ["hour", "day", "orography"], "predict": "change", "rollout_schedule": ["[3, 2]", "[7, 3]"], "ema": 0.9,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("iteration", [2, 5, 8])
 def test_a_run_over_several_steps_continues_bit_for_bit(run, monkeypatch, iteration):
-    whole = run(run_num="whole", **STEPS)
+    whole = run(run_num="whole", **STAGES)
     with monkeypatch.context() as patch:
         stop_after(patch, iteration)
-        assert run(run_num="stopped", **STEPS).status == 75
-    resumed = run(run_num="stopped", **STEPS)
+        assert run(run_num="stopped", **STAGES).status == 75
+    resumed = run(run_num="stopped", **STAGES)
     assert same_losses(whole, resumed)
 
 
 def test_a_run_starts_from_the_weights_of_another(run):
-    told = {key: STEPS[key] for key in ("forcings", "predict")}
+    told = {key: STAGES[key] for key in ("forcings", "predict")}
     first = run(run_num="first", ema=0.5, **told)
     second = run(run_num="second", ema=0.9, init_from=str(first.folder), lr=1e-12, **told)
     assert "Initial weights are those of" in second.log

@@ -109,7 +109,7 @@ class Run:
         self.open.__exit__(kind, *error)
         if kind is None:  # after an error other ranks may be missing, which the device would wait for
             synchronize(self.device)
-        self.step.captured = None  # who leaves a process group waits until no CUDA graph holds NCCL's collectives
+        self.step.captured.clear()  # who leaves a process group waits until no CUDA graph holds NCCL's collectives
         if comm.get_size("domain") > 1:
             _report_fallback()
         if kind is None and not self.summary and self.iteration == self.config.num_iters:
@@ -139,7 +139,7 @@ class Run:
             with span("data"):
                 x, y = next(batches)
             if self.resumed:
-                self.step.settle(x)
+                self.step.settle(x, y)
                 self.resumed = False
             self.step.measures_norm = self._is_read(self.iteration + 1)
             yield x, y

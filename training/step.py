@@ -53,13 +53,17 @@ class TrainingStep:
         self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
         self.measures_norm = False  # whether the next steps say how large the gradient is
         self.square: Tensor | None = None  # this rank's share of its square, where the last step did
-        self.captured = CapturedStep(parallel.replicated) if config.enable_cuda_graphs else None
+        self.captured: dict[torch.Size, CapturedStep] = {}  # by the target's shape: one for each length of a rollout
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        loss = self.captured(self.eager, x, y) if self.captured else self.eager(x, y)
+        if self.config.enable_cuda_graphs:
+            captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
+            loss = captured(self.eager, x, y)
+        else:
+            loss = self.eager(x, y)
         loss, self.square = loss.unbind() if loss.dim() else (loss, None)
         if self.average:
             self.average.update(iteration)
@@ -77,7 +81,7 @@ class TrainingStep:
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
                 with span("forward"), self.autocast():
-                    loss = self.loss(self.task.predict(self.parallel, x_part), y_part)
+                    loss = self.loss(self.task.predict(self.parallel, x_part, y_part), y_part)
                 with span("backward"):
                     self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
@@ -122,7 +126,7 @@ class TrainingStep:
         """The context, also a decorator, in which this step's model runs."""
         return autocast(self.config, self.device)
 
-    def settle(self, x: Tensor) -> None:
+    def settle(self, x: Tensor, y: Tensor) -> None:
         """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
 
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
@@ -133,8 +137,8 @@ class TrainingStep:
             devices = [self.device] if self.device.type != "cpu" else []
             with torch.random.fork_rng(devices, device_type=self.device.type), self.autocast():
                 for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
-                    part = x.chunk(self.config.gradient_accumulation)[0]
-                    self.task.predict(self.parallel, part).sum().backward()
+                    parts = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
+                    self.task.predict(self.parallel, *parts).sum().backward()
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
             self.optimizer.zero_grad(set_to_none=True)

@@ -28,7 +28,7 @@ class Telemetry:
         self.clock, self.times = Clock(), PhaseTimes(step.device, not config.enable_cuda_graphs)
         self.losses: list[Tensor] = []  # on the device, not read yet
         self.called: int | None = None  # collectives until the end of the first step after a reading
-        self.flops = PASSES * step.task.facts.flops * config.rollout_steps  # of a sample
+        self.flops = PASSES * step.task.facts.flops  # of a sample, in one step of a forecast
         self.peak = peak_flops_per_sec(step.device, config)
 
     def add(self, loss: Tensor) -> None:
@@ -58,7 +58,8 @@ class Telemetry:
         table = packed[count + 2 :].view(ranks, -1)
         own_times = dict(zip(PHASES, table[comm.rank()].tolist(), strict=False))
         self.clock.data_wait += own_times["data"] * count
-        flops = speed * self.flops
+        forecast_steps = [steps for first, steps in self.config.rollout_stages if first < iteration][-1]
+        flops = speed * self.flops * forecast_steps
         before_others = table[:, :2].nansum(1)  # of data and forward: where gradients are reduced the ranks meet
         reading: Reading = {
             "loss/train": losses[-1],

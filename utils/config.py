@@ -19,7 +19,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from utils.errors import ArgumentParser, UsageError, first_line
 from utils.files import read_text
-from utils.schema import ALIASES, Affects, Config, keys_that_affect
+from utils.schema import ALIASES, MOST_STEPS, Affects, Config, keys_that_affect
 
 ROOT = Path(__file__).parents[1]
 
@@ -214,8 +214,14 @@ def _of_options(config: Config) -> Iterator[str]:
 
 
 def _of_rollout(config: Config) -> Iterator[str]:
-    """A step does not give what the next one takes."""
-    n_in, n_out, steps = config.n_in_channels, config.n_out_channels, config.rollout_steps
+    """The stages of a rollout do not follow each other, or a step does not give what the next one takes."""
+    firsts = [0, *(first for first, _ in config.rollout_schedule)]
+    if sorted(set(firsts)) != firsts or not all(1 <= steps <= MOST_STEPS for _, steps in config.rollout_schedule):
+        yield (
+            f"rollout_schedule {config.rollout_schedule}: give pairs of an iteration, in increasing order from 1, and "
+            f"of the steps from there on, 1 to {MOST_STEPS}"
+        )
+    n_in, n_out, steps = config.n_in_channels, config.n_out_channels, config.longest_rollout
     if steps > 1 and n_out < n_in:
         given = f"the model takes {n_in} channels and forecasts {n_out}"
         yield f"rollout_steps {steps}: {given}, not enough for a second step"
@@ -224,7 +230,7 @@ def _of_rollout(config: Config) -> Iterator[str]:
     if config.pipeline_parallel > 1 and (steps > 1 or config.predict == "change"):
         yield (
             f"pipeline_parallel {config.pipeline_parallel}: a pipeline trains one step, of the state: split with "
-            "tensor_parallel or context_parallel, or give rollout_steps 1 and predict state"
+            "tensor_parallel or context_parallel, or give rollout_steps 1, no rollout_schedule, and predict state"
         )
 
 

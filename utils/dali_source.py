@@ -25,8 +25,9 @@ class SampleSource:
         if info.iteration >= len(self.iterations):
             raise StopIteration
         self.dataset.open()
-        sample = np.empty(self.dataset.shape, np.float32)
-        self.dataset.read(self.order.samples(self.iterations[info.iteration])[info.idx_in_batch], sample)
+        iteration = self.iterations[info.iteration]
+        sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
+        self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
         return sample
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from pinned memory on a side stream, while the previous step computes, and norma
 buffer itself is normalised, and is the batch.
 """
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +34,7 @@ class BatchLoader:
     A batch is valid until the next one is requested: its memory is used again.
     statistics: of the dataset's channels. batch_size: samples of this rank; the ranks' batches side by side are the
     batch of a single process. num_workers: threads or processes that read ahead. forcings: further inputs, None for
-    none. Subclasses implement `_batches`.
+    none. stages: the steps of a forecast, see sample_order.Order. Subclasses implement `_batches`.
     """
 
     dataset: Dataset
@@ -44,6 +45,7 @@ class BatchLoader:
     device: torch.device
     num_workers: int = 0
     forcings: ForcingChannels | None = None
+    stages: Sequence[tuple[int, int]] = ((0, 1),)
 
     @property
     def num_samples(self) -> int:
@@ -81,7 +83,7 @@ class BatchLoader:
 
     def order(self, seed: int | None = None) -> Order:
         """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
-        return Order(self.num_samples, self.batch_size, comm.get_rank("dp"), comm.get_size("dp"), seed)
+        return Order(self.num_samples, self.batch_size, comm.get_rank("dp"), comm.get_size("dp"), seed, self.stages)
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
@@ -112,10 +114,10 @@ class BatchLoader:
                     dist.broadcast(tensor, group=group, group_src=0)
                 yield x, y
         else:
-            frames, _, h, w = self.dataset.shape
-            forced = self.forcings.channels(frames - 1) if self.forcings else 0
-            channels = self.n_in + forced, (frames - 1) * self.n_out
-            for _ in iterations:
+            h, w = self.dataset.shape[2:]
+            for steps in map(order.steps, iterations):
+                forced = self.forcings.channels(steps) if self.forcings else 0
+                channels = self.n_in + forced, steps * self.n_out
                 x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in channels)
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
@@ -125,7 +127,7 @@ class BatchLoader:
         """Input and target of normalised samples (B, k + 1, C, h, w) of these numbers."""
         x, y = frames[:, 0, : self.n_in], frames[:, 1:, : self.n_out].flatten(1, 2)
         if self.forcings:
-            x = torch.cat([x, self.forcings(self.dataset.dates(samples))], 1)
+            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - 1))], 1)
         return x, y
 
 
@@ -135,11 +137,12 @@ def reads_samples() -> bool:
 
 
 class Slot:
-    """A reused batch buffer for (B, k + 1, C, h, w) float32, pinned where the batches go to a GPU."""
+    """A reused batch buffer, float32, pinned where the batches go to a GPU. shape: of the largest batch."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.tensor = torch.empty(shape, pin_memory=pinned)
-        self.samples = np.empty(0)  # numbers of those that it holds
+        self.tensor = torch.empty(shape, pin_memory=pinned)  # the batch that it holds, (B, k + 1, C, h, w)
+        self.memory = self.tensor.view(-1)
+        self.samples: np.ndarray = np.empty(0)  # numbers of those that it holds
         self.reads: list[Future[None]] = []
         self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again
 
@@ -164,12 +167,12 @@ class DataLoader(BatchLoader):
         super().close()
 
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
-        asked = map(order.samples, iterations)
+        asked = iter(iterations)
         free, reading = deque(self.slots), deque[Slot]()
         try:
             while True:
-                while free and (samples := next(asked, None)) is not None:
-                    reading.append(self._start_reading(free.popleft(), samples))
+                while free and (iteration := next(asked, None)) is not None:
+                    reading.append(self._start_reading(free.popleft(), order, iteration))
                 if not reading:
                     return
                 slot = reading.popleft()
@@ -183,11 +186,13 @@ class DataLoader(BatchLoader):
                 for read in slot.reads:
                     read.cancel() or read.exception()
 
-    def _start_reading(self, slot: Slot, samples: np.ndarray) -> Slot:
+    def _start_reading(self, slot: Slot, order: Order, iteration: int) -> Slot:
         if slot.copied is not None:
             slot.copied.synchronize()
-        slot.samples, slot.reads = samples, []
-        for index, out in zip(samples, slot.tensor.numpy(), strict=True):
+        slot.samples, slot.reads = order.samples(iteration), []
+        shape = (self.batch_size, order.steps(iteration) + 1, *self.dataset.shape[1:])
+        slot.tensor = slot.memory[: math.prod(shape)].view(shape)
+        for index, out in zip(slot.samples, slot.tensor.numpy(), strict=True):
             if self.pool:
                 slot.reads.append(self.pool.submit(self.dataset.read, index, out))
             else:

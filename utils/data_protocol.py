@@ -23,10 +23,10 @@ class Dataset(Protocol):
         """Open the files where they are not open: a data set travels to another process without them."""
 
     def read(self, index: int, out: np.ndarray) -> None:
-        """Read a sample into `out`, contiguous float32 of `shape`."""
+        """Read a sample, or its first frames, into `out`, contiguous float32."""
 
-    def dates(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The dates of the frames from which the steps of a forecast start, (len(indices), steps) datetime64[s]."""
+    def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+        """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s]."""
 
     def check_finite(self, index: int) -> None:
         """Raise UsageError, naming the place, where a sample has a value that is not finite."""

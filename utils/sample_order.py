@@ -1,5 +1,6 @@
 """The samples of a rank in an iteration: a function of numbers alone, so that a run can resume anywhere."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class Order(NamedTuple):
     """Samples of a rank in each iteration: its equal part of the samples of all ranks.
 
     batch_size: of this rank. seed: of training; None for validation, which takes the samples in their order, and fills
-    up the last batch from the start.
+    up the last batch from the start. stages: the steps of a forecast, as (first iteration, steps), from 0 on.
     """
 
     num_samples: int
@@ -34,6 +35,7 @@ class Order(NamedTuple):
     rank: int
     ranks: int
     seed: int | None = None
+    stages: Sequence[tuple[int, int]] = ((0, 1),)
 
     def samples(self, iteration: int) -> np.ndarray:
         """The numbers of the samples of an iteration, (batch_size,)."""
@@ -41,6 +43,12 @@ class Order(NamedTuple):
         if self.seed is None:
             return np.arange(iteration * whole + first, iteration * whole + first + self.batch_size) % self.num_samples
         return training_indices(self.num_samples, whole, self.seed, iteration)[first : first + self.batch_size]
+
+    def steps(self, iteration: int) -> int:
+        """The steps of the forecasts of an iteration; in validation the most of all stages."""
+        if self.seed is None:
+            return max(steps for _, steps in self.stages)
+        return [steps for first, steps in self.stages if first <= iteration][-1]
 
     def counts(self) -> list[int]:
         """How many samples of each validation batch are new: every rank has as many batches, and a count may be 0."""

@@ -21,7 +21,9 @@ Size = Annotated[int, Field(ge=1, le=2**16)]  # of a model's part
 Ranks = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=1, le=10**7)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
-Steps = Annotated[int, Field(ge=1, le=1000)]
+MOST_STEPS = 1000  # of a forecast in training
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Stage = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 Method = Literal["gather", "ring", "all_to_all"]
 TIMED_FORCINGS = ("hour", "day")  # the local hour, the day of the year: a cosine and a sine of each
 
@@ -116,6 +118,7 @@ class Config(BaseModel):
     channel_weights: dict[Name, Weight] = key("squared_error: weights of channels, else 1: {u10: 0.1}", {}, "training")
     pressure_weights: bool = key("squared_error: channels weigh as the pressure of their level", False, "training")
     rollout_steps: Steps = key("steps of a forecast to train over, each from the one before", 1, "training")
+    rollout_schedule: list[Stage] = key("later rollout_steps: [600, 2] [900, 4]: 2 from 600 on, then 4", [], "training")
 
     comm_timeout: Seconds = key("seconds after which a rank that waits for another gives up", 600, "nothing")
     watchdog_timeout: Seconds = key("seconds without a finished step after which the run ends", 1800, "nothing")
@@ -176,6 +179,17 @@ class Config(BaseModel):
     def model_in_channels(self) -> int:
         """Channels that the model takes: those of the state and the forcings of one step."""
         return self.n_in_channels + sum(count_forcings(self.forcings))
+
+    @property
+    def rollout_stages(self) -> tuple[tuple[int, int], ...]:
+        """(first iteration, steps of the forecasts), in order, for every stage that num_iters reaches."""
+        later = [(first, steps) for first, steps in self.rollout_schedule if first < self.num_iters]
+        return (0, self.rollout_steps), *later
+
+    @property
+    def longest_rollout(self) -> int:
+        """The most steps of a forecast that is trained."""
+        return max(steps for _, steps in self.rollout_stages)
 
     def options(self, kind: Callable[..., Options]) -> Options:
         """A dataclass whose fields are named as keys of this config, filled from them: DataParallelOptions, ..."""

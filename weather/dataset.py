@@ -23,7 +23,7 @@ class FieldDataset:
     channels: how many channels to read, from the first. img_size: (H, W), the first rows and columns of the files.
     dt: frames from one step of a forecast to the next. limit: use only this many samples, from the first.
     rows, columns: read only this part of the image (slices of [0, H) and of [0, W)).
-    steps: of a forecast; a sample has one frame more, the input.
+    steps: the most of a forecast; a sample has one frame more, the input.
     Raises UsageError if the folder or a file does not hold such data.
     """
 
@@ -75,7 +75,7 @@ class FieldDataset:
         return self.steps + 1, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     def read(self, index: int, out: np.ndarray) -> None:
-        """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape."""
+        """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
         number, frame = self._locate(index)
         parts = [out] if self.dt == 1 else np.split(out, len(out))  # frames side by side on disk: one read
         for later, part in enumerate(parts):
@@ -86,10 +86,10 @@ class FieldDataset:
         """The dates of the frames of each file, (T,) datetime64[s]."""
         return [file_times(file) for file in self.files]
 
-    def dates(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The dates of the frames from which the steps of a forecast start, (len(indices), steps) datetime64[s]."""
+    def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+        """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
         located = [self._locate(index) for index in indices]
-        span = self.steps * self.dt
+        span = steps * self.dt
         return np.array([self.times[number][first : first + span : self.dt] for number, first in located])
 
     def _locate(self, index: int) -> tuple[int, int]:

@@ -76,7 +76,7 @@ def main(pairs: int, folder: Path) -> None:
     whole = statistics.median(seconds for _, seconds in found)
     print(f"with / without: median {median:.3f}, quartiles {low:.3f} to {high:.3f}, of {pairs} pairs")
     parts = {"a reading": cpu_seconds(only_read, TIMES) / STEPS, "timing of phases": cpu_seconds(phases, TIMES)}
-    step.loss(step.task.predict(step.parallel, batch[0]), batch[1]).backward()
+    step.loss(step.task.predict(step.parallel, *batch), batch[1]).backward()
     parts["a norm"] = cpu_seconds(step.parallel.squared_norm, TIMES) / STEPS
     for name, seconds in parts.items():
         print(f"{name}: {seconds * 1e6:.0f} us of a step of {whole * 1e3:.0f} ms")

@@ -63,7 +63,7 @@ class Share:
         self.classifies = config.model == "classifier"
         self.outputs = config.num_classes or 0 if self.classifies else points * config.n_out_channels
         self.states = 0 if self.classifies else self.b * self.n * self.outputs
-        self.steps = config.rollout_steps  # of a forecast
+        self.steps = config.longest_rollout  # of a forecast
 
         # Activations of L blocks with D features: of a layer, of the residual stream between layers, inside the MLP.
         self.D, self.L = config.embed_dim, config.depth // layout.pp

@@ -49,7 +49,7 @@ class Trained(Task):
         n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
         channels = max(n_in, n_out)
         train, valid = (
-            FieldDataset(folder, channels, config.img_size, config.dt, limit, rows, columns, config.rollout_steps)
+            FieldDataset(folder, channels, config.img_size, config.dt, limit, rows, columns, config.longest_rollout)
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),
                 (config.valid_data_path, config.limit_nsamples_val),
@@ -64,11 +64,11 @@ class Trained(Task):
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
         shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings
-        return [Loader(dataset, *shared) for dataset in (train, valid)]
+        return [Loader(dataset, *shared, config.rollout_stages) for dataset in (train, valid)]
 
-    def predict(self, parallel: ParallelModel, x: Tensor) -> Tensor:
-        """A forecast of rollout_steps."""
-        steps = self.config.rollout_steps
+    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
+        """A forecast of as many steps as y has."""
+        steps = y.shape[1] // self.config.n_out_channels
         if steps == 1 and self.config.predict == "state":
             return parallel.module(x)
         # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
@@ -104,7 +104,7 @@ class Trained(Task):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers."""
-        config, steps = self.config, self.config.rollout_steps
+        config, steps = self.config, self.config.longest_rollout
         inputs = config.model_in_channels + (steps - 1) * count_forcings(config.forcings)[1]
         x = torch.randn(config.global_batch_size, inputs, *config.img_size, generator=generator)
         return x, torch.randn(len(x), steps * config.n_out_channels, *config.img_size, generator=generator)

@@ -21,7 +21,15 @@ if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
     from matplotlib.figure import Figure
 
 Shape = tuple[int, ...]
-FORECAST_KEYS = ("forcings", "predict", "rollout_steps", "loss", "channel_weights", "pressure_weights")
+FORECAST_KEYS = (
+    "forcings",
+    "predict",
+    "rollout_steps",
+    "rollout_schedule",
+    "loss",
+    "channel_weights",
+    "pressure_weights",
+)
 
 
 class Task(ABC):
@@ -62,8 +70,8 @@ class Task(ABC):
         """The shape of what a model gives for so many whole samples; by default images of the channels to forecast."""
         return samples, self.config.n_out_channels, *self.config.img_size
 
-    def predict(self, parallel: ParallelModel, x: Tensor) -> Tensor:
-        """The prediction that is compared with the target, in training. x: a batch of inputs."""
+    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
+        """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters."""
         return parallel.module(x)
 
     def loaders(self, device: torch.device) -> list[BatchLoader]:
