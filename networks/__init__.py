@@ -3,7 +3,6 @@
 # What --model calls a model: its module and class. build_model of training/model.py imports the one that is asked for.
 MODELS = {
     "vit": "networks.vit:ViT",
-    "convnet": "networks.convnet:ConvNet",
     "unet": "networks.unet:UNet",
     "afno": "networks.afno:AFNO",
     "neighborhood": "networks.neighborhood:NeighborhoodTransformer",

@@ -82,8 +82,6 @@ class AFNO(Transformer):
         num_blocks: int = 8,
         sparsity: float = 0.01,
     ):
-        if len(img_size) != 2:
-            raise ValueError(f"img_size {list(img_size)}: AFNO takes images of two dimensions")
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)

@@ -3,8 +3,6 @@
 Method: Hassani et al. 2023, "Neighborhood Attention Transformer" (arXiv:2204.07143). Hassani and Shi 2022
 (arXiv:2209.15001) add dilation, gaps between the keys. At the edges the window is moved inwards, so that each query has
 kernel_size keys along every axis. Cost and memory grow with points x window, not with points squared.
-
-On a GPU the kernels of the natten package are used if it is installed.
 """
 
 from collections.abc import Sequence
@@ -16,11 +14,6 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from networks.vit import Block, ImageHead, Linear, PatchEmbed, PerAxis, Transformer, patch_grid, per_axis
-
-try:
-    from natten import functional as natten
-except ImportError:
-    natten = None
 
 TILE_QUERIES = 64  # queries that share one piece of keys and values
 
@@ -42,10 +35,6 @@ def neighborhood_attention(
     spatial = q.shape[2:-1]
     kernel_size, dilation = per_axis(kernel_size, len(spatial)), per_axis(dilation, len(spatial))
     starts = [window_starts(*axis) for axis in zip(spatial, kernel_size, dilation, strict=True)]
-    if natten and q.is_cuda:
-        attend = getattr(natten, f"na{len(spatial)}d")
-        last = [x.movedim(1, -2) for x in (q, k, v)]  # (B, *spatial, heads, d)
-        return attend(*last, kernel_size=kernel_size, dilation=dilation, scale=scale).movedim(-2, 1)
     return attend_windows(q, k, v, kernel_size, starts, dilation, scale)
 
 
@@ -172,8 +161,8 @@ class NeighborhoodTransformer(Transformer):
     """The vision transformer with neighborhood attention: (B, in_channels, *img_size) -> (B, out_channels, *img_size).
 
     kernel_size, dilation: the window of each token, in patches. The other arguments are those of networks.vit.ViT.
-    Raises ValueError where a patch does not divide the image, num_heads does not divide embed_dim, or the window is
-    longer than the grid of patches.
+    Raises ValueError where a patch does not divide the image, or num_heads does not divide embed_dim; in forward, where
+    the window is longer than the grid of patches.
     """
 
     def __init__(
@@ -191,9 +180,6 @@ class NeighborhoodTransformer(Transformer):
         dilation: PerAxis = 1,
     ):
         grid, patch_size = patch_grid(img_size, patch_size)
-        windows = zip(grid, per_axis(kernel_size, len(grid)), per_axis(dilation, len(grid)), strict=True)
-        for length, kernel, gap in windows:
-            window_starts(length, kernel, gap)  # raises where the window does not fit
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
         attention = [NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation) for _ in range(depth)]

@@ -9,8 +9,19 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from networks.convnet import GlobeConv
+
+class GlobeConv(nn.Module):
+    """Convolution of 3 x 3 points, periodic in longitude: (B, C, H, W) -> (B, C', H, W)."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=(1, 0), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, C, H, W) -> (B, C', H, W)."""
+        return self.conv(F.pad(x, (1, 1, 0, 0), mode="circular"))
 
 
 class DoubleConv(nn.Sequential):
@@ -19,7 +30,7 @@ class DoubleConv(nn.Sequential):
     def __init__(self, in_channels: int, out_channels: int):
         layers: list[nn.Module] = []
         for channels in (in_channels, out_channels):
-            layers += [GlobeConv(channels, out_channels, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU()]
+            layers += [GlobeConv(channels, out_channels), nn.BatchNorm2d(out_channels), nn.ReLU()]
         super().__init__(*layers)
 
 

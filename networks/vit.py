@@ -33,8 +33,8 @@ def patch_grid(img_size: Sequence[int], patch_size: PerAxis) -> tuple[tuple[int,
 
     Raises ValueError where a patch does not divide the image.
     """
-    patch_size = (patch_size,) * len(img_size) if isinstance(patch_size, int) else tuple(patch_size)
-    if len(patch_size) != len(img_size) or any(s % p for s, p in zip(img_size, patch_size, strict=False)):
+    patch_size = per_axis(patch_size, len(img_size))
+    if any(s % p for s, p in zip(img_size, patch_size, strict=True)):
         raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
     return tuple(s // p for s, p in zip(img_size, patch_size, strict=True)), patch_size
 

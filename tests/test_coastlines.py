@@ -37,12 +37,11 @@ def drawn():
     return [line.tolist() for line in lines.get_segments()], axes.get_xlim(), axes.get_ylim()
 
 
-@pytest.mark.parametrize("resolution", ["110m", "50m"])
-def test_the_lines_that_are_here_are_drawn_over_the_map(data_folder, resolution):
+def test_the_lines_that_are_here_are_drawn_over_the_map(data_folder):
     import shapefile
 
     data_folder.mkdir(parents=True)
-    with shapefile.Writer(data_folder / f"ne_{resolution}_coastline.shp", shapefile.POLYLINE) as file:
+    with shapefile.Writer(data_folder / "ne_110m_coastline.shp", shapefile.POLYLINE) as file:
         file.field("name")
         for line in LINES:
             file.line([line])

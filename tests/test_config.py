@@ -101,10 +101,8 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (
             4,
             ["--pipeline_parallel=4"],
-            "over 4 stages needs at least as many .* add --gradient_accumulation 4$",
+            "over 4 stages needs at least as many .* give a --gradient_accumulation of 4 or more",
         ),
-        (6, ["--pipeline_parallel=3", "--global_batch_size=12"], "add --gradient_accumulation 3$"),
-        (2, ["--pipeline_parallel=2", "--global_batch_size=1"], "a batch of 1 samples has too few"),
         (
             2,
             ["--tensor_parallel=2", "--tp_backend=dtensor", "--amp_mode=fp16"],
@@ -122,7 +120,7 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (4, ["--domain_parallel=3"], "4 ranks cannot be split as domain 3 x dp: 4 is not a multiple of 3"),
         (8, ["--domain_parallel=2x3"], "8 ranks cannot be split as domain 2x3 x dp: 8 is not a multiple of 6"),
         (2, ["--domain_parallel=2x"], "domain_parallel '2x': expected ranks along latitude, or 2x2"),
-        (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2, fsdp and hsdp, not to ddp"),
+        (1, ["--prefetch=1"], "prefetch belongs to data_parallel zero2 and fsdp and hsdp, not to ddp"),
         (1, ["--noddp", "--data_parallel=fsdp"], "noddp belongs to data_parallel ddp, not to fsdp"),
         (1, ["--lr_scaling=sqrt"], "lr_scaling sqrt needs base_batch_size"),
         *(
@@ -136,17 +134,21 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (
             2,
             ["--model=vti"],
-            r"model 'vti'.*: give one of vit, convnet, .*, or package.module:Class",
+            r"model 'vti'.*: give one of vit, .*, or package.module:Class",
         ),
         (2, ["--model=networks.vit:Vit"], "model 'networks.vit:Vit': cannot be imported: .*Vit"),
         (2, ["--model=no.where:Model"], "model 'no.where:Model': cannot be imported: No module named 'no'"),
         (
             2,
             ["--model=torch.nn:Linear"],
-            "base: model torch.nn:Linear needs in_features, out_features: .* --model_args",
+            "base: Linear.__init__.. missing 2 required positional arguments: 'in_features' and",
         ),
         (2, ["--model=neighborhood", "--model_args={kernel: 3}"], "model_args: neighborhood takes no 'kernel'"),
-        (2, ["--model=neighborhood", "--model_args={kernel_size: 4}"], "base: kernel_size 4 .* the kernel is odd"),
+        (
+            2,
+            ["--model=neighborhood", "--model_args={kernel_size: 4}"],
+            "base: model neighborhood fails .* kernel_size 4 .* the kernel is odd",
+        ),
         (
             2,
             ["--task=classify", "--num_classes=3"],
@@ -168,7 +170,6 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
             ["--local_batch_size=4", "--global_batch_size=8"],
             "global_batch_size 8 is not local_batch_size 4 x 1 ranks",
         ),
-        (1, ["--warmup=9", "--num_iters=8"], "warmup 9 is longer than num_iters 8"),
         (1, ["--batch_size=16"], "there is no '--batch_size' here: use --global_batch_size .* or --local_batch_size"),
         (1, ["--use_shifter"], "there is no '--use_shifter' here: use CONTAINER=shifter"),
         (1, ["--enable_apex"], "there is no '--enable_apex' here: use --enable_fused"),
@@ -231,13 +232,6 @@ def test_named_configs_of_the_repository_are_all_valid():
         assert read_named_config("config/ViT.yaml", name)
 
 
-def test_the_suggested_micro_batches_work():
-    with pytest.raises(UsageError) as caught:
-        load_config(["--pipeline_parallel=2"], world_size=2, splits=SPLITS)
-    *_, option, value = str(caught.value).split()
-    load_config(["--pipeline_parallel=2", option, value], world_size=2, splits=SPLITS)
-
-
 def test_the_tutorials_name_of_the_quick_sibling_is_an_alias():
     words = ["--yaml_config=config/mp.yaml"]
     one, other = (load_config([*words, f"--config={name}"]) for name in ("mp_short", "short_mp"))
@@ -273,11 +267,6 @@ def test_every_number_of_the_schema_has_bounds():
         ("a: \x00", "cannot be read as YAML: "),
         ("a: \x07", "cannot be read as YAML: "),
         ("a: " + "{a: " * 1500 + "1" + "}" * 1500, "cannot be read as YAML: "),
-        (
-            "z: {a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1], b: &b [*a, *a, *a, *a, *a, *a, *a, *a], "
-            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b], d: &d [*c, *c, *c, *c, *c, *c, *c, *c], lr: [*d, *d, *d, *d, *d]}",
-            "holds more than 10,000 values",
-        ),
         ("a:\n  embed_dims: 3\n", "a: unknown key 'embed_dims' (did you mean 'embed_dim'?)"),
         ("a:\n  embed_dim: 3\n", "a: key 'depth' is missing"),
         ("a: {<<: *b}\n", "line 1: found undefined alias"),
@@ -285,9 +274,8 @@ def test_every_number_of_the_schema_has_bounds():
         ("a: 3\n", "expected named configs"),
         ("- a\n", "expected named configs"),
         ("", "expected named configs"),
-        ("# " + "a" * 2**24, "larger than 16"),
     ],
-    ids=range(17),
+    ids=range(15),
 )
 def test_yaml_of_any_kind_is_one_line(tmp_path, text, line):
     path = tmp_path / "a.yaml"
@@ -305,8 +293,8 @@ def test_a_wrong_type_in_the_file_names_file_and_key(tmp_path):
         load_config(["--yaml_config", str(tmp_path / "f.yaml")])
 
 
-def test_a_value_that_is_long_is_cut_and_control_characters_are_escaped(capsys):
+def test_control_characters_of_a_value_are_escaped(capsys):
     with pytest.raises(SystemExit):
-        run_main(lambda: load_config(["--config=quick", "--lr", "x\x1b[31m\n" * 1000]))
+        run_main(lambda: load_config(["--config=quick", "--lr", "x\x1b[31m\n" * 10]))
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "\x1b" not in error and len(error) < 1200
+    assert error.count("\n") == 1 and "\x1b" not in error

@@ -83,15 +83,12 @@ def test_training_gives_the_batches_of_the_native_loader_from_any_iteration(load
 
 @needs_dali
 @pytest.mark.parametrize("num_data_workers", [0, 2])
-def test_every_validation_covers_all_samples_with_the_same_processes(loaders, num_data_workers):
+def test_every_validation_covers_all_samples_and_ends_its_processes(loaders, num_data_workers):
     """19 samples in batches of 4: the last batch has one repeated sample."""
     native = loaders(n_in_channels=3, data_loader_config="pytorch")[1]
     dali = loaders(n_in_channels=3, num_data_workers=num_data_workers)[1]
     assert_same_batches(dali.valid(), native.valid())
-    processes = workers()
-    assert len(processes) == num_data_workers
-    assert_same_batches(dali.valid(), native.valid())
-    assert workers() == processes
+    assert workers() == set()
     next(dali.valid())  # left early
     assert workers() == set()
     assert_same_batches(dali.valid(), native.valid())
@@ -121,7 +118,7 @@ def test_a_file_truncated_after_the_start_is_named(tmp_path, sample_folder, load
     shutil.copytree(sample_folder / "train", tmp_path / "train")
     loader, _ = loaders(train_data_path=str(tmp_path / "train"), num_data_workers=num_data_workers)
     os.truncate(tmp_path / "train/1980.h5", 100_000)
-    with pytest.raises(UsageError, match="1980.h5: (ends before frame|.*cannot be read)") as caught:
+    with pytest.raises(UsageError, match="1980.h5: .*cannot be read") as caught:
         list(loader.train(0, 0, 20))
     assert "\n" not in str(caught.value)
     assert workers() == set()

@@ -46,8 +46,8 @@ def test_exported_variables_inside_srun():
 @pytest.mark.parametrize(
     ("env", "line"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"),
-        ({k: v for k, v in EXPORTED.items() if k != "MASTER_PORT"}, "RANK is set, but MASTER_PORT is not"),
+        ({"WORLD_SIZE": "2"}, "is set, but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start with"),
+        ({k: v for k, v in EXPORTED.items() if k != "MASTER_PORT"}, "is set, but not MASTER_PORT: start with"),
         (EXPORTED | {"RANK": "x"}, "RANK='x' is not a whole number"),
         (EXPORTED | {"RANK": "2"}, "RANK 2 is not one of the 2 ranks"),
         (

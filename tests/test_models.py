@@ -15,7 +15,6 @@ from tests.test_domain_parallel import SIZES
 from utils.errors import UsageError
 
 MODELS = {
-    "convnet": SIZES | {"model": "convnet", "model_args": {"width": 8}},
     "neighborhood": SIZES | {"model": "neighborhood", "model_args": {"kernel_size": 3}},
     "unet": SIZES | {"model": "unet", "model_args": {"width": 4}, "sync_batchnorm": True},
     "afno": SIZES | {"model": "afno", "model_args": {"num_blocks": 4}},
@@ -77,10 +76,10 @@ def test_a_model_without_global_attention_is_not_split_by_rung_3(tiny_options, m
 
 
 def test_a_model_without_blocks_says_what_it_cannot_do(tiny_config, tiny_options):
-    with pytest.raises(UsageError, match="activation_checkpointing works block by block, and ConvNet has no `blocks`"):
+    with pytest.raises(UsageError, match="activation_checkpointing works block by block, and UNet has no `blocks`"):
         train_mp.main(
             [
                 "--yaml_config=config/ViT.yaml",
-                *tiny_options(model="convnet", model_args="{width: 8}", activation_checkpointing="full"),
+                *tiny_options(model="unet", model_args="{width: 8}", activation_checkpointing="full"),
             ]
         )

@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from networks.classifier import Classifier
-from networks.convnet import ConvNet
 from networks.neighborhood import attend_windows, neighborhood_attention
+from networks.unet import UNet
 
 SMALL = {"in_channels": 3, "num_classes": 7, "embed_dim": 16, "depth": 2, "num_heads": 4}
 MODELS = {
     "classifier": lambda: Classifier((8, 12), 4, **SMALL),
-    "convnet": lambda: ConvNet(3, 2, width=8),
+    "unet": lambda: UNet((8, 12), 3, 2, width=8),
 }
 
 
@@ -52,8 +52,8 @@ def test_sizes_that_do_not_divide_are_refused(change, line):
 # ---- convolutional network
 
 
-def test_the_convnet_commutes_with_a_shift_in_longitude():
-    model, x = ConvNet(3, 2, width=8), torch.randn(2, 3, 8, 12)
+def test_the_unet_commutes_with_a_shift_in_longitude():
+    model, x = UNet((8, 12), 3, 2, width=8, levels=1), torch.randn(2, 3, 8, 12)
     y = model(x)
     assert y.shape == (2, 2, 8, 12)
     torch.testing.assert_close(model(x.roll(4, 3)), y.roll(4, 3))

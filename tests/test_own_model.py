@@ -39,9 +39,9 @@ def test_a_model_that_is_not_ours_begins_as_its_author_meant(tiny_config, name):
 
 
 def test_our_models_draw_their_weights_from_the_seed_and_the_names_of_their_modules(tiny_config):
-    weights = dict(initial_weights(tiny_config(model="convnet")))
+    weights = dict(initial_weights(tiny_config(model="unet")))
     torch.manual_seed(99)  # the program's own random numbers do not matter
-    again, other = (dict(initial_weights(tiny_config(model="convnet", seed=seed))) for seed in (0, 1))
+    again, other = (dict(initial_weights(tiny_config(model="unet", seed=seed))) for seed in (0, 1))
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     drawn = [name for name, value in weights.items() if value.ndim == 4 and value.std() > 0]
     assert len(drawn) > 1 and not any(torch.equal(weights[name], other[name]) for name in drawn)

@@ -69,7 +69,7 @@ def test_a_command_that_cannot_be_obeyed_is_one_line(fault, tmp_path, tiny_optio
         words[at : at + 1] = tiny_options()
     done = programs.run(words, timeout=60)
     assert done.returncode == 2, done
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and len(done.stderr) < 1300
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,11 +142,14 @@ def some_pieces(file):
 
 
 YEARS = [
-    ({"fields": None}, "expected a dataset 'fields'"),
-    ({"fields": np.zeros((4, 2, 4))}, "expected a dataset 'fields'"),
-    ({"fields": np.ones((4, 2, 5, 8), "f4")}, "has 5 x 8 points, unlike "),
-    ({"fields": lambda file: file.create_dataset("fields", (4, 2, 4, 8), "f4")}, "all of 'fields' never written"),
-    ({"fields": some_pieces}, "1 of 4 pieces of 'fields' never written"),
+    ({"fields": None}, "expected 'fields' [time, channel, lat, lon]"),
+    ({"fields": np.zeros((4, 2, 4))}, "expected 'fields' [time, channel, lat, lon]"),
+    ({"fields": np.ones((4, 2, 5, 8), "f4")}, "'latitude' has shape (4,), the fields need (5,)"),
+    (
+        {"fields": lambda file: file.create_dataset("fields", (4, 2, 4, 8), "f4")},
+        "parts of 'fields' were never written",
+    ),
+    ({"fields": some_pieces}, "parts of 'fields' were never written"),
     ({"channel": ["b", "a"]}, "channel 0 is 'b' and not 'a'"),
     ({"channel": ["a"]}, "'channel' has shape (1,), the fields need (2,)"),
     ({"channel": np.arange(2)}, "'channel' cannot be read: "),

@@ -24,7 +24,9 @@ SMALL = {
 @pytest.fixture(scope="module")
 def fine():
     """Waves of the 32 x 64 default on a grid fine enough for finite differences, without the pole."""
-    return Atmosphere((361, 720), seed=0, truncation=12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atmosphere, "TRUNCATION", 12)
+        return Atmosphere((361, 720), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +190,6 @@ def test_a_leap_year_has_its_day():
     assert grid.year_frames(1980) == 1464 and grid.year_frames(1900) == 1460
     model = Atmosphere((8, 16), seed=0)
     assert model.frames(1980, 1463, 1).shape == (1, 20, 8, 16)
-    with pytest.raises(ValueError, match="1979 has 1460"):
-        model.frames(1979, 1460, 1)
 
 
 def test_grids_of_odd_and_even_height():
@@ -252,14 +252,12 @@ def test_another_training_year_renews_the_statistics(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"days": 1}, {"img_size": (9, 16)}, {"train_years": [1979]}])
-def test_other_settings_are_refused_until_told_to_overwrite(tmp_path, change):
+def test_other_settings_are_refused(tmp_path, change):
     make_sample_data(tmp_path, **SMALL)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    with pytest.raises(UsageError, match="--overwrite"):
+    with pytest.raises(UsageError, match="or of other settings: choose another folder, or remove it"):
         make_sample_data(tmp_path, **{**SMALL, **change})
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    make_sample_data(tmp_path, **{**SMALL, **change}, overwrite=True)
-    assert make_sample_data(tmp_path, **{**SMALL, **change}) == 0
 
 
 @pytest.mark.parametrize("name", ["train/1979.h5", "train/2000.h5", "stats/global_means.npy"])
@@ -268,19 +266,16 @@ def test_data_of_others_is_never_touched(tmp_path, name):
     path.parent.mkdir()
     path.write_bytes(b"observations")
     with pytest.raises(UsageError, match="choose another folder"):
-        make_sample_data(tmp_path, **SMALL, overwrite=True)
+        make_sample_data(tmp_path, **SMALL)
     assert path.read_bytes() == b"observations"
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"valid_years": (1980,)}, "1980 is in both train and valid"),
-        ({"train_years": (1979, 1979)}, "1979 is twice in train"),
+        ({"valid_years": (1980,)}, "1980 is in train and in valid"),
+        ({"train_years": (1979, 1979)}, "1979 is in train and in train"),
         ({"train_years": ()}, "no training year"),
-        ({"days": -1}, "days -1"),
-        ({"days": 366}, "days 366"),
-        ({"seed": -1}, "seed -1"),
         ({"img_size": (-8, 16)}, "at least 8 x 16"),
         ({"img_size": (10**6, 10**6)}, "GB free"),
     ],

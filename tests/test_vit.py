@@ -19,7 +19,7 @@ def test_image_to_image_in_two_and_three_dimensions(img_size, patch_size):
     ("change", "line"),
     [
         ({"img_size": (8, 13)}, r"img_size \[8, 13\] cannot be cut into patches of \[4, 4\]"),
-        ({"patch_size": (4, 4, 4)}, r"img_size \[8, 12\] cannot be cut"),
+        ({"patch_size": (4, 4, 4)}, r"\[4, 4, 4\] for 2 spatial axes"),
         ({"num_heads": 3}, "embed_dim 16 is not a multiple of num_heads 3"),
     ],
 )

@@ -10,7 +10,6 @@ folder is written under a temporary name and then renamed.
 import atexit
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -33,7 +32,6 @@ from torch.utils._pytree import tree_map
 
 from training.checkpoint_files import MARKER, CheckpointError, Marker, ShardWriter, digest, read_losses, verify
 from utils import comm
-from utils.errors import UsageError
 from utils.files import sync_folder, whole_file
 from utils.torch_private import VERSION
 
@@ -137,7 +135,7 @@ class CheckpointFolder:
 
         The tensors are copied to host memory, into the buffers of the save before, and written in the background: they
         may change as soon as this returns. Only one write is in flight: the one before is waited for.
-        trainer_state: anything JSON can hold. wait: return when the checkpoint is complete.
+        trainer_state: anything JSON can hold, not changed any more. wait: return when the checkpoint is complete.
         """
         started = time.perf_counter()
         self.wait()
@@ -145,7 +143,6 @@ class CheckpointFolder:
         final = self.path / f"iter-{iteration:08d}"
         marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
         marker |= {"config": self.config, "trainer": trainer_state}
-        marker = json.loads(json.dumps(marker))  # as it is now: training goes on
         if VERSION < (2, 13):  # there a stager is spent after one use
             self._stager = _new_stager()
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
@@ -199,8 +196,6 @@ class CheckpointFolder:
     def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
         with whole_file(writing / MARKER) as part:
             part.write_text(json.dumps({"sha256": digest(marker), **marker}, indent=1))
-        if final.is_symlink() or final.is_file():  # a stranger with this name
-            final.unlink()
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
         writing.rename(final)
         sync_folder(self.path)
@@ -214,7 +209,7 @@ class CheckpointFolder:
         """
         self.wait()
         self._connect()
-        found = comm.on_main(self.newest_whole)
+        found = comm.on_main(lambda: first_whole(self.folders()))
         if found is None:
             return None
         folder, marker = found
@@ -225,20 +220,11 @@ class CheckpointFolder:
         dcp.load(tensors, storage_reader=reader, process_group=self._group)
         return marker
 
-    def newest_whole(self) -> tuple[Path, Marker] | None:
-        """Folder and marker of the newest whole one, None where there is none. For one rank."""
-        return first_whole(self.folders())
-
     def folders(self) -> list[Path]:
-        """Checkpoint folders, newest first, damaged ones included; strangers are left out. Raises UsageError."""
-        try:
-            entries = list(os.scandir(self.path))
-        except FileNotFoundError:
-            return []
-        except OSError as error:  # to begin anew would write over what is there
-            raise UsageError(f"checkpoints {self.path}: cannot be read: {error.strerror}") from None
-        names = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-        return [self.path / name for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)]
+        """Checkpoint folders, newest first, damaged ones included. Raises OSError."""
+        paths = self.path.iterdir() if self.path.exists() else ()
+        folders = [path for path in paths if NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
     def newest_name(self) -> str:
         """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""

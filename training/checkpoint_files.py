@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -124,34 +123,16 @@ class CheckpointError(Exception):
     """A checkpoint folder that is half written or damaged."""
 
 
-class MarkerSchema(BaseModel):
-    """Read a marker, which another program may have written."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    sha256: str
-    iteration: NonNegativeInt
-    val_loss: float | None
-    world_size: PositiveInt
-    config: dict[str, Any] | None
-    trainer: dict[str, Any]
-    files: dict[str, dict[str, int | str]]  # {name: bytes and sha256}
-
-
 def read_marker(folder: Path) -> Marker:
     """The marker of a checkpoint. Raises CheckpointError where it is missing or damaged."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
-        MarkerSchema.model_validate(marker)
         if marker.pop("sha256") != digest(marker):
             raise ValueError("it is damaged (SHA-256 differs)")
         return marker
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {folder}: was not written to its end") from None
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        place = ".".join(map(str, wrong["loc"]))
-        raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be used: {place}: {wrong['msg']}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except Exception as error:  # whatever another program or a bad disk has left there
         raise CheckpointError(f"checkpoint {folder}: {MARKER} cannot be read: {first_line(error)}") from None
 
 
@@ -179,10 +160,8 @@ def verify(folder: Path) -> Marker:
     marker = read_marker(folder)
     for name, written in marker["files"].items():
         try:
-            if Path(name).name != name or describe(folder / name) != written:
+            if describe(folder / name) != written:
                 raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
-        except FileNotFoundError:
-            raise CheckpointError(f"checkpoint {folder}: {name} is missing") from None
         except OSError as error:
             raise CheckpointError(f"checkpoint {folder}: {name} cannot be read: {error.strerror}") from None
     for path in folder.glob(f"*{SUFFIX}"):

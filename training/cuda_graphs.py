@@ -63,15 +63,10 @@ class CapturedStep:
         self.inputs: list[Tensor] | None = None
 
     def __call__(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Run the step, always the same, on `inputs`; returns its loss. Raises ValueError where a shape has changed."""
+        """Run the step, always the same, on `inputs`; returns its loss."""
         if self.inputs is None:
             self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         for static, x in zip(self.inputs, inputs, strict=True):
-            if static.shape != x.shape:
-                raise ValueError(
-                    f"CUDA graph captured for a batch of shape {tuple(static.shape)}, got {tuple(x.shape)}: "
-                    "every batch must have the same shape"
-                )
             static.copy_(x)
         if self.warmup_left:
             self.warmup_left -= 1

@@ -14,7 +14,7 @@ from training.metrics import latitude_weights
 from utils.config import nearest
 from utils.errors import UsageError
 from utils.schema import Config
-from weather.channels import pressure_level
+from weather.channels import channel_key
 
 
 def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -60,12 +60,12 @@ def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> 
         if name not in names:
             there = ", ".join(names)
             raise UsageError(f"{config.config}: channel_weights: no channel '{name}'{nearest(name, names)}: {there}")
-    levels = [pressure_level(name) for name in names]
-    weights = np.ones(len(names))
-    if config.pressure_weights and any(levels):
-        mean = np.mean([level for level in levels if level])
-        weights = np.array([level / mean if level else 1 for level in levels])
-    weights = np.array([config.channel_weights.get(n, w) for n, w in zip(names, weights, strict=True)], np.float64)
+    by_name = dict.fromkeys(names, 1.0)
+    if config.pressure_weights:
+        levels = {name: level for name in names if (level := channel_key(name)[1])}
+        by_name |= {name: level * len(levels) / sum(levels.values()) for name, level in levels.items()}
+    by_name |= config.channel_weights
+    weights = np.array([by_name[name] for name in names])
     if not weights.sum() > 0:
         raise UsageError(f"{config.config}: channel_weights: all channels weigh nothing")
     rows = latitude_weights(latitude)

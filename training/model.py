@@ -79,12 +79,6 @@ def _builder(config):
         if name not in accepted and not takes_any:
             raise UsageError(f"{config.config}: model_args: {config.model} takes no '{name}'{nearest(name, accepted)}")
     arguments = {name: value for name, value in settings.items() if name in accepted} | config.model_args
-    named = [p for p in accepted.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if missing := [p.name for p in named if p.default is p.empty and p.name not in arguments]:
-        raise UsageError(
-            f"{config.config}: model {config.model} needs {', '.join(missing)}: give them in --model_args, as "
-            f"'{{{missing[0]}: ...}}'; these are given by name: {', '.join(settings)}"
-        )
 
     def build() -> nn.Module:
         try:

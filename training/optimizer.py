@@ -49,12 +49,12 @@ def learning_rate(config: Config, iteration: int) -> float:
     A function of the iteration alone, so that a resumed run needs no state for it. Cosine: Loshchilov and Hutter
     2017 (arXiv:1608.03983), without restarts.
     """
-    peak = peak_learning_rate(config)
-    if iteration < config.warmup:
-        return peak * (iteration + 1) / config.warmup
+    peak, warmup = peak_learning_rate(config), min(config.warmup, config.num_iters // 2)
+    if iteration < warmup:
+        return peak * (iteration + 1) / warmup
     if config.lr_schedule == "constant":
         return peak
-    progress = (iteration - config.warmup) / max(1, config.num_iters - config.warmup)
+    progress = (iteration - warmup) / (config.num_iters - warmup)
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -1,7 +1,8 @@
 """Pictures: fields on a map, skill by lead time."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,40 +26,16 @@ Style = dict[str, Any]  # options of imshow
 Skill = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]  # {score: {forecast: {channel: value by lead time}}}
 
 
-def forecast_figure(fields: Iterable[np.ndarray], grid: Grid, name: str, units: str) -> Figure:
-    """Input, target, prediction and error of one channel, four maps with coordinates and colour bars.
-
-    fields: (input, target, prediction), each (H, W), in physical units.
-    The first three share one colour scale; the error has its own, symmetric about zero.
-    """
-    start, target, prediction = (np.asarray(field, dtype=np.float32) for field in fields)
-    shared, symmetric = colour_scales(target, prediction - target)
-    panels = [
-        ("input", start, shared),
-        ("target", target, shared),
-        ("prediction", prediction, shared),
-        ("error", prediction - target, symmetric),
-    ]
-    figure = Figure(figsize=(11, 6))
-    for axes, (title, field, style) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, panels, strict=True):
-        image = draw_map(axes, field, grid, style)
-        axes.set_title(f"{name} {title}")
-        figure.colorbar(image, ax=axes, label=units)
-    figure.subplots_adjust(left=0.07, right=0.97, bottom=0.09, top=0.95, wspace=0.08, hspace=0.15)
-    figure.supxlabel("longitude (degrees east)", fontsize="medium")
-    figure.supylabel("latitude (degrees north)", fontsize="medium")
-    return figure
-
-
 def lead_time_figure(
     truth: np.ndarray, forecast: np.ndarray, leads: Sequence[int], grid: Grid, title: str, units: str
 ) -> Figure:
     """Truth, forecast and error of one channel, a row of maps for each lead time.
 
-    truth, forecast: (L, H, W), in physical units. leads: (L,), hours. One colour scale for all, one for all errors.
+    truth, forecast: (L, H, W), in physical units. leads: hours, to name the rows, or (). One colour scale for all maps,
+    one for all errors.
     """
-    figure, rows, _ = _rows_of_maps(truth, forecast, len(leads), grid, title, units)
-    for (first, *_), lead in zip(rows, leads, strict=True):
+    figure, rows, _ = _rows_of_maps(truth, forecast, len(truth), grid, title, units)
+    for (first, *_), lead in zip(rows, leads, strict=False):
         first.axes.set_ylabel(f"+{lead} h")
     return figure
 
@@ -187,21 +164,17 @@ def northern_first(field: np.ndarray, grid: Grid) -> np.ndarray:
 
 @cache
 def coastlines() -> list[np.ndarray]:
-    """Lines of points, each (N, 2) in degrees east (-180 to 180) and north; none where cartopy or its data are missing.
+    """Lines of points, (N, 2) in degrees east (-180 to 180) and north; none where cartopy or its data are missing.
 
     Nothing is downloaded: a compute node may have no way out, and would wait for it.
     """
-    try:
+    with suppress(Exception):  # coastlines are an ornament: whatever is wrong with them, the map is drawn
         from cartopy import config
-        from cartopy.io import Downloader, shapereader
+        from cartopy.io import shapereader
 
-        for resolution in ("110m", "50m"):
-            what = {"config": config, "resolution": resolution, "category": "physical", "name": "coastline"}
-            source = Downloader.from_config(("shapefiles", "natural_earth", resolution, "physical", "coastline"))
-            for path in (source.pre_downloaded_path(what), source.target_path(what)):  # source.path would download
-                if path and path.is_file():
-                    shapes = shapereader.Reader(path).geometries()
-                    return [np.array(line.coords) for shape in shapes for line in getattr(shape, "geoms", [shape])]
-    except Exception:  # coastlines are an ornament: whatever is wrong with them, the map is drawn
-        pass
+        for folder in (config["pre_existing_data_dir"], config["data_dir"]):
+            path = folder / "shapefiles/natural_earth/physical/ne_110m_coastline.shp"
+            if path.is_file():
+                shapes = shapereader.Reader(path).geometries()
+                return [np.array(line.coords) for shape in shapes for line in getattr(shape, "geoms", [shape])]
     return []

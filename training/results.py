@@ -46,8 +46,7 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
         print(f"finished {summary['iterations']} iterations, everything is in {summary['run']}")
         programs = os.path.relpath(Path(sys.executable).parent)  # of the virtual environment in use
         print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
-        if config.amp_mode != "none" or "SLURM_JOB_ID" in os.environ:
-            return
-        start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
-        words = [os.path.relpath(Path(sys.argv[0])), *sys.argv[1:], "--run_num=bf16", "--amp_mode=bf16"]
-        print(f"try next:         {programs}/{start} {shlex.join(words)}")
+        if config.amp_mode == "none" and "SLURM_JOB_ID" not in os.environ:
+            start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
+            words = [os.path.relpath(sys.argv[0]), *sys.argv[1:], "--run_num=bf16", "--amp_mode=bf16"]
+            print(f"try next:         {programs}/{start} {shlex.join(words)}")

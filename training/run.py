@@ -36,7 +36,7 @@ from utils.schema import Config
 from utils.signals import StopRequest
 
 log = logging.getLogger(__name__)
-RESUMED = ("epoch_loss", "epoch_iterations", "train_loss", "best_val_loss", "validation_due")  # attributes of a Run
+RESUMED = ("epoch_loss", "epoch_iterations", "train_loss", "best_val_loss")  # attributes of a Run
 
 
 class Run:
@@ -67,9 +67,8 @@ class Run:
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
         self.train_loss: float | None = None  # mean over the last epoch
         self.best_val_loss: float | None = None
-        self.validation_due = False  # a signal stopped the run before its validation was done
         self.resumed = False  # and no step has been made since
-        self.result: dict[str, Any] | None = None  # of the last validation
+        self.result: dict[str, Any] = {}  # of the last validation
         self.stop_request = StopRequest()  # of this process
         self.stopping = False  # all ranks know of a request and stop after the same step
         self.telemetry = Telemetry(self.config, step)
@@ -87,20 +86,19 @@ class Run:
         with ExitStack() as opened:
             opened.enter_context(self.stop_request)
             self._resume()
-            profile = self.folder.path / "profile"
-            self.profiler = build_profiler(self.config, self.device, profile)
+            self.profiler = build_profiler(self.config, self.device, self.folder.path / "profile")
             if self.profiler:
                 self.profiler.check(self.config.num_iters - self.iteration)
             self._log_memory()
             self._open_loggers(opened)
             opened.enter_context(self.telemetry.times.listening())
             hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
-            total, done = self.config.num_iters, self.iteration
-            bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
+            total = self.config.num_iters
+            bar = tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
             self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
             self.open = opened.pop_all()
-        if self.validation_due or self.iteration == self.config.num_iters:
+        if self.iteration == self.config.num_iters:
             self._validate()
         return self
 
@@ -114,8 +112,8 @@ class Run:
         self.step.captured.clear()  # who leaves a process group waits until no CUDA graph holds NCCL's collectives
         if comm.get_size("domain") > 1:
             _report_fallback()
-        if kind is None and not self.summary and self.result is not None and self.iteration == self.config.num_iters:
-            self.summary = self._summarize(self.result)
+        if kind is None and not self.summary and self.iteration == self.config.num_iters:
+            self.summary = self._summarize()
             if comm.is_main():
                 write_json(self.folder.summary_file, self.summary)
         if kind is None and self.stopping and not self.summary:
@@ -177,15 +175,15 @@ class Run:
         save_due = finished or done % config.checkpoint_every == 0
 
         self._read_losses()
-        validated = False
+        val_loss = None
         if end_of_epoch:
             self._log_epoch(epoch)
             if finished or epoch % config.validate_every == 0:
                 self._validate()
-                validated = self.result is not None
-                save_due = save_due or (self.result is not None and self.result["val_loss"] == self.best_val_loss)
+                val_loss = self.result["val_loss"]
+                save_due = save_due or val_loss == self.best_val_loss
         if save_due or self.stopping:
-            self._save(self.result if validated else None)
+            self._save(val_loss)
         self.clock.start()
 
     def _epochs(self, iterations: int) -> int:
@@ -200,7 +198,8 @@ class Run:
         self.loggers.log(reading | done, self.iteration)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
-                comm.agree(partial(self.train_loader.check_step, self.config.seed, iteration - 1))
+                samples = self.train_loader.order(self.config.seed).samples(iteration - 1)
+                comm.agree(partial(self.train_loader.check_finite, samples))
                 raise self._not_finite(iteration, "training", loss)
             self.epoch_loss += loss
             if iteration < self.iteration:
@@ -228,20 +227,18 @@ class Run:
         self.run_loggers.log({"loss/train_epoch": self.train_loss}, self.iteration)
 
     def _validate(self) -> None:
-        """Score the model; a signal in one process interrupts it, and leaves `result` None."""
+        """Score the model."""
         started = time.perf_counter()
         with span("validation"), self.step.autocast(), self.step.best_weights():
-            self.result = self.validator.run(self.step.parallel, stop=self._validation_interrupted)
-        self.validation_due = self.result is None
-        if self.result is None:
-            self.stopping = True
-            return
-        if not math.isfinite(self.result["val_loss"]):
-            comm.agree(self.validator.loader.check_all)
-            raise self._not_finite(self.iteration, "validation", self.result["val_loss"])
-        if self.best_val_loss is None or self.result["val_loss"] < self.best_val_loss:
-            self.best_val_loss = self.result["val_loss"]
-        log.info("  Avg val loss=%.6f", self.result["val_loss"])
+            self.result = self.validator.run(self.step.parallel, self.watchdog.beat)
+        val_loss = self.result["val_loss"]
+        if not math.isfinite(val_loss):
+            loader = self.validator.loader
+            comm.agree(partial(loader.check_finite, range(loader.num_samples)))
+            raise self._not_finite(self.iteration, "validation", val_loss)
+        if self.best_val_loss is None or val_loss < self.best_val_loss:
+            self.best_val_loss = val_loss
+        log.info("  Avg val loss=%.6f", val_loss)
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
         write_validation(self.run_loggers, self.result, self.validator.figures, self.iteration)
 
@@ -249,17 +246,11 @@ class Run:
         good = f"{self.checkpoints.newest_name()} in {self.checkpoints.path}"
         return NonFiniteLossError(f"iteration {iteration}: the {kind} loss is {loss}; last good checkpoint: {good}")
 
-    def _validation_interrupted(self) -> bool:
-        """Asked before every batch of a validation. Several ranks finish it: they would have to agree where to stop."""
-        self.watchdog.beat()
-        return self.stop_request.made and comm.world_size() == 1
-
-    def _save(self, result: dict[str, Any] | None) -> None:
+    def _save(self, val_loss: float | None) -> None:
         state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
         self.step.parallel.share_buffers()
         tensors = global_view(self._tensors(), self.step.parallel.split)
-        val_loss = result["val_loss"] if result else None
-        wait = self.stopping or self.iteration == self.config.num_iters or not self.config.async_save
+        wait = self.stopping or self.iteration == self.config.num_iters
         try:
             folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
         except OSError as error:
@@ -282,8 +273,6 @@ class Run:
         tensors = self._tensors()
         view = global_view(tensors, self.step.parallel.split)
         marker = self.checkpoints.load_newest(view)
-        for note in self.config.notes:
-            log.info("%s", note)
         if marker is None:
             if self.config.init_from:
                 self._start_from(self.config.init_from)
@@ -294,11 +283,6 @@ class Run:
         self.resumed = True
         state = marker["trainer"]
         self.iteration = marker["iteration"]
-        if self.iteration > self.config.num_iters:
-            raise UsageError(
-                f"{self.folder.path} is at iteration {self.iteration}, beyond num_iters {self.config.num_iters}: "
-                "nothing is left to do; give a larger --num_iters, or another --run_num"
-            )
         for name in RESUMED:
             setattr(self, name, state[name])
         self.step.scaler.load_state_dict(state["scaler"])
@@ -324,7 +308,7 @@ class Run:
             split += f" ({self.config.data_parallel})"
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 
-    def _summarize(self, result: dict[str, Any]) -> dict[str, Any]:
+    def _summarize(self) -> dict[str, Any]:
         return {
             "config": self.config.config,
             "run": str(self.folder.path),
@@ -337,7 +321,7 @@ class Run:
             "peak_memory_bytes": int(comm.global_max(peak_memory_bytes(self.device), self.device)),
             "train_loss": self.train_loss,
             "best_val_loss": self.best_val_loss,
-            **result,
+            **self.result,
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }
 

@@ -2,14 +2,11 @@
 
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
-from training.checkpoint import CheckpointFolder
-from training.checkpoint_files import config_of
 from training.run_owner import FILE, RunOwner, owner_of, this_process
 from utils import comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
@@ -17,44 +14,37 @@ from utils.errors import UsageError
 from utils.files import read_json, whole_file
 from utils.schema import Config
 
-T = TypeVar("T")
-
 
 class RunFolder:
     """Opens the folder of a run, made if need be.
 
     config: its run_num is that of the folder, also where `auto` was asked for.
-    Raises UsageError where the folder cannot be written, holds a run of other settings, or holds a run although a new
-    one was asked for, and where another run trains in it.
+    Raises OSError where the folder cannot be written; UsageError where it holds a run of other settings, and where
+    another run trains in it.
     """
 
     def __init__(self, config: Config):
         runs = Path(config.expdir) / config.config
         if config.run_num == "auto":
-            number = comm.on_main(lambda: self._checked(lambda: next_run_num(runs), runs))
+            number = comm.on_main(lambda: next_run_num(runs))
             config = config.model_copy(update={"run_num": number})
         self.config, self.path = config, runs / config.run_num
         self.checkpoints = self.path / "checkpoints"
         self.config_file = self.path / "config.yaml"
         self.summary_file = self.path / "summary.json"
         self._owner: RunOwner | None = None  # on rank 0
-        comm.on_main(lambda: self._checked(self._open, self.path))
+        comm.on_main(self._open)
         if not comm.is_main():
             logging.getLogger().setLevel(logging.WARNING)
-
-    @staticmethod
-    def _checked(function: Callable[[], T], path: Path) -> T:
-        try:
-            return function()
-        except OSError as error:
-            raise UsageError(f"log folder {path}: cannot be written: {error.strerror}") from None
 
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self._owner = RunOwner(self.path)
-        if earlier := self._earlier():
-            self._compare_settings(earlier)
-        if not self.config_file.exists():
+        name = self.config.config
+        if self.config_file.exists():
+            settings = read_named_config(self.config_file, name)
+            self._compare_settings(check_config(settings, name, f"{self.config_file}: {name}"))
+        else:
             with whole_file(self.config_file) as part:
                 write_config(self.config, part)
         self._start_logging()
@@ -66,22 +56,9 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of the finished run in this folder; None where there is none."""
-        kinds = {"run": str, "iterations": int, "units": dict}
-        return comm.on_main(lambda: read_summary(self.summary_file, **kinds) if self.summary_file.exists() else None)
-
-    def _earlier(self) -> Config | None:
-        """The settings of the run in this folder: of config.yaml, else of its newest checkpoint; None for no run."""
-        name = self.config.config
-        if self.config_file.exists():
-            return check_config(read_named_config(self.config_file, name), name, f"{self.config_file}: {name}")
-        found = CheckpointFolder(self.checkpoints, keep=1).newest_whole()
-        return config_of(found[1], f"{self.checkpoints}: {name}") if found and found[1]["config"] else None
+        return comm.on_main(lambda: read_json(self.summary_file) if self.summary_file.exists() else None)
 
     def _compare_settings(self, earlier: Config) -> None:
-        if self.config.resume == "never":
-            raise UsageError(
-                f"{self.path} holds a run already: choose another --run_num, or continue it (--resume auto)"
-            )
         if keys := differing_keys(earlier, self.config):
             changes = self._changes(earlier, keys)
             raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num")

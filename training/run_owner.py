@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -76,7 +75,7 @@ class RunOwner:
                     f"{folder} is in use: {other or 'another run'} trains in it; wait for its end, or choose another "
                     "--run_num (auto: the next free number)"
                 )
-            self._remove(text.__eq__)
+            self._remove(text)
         self.leaving = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True, name="owner of the run folder")
         self.thread.start()
@@ -125,14 +124,14 @@ class RunOwner:
                 return True
         return False
 
-    def _remove(self, expected: Callable[[str], bool]) -> None:
-        """Remove the file of which that holds. Of several that try one does; what was claimed since is put back."""
+    def _remove(self, expected: str) -> None:
+        """Remove the file of this text. Of several that try one does; what was claimed since is put back."""
         aside = self.path.with_name(f".{FILE}.{self.me.host}.{self.me.process}")
         try:
             self.path.rename(aside)
         except FileNotFoundError:
             return
-        if expected(aside.read_text(errors="replace")):
+        if aside.read_text(errors="replace") == expected:
             aside.unlink()
         else:
             aside.rename(self.path)
@@ -141,14 +140,11 @@ class RunOwner:
         while not self.leaving.wait(BEAT_SECONDS):
             with contextlib.suppress(OSError):  # a full disk, or a server that is late: the next beat may do
                 self.beats += 1
-                text = self._read()
-                other = owner_of(text or "")
+                other = owner_of(self._read() or "")
                 if other not in (self.me, None):
                     print(f"error: {self.folder} has been taken over by {other}", file=sys.stderr, flush=True)
                     exit_at_once(FAILED_STATUS)
-                if text is None:  # somebody tidied up
-                    self._claim()
-                else:
+                if not self._claim():  # else somebody had tidied up
                     self._write(f"{self.beats:012d}")
 
 

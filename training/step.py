@@ -53,14 +53,14 @@ class TrainingStep:
         self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
         self.measures_norm = False  # whether the next steps say how large the gradient is
         self.square: Tensor | None = None  # this rank's share of its square, where the last step did
-        self.captured: dict[torch.Size, CapturedStep] = {}  # by a sample's target: one for each length of a rollout
+        self.captured: dict[torch.Size, CapturedStep] = {}  # by the target's shape: one for each length of a rollout
         torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
         if self.config.enable_cuda_graphs:
-            captured = self.captured.setdefault(y.shape[1:], CapturedStep(self.parallel.replicated))
+            captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
             loss = captured(self.eager, x, y)
         else:
             loss = self.eager(x, y)

@@ -66,7 +66,6 @@ class Telemetry:
             "gradient/norm": norm.item(),
             "learning_rate": learning_rate(self.config, iteration - 1),
             "speed/samples_per_sec": speed,
-            "speed/iterations_per_sec": speed / self.config.global_batch_size,
             "speed/flops_per_sec": flops,
             "speed/mfu": flops / self.peak / ranks if self.peak else None,
             "memory/peak_bytes": table[comm.rank(), -1].item(),

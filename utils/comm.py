@@ -292,8 +292,8 @@ def check_alike(own: dict[str, str]) -> None:
     first_host, first = seen[0]
     for number, (host, other) in enumerate(seen):
         for name in sorted(first | other):
-            if first.get(name) != other.get(name):
-                there, here = (found.get(name, "nothing") for found in (other, first))
+            there, here = (files.get(name, "nothing") for files in (other, first))
+            if there != here:
                 raise UsageError(f"{name}: rank {number} on {host} sees {there}, rank 0 on {first_host} {here}")
 
 

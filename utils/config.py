@@ -59,7 +59,6 @@ ELSEWHERE = {  # options of the tutorials that users come from, and what takes t
     "num_epochs": "--num_iters",
     "use_shifter": "CONTAINER=shifter IMAGE=... in the environment (docs/launch.md)",
 }
-MOST_VALUES = 10_000  # of a YAML file
 NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
 
@@ -89,12 +88,10 @@ def load_config(
     path, name = options.pop("yaml_config"), options.pop("config")
     chosen = {**(preset or {}), **options}
     settings = {**read_named_config(path, name), **chosen}
-    notes = _fit_warmup(settings, options)
     if "local_batch_size" in chosen and "global_batch_size" not in chosen:
         dp = check_config(settings, name, f"{path}: {name}", options).layout(world_size).dp
         settings["global_batch_size"] = chosen["local_batch_size"] * dp
     config = check_config(settings, name, f"{path}: {name}", options, world_size)
-    config.notes.extend(notes)
     for key_name, script in SPLITS.items():
         if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
             raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by {script}")
@@ -103,16 +100,6 @@ def load_config(
             f"{path}: {name}: train_shard.py goes without sequence_parallel and tp_backend dtensor: use train_mp.py"
         )
     return config
-
-
-def _fit_warmup(settings: dict[str, Any], options: Collection[str]) -> list[str]:
-    """Shorten the warmup of a config that --num_iters has made shorter than it; returns a note that says so."""
-    iterations, warmup = settings.get("num_iters"), settings.get("warmup")
-    shortened = "num_iters" in options and "warmup" not in options
-    if not (shortened and isinstance(iterations, int) and isinstance(warmup, int) and warmup > iterations):
-        return []
-    settings["warmup"] = half = iterations // 2
-    return [f"num_iters {iterations} is less than the warmup of {warmup} iterations: warmup shortened to {half}"]
 
 
 def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
@@ -148,21 +135,14 @@ def _or_ours(path: Path | str) -> Path | str:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML text. Raises ValueError, with the line, for text that is no YAML, or that holds too much."""
+    """Parse YAML text. Raises ValueError, with the line, for text that is no YAML."""
     try:
-        value = yaml().load(text)
+        return yaml().load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ValueError(f"line {mark.line + 1 if mark else '?'}: {error.problem}") from None
     except (YAMLError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"cannot be read as YAML: {first_line(error)}") from None
-    left = [value]
-    for _ in range(MOST_VALUES):  # aliases of aliases are small in the file
-        if not left:
-            return value
-        inner = left.pop()
-        left += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | set | tuple) else ()
-    raise ValueError(f"holds more than {MOST_VALUES:,} values")
 
 
 def check_config(
@@ -207,13 +187,11 @@ def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
             "enable_jit with dropout and tensor_parallel needs sequence_parallel (train_mp.py): ranks that share "
             "activations draw their random numbers outside of a compiled graph"
         )
-    stages, share = config.pipeline_parallel, batch // dp
+    stages = config.pipeline_parallel
     if config.pp_schedule != "gpipe" and count < stages:
-        works = next((n for n in range(stages, share + 1, stages) if share % n == 0), None)
-        remedy = f"add --gradient_accumulation {works}" if works else f"a batch of {share} samples has too few"
         yield (
-            f"pp_schedule {config.pp_schedule} over {stages} stages needs at least as many micro-batches: "
-            f"gradient_accumulation is {count}; {remedy}"
+            f"pp_schedule {config.pp_schedule} over {stages} stages needs at least as many micro-batches: give a "
+            f"--gradient_accumulation of {stages} or more, which divides the {batch // dp} samples of a rank"
         )
 
 
@@ -223,16 +201,12 @@ def _of_options(config: Config) -> Iterator[str]:
         yield f"lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to"
     for name, strategies in STRATEGY_KEYS.items():
         if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
-            *others, last = strategies
-            to = f"{', '.join(others)} and {last}" if others else last
-            yield f"{name} belongs to data_parallel {to}, not to {config.data_parallel}"
+            yield f"{name} belongs to data_parallel {' and '.join(strategies)}, not to {config.data_parallel}"
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         yield (
             "enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a step stay "
             "on the device"
         )
-    if config.warmup > config.num_iters:
-        yield f"warmup {config.warmup} is longer than num_iters {config.num_iters}"
     if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
         yield "channel_weights and pressure_weights belong to loss squared_error, not relative_l2"
     if len(set(config.forcings)) < len(config.forcings):
@@ -242,19 +216,18 @@ def _of_options(config: Config) -> Iterator[str]:
 def _of_rollout(config: Config) -> Iterator[str]:
     """The stages of a rollout do not follow each other, or a step does not give what the next one takes."""
     firsts = [0, *(first for first, _ in config.rollout_schedule)]
-    steps = [config.rollout_steps, *(k for _, k in config.rollout_schedule)]
-    if sorted(set(firsts)) != firsts or not all(1 <= k <= MOST_STEPS for k in steps):
+    if sorted(set(firsts)) != firsts or not all(1 <= steps <= MOST_STEPS for _, steps in config.rollout_schedule):
         yield (
             f"rollout_schedule {config.rollout_schedule}: give pairs of an iteration, in increasing order from 1, and "
             f"of the steps from there on, 1 to {MOST_STEPS}"
         )
-    n_in, n_out = config.n_in_channels, config.n_out_channels
-    if max(steps) > 1 and n_out < n_in:
+    n_in, n_out, steps = config.n_in_channels, config.n_out_channels, config.longest_rollout
+    if steps > 1 and n_out < n_in:
         given = f"the model takes {n_in} channels and forecasts {n_out}"
-        yield f"rollout_steps {max(steps)}: {given}, not enough for a second step"
+        yield f"rollout_steps {steps}: {given}, not enough for a second step"
     if config.predict == "change" and n_in < n_out:
         yield "predict change: n_out_channels must not exceed n_in_channels, which they change"
-    if config.pipeline_parallel > 1 and (max(steps) > 1 or config.predict == "change"):
+    if config.pipeline_parallel > 1 and (steps > 1 or config.predict == "change"):
         yield (
             f"pipeline_parallel {config.pipeline_parallel}: a pipeline trains one step, of the state: split with "
             "tensor_parallel or context_parallel, or give rollout_steps 1, no rollout_schedule, and predict state"
@@ -287,8 +260,7 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
     if problem["type"] == "missing":
         return f"{where}: key '{name}' is missing ({schema.model_fields[name].description})"
     message = problem["msg"].removeprefix("Input ")
-    value = repr(problem["input"])
-    return f"{where}: {name}: {value if len(value) < 200 else value[:150] + ' ...'} {message}"
+    return f"{where}: {name}: {problem['input']!r} {message}"
 
 
 def _model_of_values(schema: type[BaseModel], name: str) -> type[BaseModel] | None:

@@ -2,15 +2,13 @@
 
 The native loader's threads read samples straight into the batch buffers of a small ring. A batch for a GPU is copied
 from pinned memory on a side stream, while the previous step computes, and normalised there in one pass. On the CPU the
-buffer itself is the batch: the threads normalise each frame from the page cache into its place.
+buffer itself is normalised, and is the batch.
 """
 
 import math
-import threading
-import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +19,9 @@ from torch import Tensor
 
 from utils import comm
 from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
-from utils.device import library, pinned_tensor
+from utils.device import library
 from utils.sample_order import Order
 
-# A frame seen in its file is only read.
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
-
-ONE_STEP = ((0, 1),)  # from iteration 0 on
 AHEAD = 2  # batches that a GPU has not done with when the next one is made
 Batch = tuple[Tensor, Tensor]  # (input, target)
 
@@ -40,8 +34,7 @@ class BatchLoader:
     A batch is valid until the next one is requested: its memory is used again.
     statistics: of the dataset's channels. batch_size: samples of this rank; the ranks' batches side by side are the
     batch of a single process. num_workers: threads or processes that read ahead. forcings: further inputs, None for
-    none. stages: the steps of a forecast in training, see sample_order.Order; in validation the most of them.
-    Subclasses implement `_batches`.
+    none. stages: the steps of a forecast, see sample_order.Order. Subclasses implement `_batches`.
     """
 
     dataset: Dataset
@@ -52,7 +45,7 @@ class BatchLoader:
     device: torch.device
     num_workers: int = 0
     forcings: ForcingChannels | None = None
-    stages: Sequence[tuple[int, int]] = ONE_STEP
+    stages: Sequence[tuple[int, int]] = ((0, 1),)
 
     @property
     def num_samples(self) -> int:
@@ -75,15 +68,8 @@ class BatchLoader:
         for (x, y), count in zip(batches, counts, strict=True):
             yield x, y, count
 
-    def check_step(self, seed: int, iteration: int) -> None:
-        """Raise UsageError where a sample of this rank, of a training step, holds a value that is not finite."""
-        self._check(self.order(seed).samples(iteration))
-
-    def check_all(self) -> None:
-        """As check_step, for all samples."""
-        self._check(range(self.num_samples))
-
-    def _check(self, samples):
+    def check_finite(self, samples: Iterable[int]) -> None:
+        """Raise UsageError where one of these samples holds a value that is not finite."""
         for index in samples:
             self.dataset.check_finite(index)
 
@@ -97,8 +83,7 @@ class BatchLoader:
 
     def order(self, seed: int | None = None) -> Order:
         """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
-        stages = self.stages if seed is not None else ((0, max(steps for _, steps in self.stages)),)
-        return Order(self.num_samples, self.batch_size, comm.get_rank("dp"), comm.get_size("dp"), seed, tuple(stages))
+        return Order(self.num_samples, self.batch_size, comm.get_rank("dp"), comm.get_size("dp"), seed, self.stages)
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
@@ -130,9 +115,9 @@ class BatchLoader:
                 yield x, y
         else:
             h, w = self.dataset.shape[2:]
-            for k in map(order.steps, iterations):
-                forced = self.forcings.channels(k) if self.forcings else 0
-                channels = self.n_in + forced, k * self.n_out
+            for steps in map(order.steps, iterations):
+                forced = self.forcings.channels(steps) if self.forcings else 0
+                channels = self.n_in + forced, steps * self.n_out
                 x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in channels)
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
@@ -152,32 +137,14 @@ def reads_samples() -> bool:
 
 
 class Slot:
-    """A reused batch buffer for (B, k + 1, C, h, w) float32, pinned where the batches go to a GPU."""
+    """A reused batch buffer, float32, pinned where the batches go to a GPU. shape: of the largest batch."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.memory = (pinned_tensor(shape) if pinned else torch.empty(shape)).flatten()
+        self.tensor = torch.empty(shape, pin_memory=pinned)  # the batch that it holds, (B, k + 1, C, h, w)
+        self.memory = self.tensor.view(-1)
+        self.samples: np.ndarray = np.empty(0)  # numbers of those that it holds
         self.reads: list[Future[None]] = []
         self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again
-
-    def hold(self, samples: np.ndarray, shape: Sequence[int]) -> None:
-        """From here on it holds samples of these numbers, (B, k + 1, C, h, w), no more than its memory has room for."""
-        self.samples = samples
-        self.tensor = self.memory[: math.prod(shape)].view(*shape)
-        self.array = self.tensor.numpy()
-
-
-def reading_threads(count: int) -> ThreadPoolExecutor:
-    """A pool of threads whose torch operations use one core each, so that the training step keeps the others."""
-    usual, started = torch.get_num_threads(), threading.Barrier(count)
-
-    def use_one_core():
-        torch.get_num_threads()  # a thread takes over the usual number at its first look: before, not after
-        torch.set_num_threads(1)
-
-    pool = ThreadPoolExecutor(count, initializer=use_one_core)
-    wait([pool.submit(started.wait) for _ in range(count)])
-    torch.set_num_threads(usual)  # of this thread, and of those that start from here on
-    return pool
 
 
 class DataLoader(BatchLoader):
@@ -187,13 +154,9 @@ class DataLoader(BatchLoader):
         super().__init__(*args, **options)
         means, stds = torch.from_numpy(self.statistics.means), torch.from_numpy(self.statistics.stds)
         self.scale, self.bias = (1 / stds).to(self.device), (-means / stds).to(self.device)
-        # Batch normalisation with given statistics: weight, bias, mean 0, variance 1.
-        self.affine = self.scale.flatten(), self.bias.flatten(), torch.zeros(len(means)), torch.ones(len(means))
-        self.no_moments = torch.empty(0), torch.empty(0)
-        self.normalise_on_read = self.device.type == "cpu"
         self.gpu = library(self.device, "Stream")
         self.side_stream = self.gpu.Stream(self.device) if self.gpu else None
-        self.pool = reading_threads(self.num_workers) if self.num_workers else None
+        self.pool = ThreadPoolExecutor(self.num_workers) if self.num_workers else None
         shape = (self.batch_size, *self.dataset.shape)
         self.slots = [Slot(shape, self.gpu is not None) for _ in range(3 if self.num_workers else 1)]
 
@@ -204,12 +167,12 @@ class DataLoader(BatchLoader):
         super().close()
 
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
-        asked = ((order.samples(iteration), order.steps(iteration)) for iteration in iterations)
+        asked = iter(iterations)
         free, reading = deque(self.slots), deque[Slot]()
         try:
             while True:
-                while free and (batch := next(asked, None)) is not None:
-                    reading.append(self._start_reading(free.popleft(), *batch))
+                while free and (iteration := next(asked, None)) is not None:
+                    reading.append(self._start_reading(free.popleft(), order, iteration))
                 if not reading:
                     return
                 slot = reading.popleft()
@@ -223,52 +186,29 @@ class DataLoader(BatchLoader):
                 for read in slot.reads:
                     read.cancel() or read.exception()
 
-    def _start_reading(self, slot: Slot, indices: np.ndarray, steps: int) -> Slot:
+    def _start_reading(self, slot: Slot, order: Order, iteration: int) -> Slot:
         if slot.copied is not None:
             slot.copied.synchronize()
-        slot.hold(indices, (len(indices), steps + 1, *self.dataset.shape[1:]))
-        samples = zip(indices, slot.array, strict=True)
-        if self.pool is None:
-            for index, out in samples:
-                self._read(index, out)
-        else:
-            slot.reads = [self.pool.submit(self._read, index, out) for index, out in samples]
+        slot.samples, slot.reads = order.samples(iteration), []
+        shape = (self.batch_size, order.steps(iteration) + 1, *self.dataset.shape[1:])
+        slot.tensor = slot.memory[: math.prod(shape)].view(shape)
+        for index, out in zip(slot.samples, slot.tensor.numpy(), strict=True):
+            if self.pool:
+                slot.reads.append(self.pool.submit(self.dataset.read, index, out))
+            else:
+                self.dataset.read(index, out)
         return slot
 
-    def _read(self, index: int, out: np.ndarray) -> None:
-        """Read a sample into out, (k + 1, C, h, w), and normalise it where the batch stays on the CPU."""
-        if self.normalise_on_read and self.dataset.mappable:
-            with self.dataset.mapped(index, len(out)) as frames:
-                self._normalise_into(out, frames)
-            return
-        self.dataset.read(index, out)
-        if self.normalise_on_read:
-            self._normalise_into(out, np.split(out, len(out)))
-
     def _to_device(self, slot: Slot) -> Tensor:
-        if self.device.type == "cpu":
-            return slot.tensor
+        """The samples of a slot, normalised: (value - mean) / std."""
         if self.side_stream is None:
-            return self._normalise(slot.tensor.to(self.device))
+            frames = slot.tensor.to(self.device)
+            return torch.addcmul(self.bias, frames, self.scale, out=frames)
         with self.gpu.stream(self.side_stream):
             frames = slot.tensor.to(self.device, non_blocking=True)
             slot.copied = self.side_stream.record_event()
-            frames = self._normalise(frames)
+            frames = torch.addcmul(self.bias, frames, self.scale)
         main = self.gpu.current_stream(self.device)
         main.wait_stream(self.side_stream)
         frames.record_stream(main)
         return frames
-
-    def _normalise(self, frames: Tensor) -> Tensor:
-        return torch.addcmul(self.bias, frames, self.scale)  # (value - mean) / std
-
-    def _normalise_into(self, out: np.ndarray, frames: Sequence[np.ndarray]) -> None:
-        """Normalise frames, (1, C, h, w) each, on the host, in one pass over the memory."""
-        for source, target in zip(frames, torch.from_numpy(out).split(1), strict=True):
-            frame = torch.from_numpy(source)
-            if frame.is_contiguous():
-                torch.native_batch_norm(frame, *self.affine, False, 0, 0, out=(target, *self.no_moments))
-                continue
-            planes = zip(target[0], frame[0], self.bias, self.affine[0].tolist(), strict=True)
-            for place, plane, bias, scale in planes:  # a part of the image
-                torch.add(bias, plane, alpha=scale, out=place)

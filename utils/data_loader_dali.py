@@ -7,11 +7,9 @@ normalises it there, while the previous step computes. On a machine without a GP
 import multiprocessing
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from types import ModuleType
 from typing import Any
 
@@ -36,13 +34,11 @@ except ImportError as error:
 
 
 class DaliDataLoader(BatchLoader):
-    """The loader over DALI. It has num_workers processes for training and as many for validation; 0: none."""
+    """The loader over DALI. Each pass has num_workers processes; 0: none."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.streams: list[BatchStream] = []  # open ones
-        # What was asked for -> a stream that gave all of it and can give it again.
-        self.idle: dict[tuple[Any, ...], BatchStream] = {}
 
     def close(self) -> None:
         """Close the files and end the reading processes."""
@@ -51,24 +47,18 @@ class DaliDataLoader(BatchLoader):
         super().close()
 
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
-        asked = order, iterations
-        stream = self.idle.pop(asked, None) or self._open(SampleSource(self.dataset, order, iterations))
+        stream = BatchStream(self, SampleSource(self.dataset, order, iterations))
+        self.streams.append(stream)
         try:
-            for iteration, frames in zip(iterations, stream, strict=True):
-                yield self._split(frames, order.samples(iteration))
-            self.idle[asked] = stream  # its processes wait for the next pass
+            for iteration in iterations:
+                yield self._split(stream.next(), order.samples(iteration))
         finally:
-            if self.idle.get(asked) is not stream:  # left early
-                self.streams.remove(stream)
-                stream.close()
-
-    def _open(self, source: SampleSource) -> "BatchStream":
-        self.streams.append(BatchStream(self, source))
-        return self.streams[-1]
+            self.streams.remove(stream)
+            stream.close()
 
 
 class BatchStream:
-    """A DALI pipeline and its processes. An iteration over it gives all batches of the source: (B, k + 1, C, h, w)."""
+    """A DALI pipeline and its processes, which give the batches of the source one after another."""
 
     def __init__(self, loader: BatchLoader, source: SampleSource):
         self.device, gpu, workers = loader.device, gpu_of(loader.device), max(1, loader.num_workers)
@@ -81,59 +71,40 @@ class BatchStream:
             self.pipeline.build()
         self.workers = set(multiprocessing.active_children()) - others
 
-    def __iter__(self) -> Iterator[Tensor]:
-        while (frames := self._next()) is not None:
-            yield frames
-        self.pipeline.reset()
-
     def close(self) -> None:
         """End the pipeline and its processes."""
         self.pipeline = None  # the only reference: DALI ends the processes and waits for them
+        for worker in self.workers:  # where it has lost one, not always all
+            worker.kill()
+            worker.join()
 
-    def _next(self) -> Tensor | None:
-        """The next batch, or None at the end. The memory is the tensor's own: DALI does not write to it again."""
+    def next(self) -> Tensor:
+        """The next batch, (B, k + 1, C, h, w). The memory is the tensor's own: DALI does not write to it again."""
         stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
+        before = signal.signal(signal.SIGCHLD, lambda *_: self._check(1))  # DALI may wait for a lost one forever
         try:
-            with self._interrupted_by_a_loss():
+            try:
+                self._check(0)
                 (batch,) = self.pipeline.run(stream)
+            finally:
+                signal.signal(signal.SIGCHLD, before)
             return torch.from_dlpack(batch.as_tensor()).to(self.device)
-        except StopIteration:
-            return None
         except Exception as error:  # a worker's comes as its text, of another class
             message = str(error.__cause__)
             if f"UsageError: {message}" not in str(error):
-                if not self._lost(within=1):  # its pipes close before it has ended
-                    raise
-                message = self._loss()
+                message = self._loss(1)  # its pipes close before it has ended
+            if not message:
+                raise
         raise UsageError(message)  # out here it does not hold DALI's frames, so the processes can end
 
-    @contextmanager
-    def _interrupted_by_a_loss(self) -> Iterator[None]:
-        """Raise ChildProcessError when a process has ended or ends: DALI may wait for it forever."""
+    def _check(self, within: float) -> None:
+        if self._loss(within):
+            raise ChildProcessError
 
-        def check(within: float) -> None:
-            if self._lost(within):
-                raise ChildProcessError
-
-        here = threading.current_thread() is threading.main_thread()  # which alone may receive signals
-        before = signal.signal(signal.SIGCHLD, lambda *_: check(1)) if here else None
-        try:
-            check(0)
-            yield
-        finally:
-            if here:
-                signal.signal(signal.SIGCHLD, before)
-
-    def _lost(self, within: float = 0.0) -> bool:
-        """Tell whether a process has ended, or ends in so many seconds."""
-        until = time.monotonic() + within
-        while all(worker.is_alive() for worker in self.workers):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def _loss(self) -> str:
+    def _loss(self, within: float) -> str:
+        """An error for a process that has ended, or ends in so many seconds; '' while all live."""
+        if not connection.wait([worker.sentinel for worker in self.workers], within):
+            return ""
         for worker in self.workers:
             worker.join(1)  # DALI ends the others, with 0
         code = next(filter(None, (worker.exitcode for worker in self.workers)), 0)

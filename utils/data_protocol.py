@@ -1,7 +1,6 @@
 """What the loaders ask of a data set: any class with these methods can be loaded. weather/ has ours."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,10 +16,6 @@ class Dataset(Protocol):
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of one sample of this rank: (steps + 1, C, h, w)."""
 
-    @property
-    def mappable(self) -> bool:
-        """Tell whether `mapped` can be used."""
-
     def __len__(self) -> int:
         """Count the samples."""
 
@@ -29,9 +24,6 @@ class Dataset(Protocol):
 
     def read(self, index: int, out: np.ndarray) -> None:
         """Read a sample, or its first frames, into `out`, contiguous float32."""
-
-    def mapped(self, index: int, frames: int) -> AbstractContextManager[list[np.ndarray]]:
-        """The first frames of a sample as arrays over the file's own memory, (1, C, h, w) each."""
 
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s]."""

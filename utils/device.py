@@ -1,20 +1,16 @@
 """The device of this process: the accelerator that torch.accelerator finds, or the CPU."""
 
 import contextlib
-import math
-import mmap
 import os
 import re
 import resource
 import socket
 import sys
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -149,21 +145,6 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A small tensor on the device: copied there from the host without waiting for what the device still has to do."""
     from_host = x.device.type == "cpu" and library(device, "Stream")
     return x.pin_memory().to(device, non_blocking=True) if from_host else x.to(device)
-
-
-def pinned_tensor(shape: Sequence[int]) -> Tensor:
-    """An uninitialised float32 tensor in host memory, from which a GPU copies by itself.
-
-    On CUDA and ROCm its pages are its own, and locked until it is gone. torch's own are rounded up to a power of two,
-    nearly twice what a large buffer needs.
-    """
-    if not torch.cuda.is_available():
-        return torch.empty(shape, dtype=torch.float32, pin_memory=True)
-    array = np.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), np.float32).reshape(shape)
-    runtime, address = torch.cuda.cudart(), array.ctypes.data
-    torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
-    weakref.finalize(array, runtime.cudaHostUnregister, address)
-    return torch.from_numpy(array)
 
 
 def empty_cache(device: torch.device) -> None:

@@ -4,7 +4,6 @@ import argparse
 import faulthandler
 import json
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is l
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
 STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
 
-LONGEST = 1000  # characters of an error
+BROKEN_PIPE_STATUS = 141  # as a shell has it of a program that SIGPIPE ends
 
 
 class UsageError(Exception):
@@ -100,9 +99,8 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """A message as a terminal may show it: control characters escaped, what is too long for a line left out."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 200]} ... {shown[-200:]}"
+    """A message as a terminal may show it: control characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def report(message: str) -> None:
@@ -117,13 +115,6 @@ def leave_for_torchrun(message: str) -> None:
         answer = {"message": one_line(message), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError), open(file, "w") as opened:
             json.dump({"message": answer}, opened)
-
-
-def _reader_has_left(descriptor: int) -> bool:
-    """Tell whether a file descriptor is a pipe that nobody reads."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
@@ -142,10 +133,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS
-    except BrokenPipeError:
-        if not _reader_has_left(1):
-            raise  # another pipe, or a connection
-        status = None  # whoever read the output has had enough, as `| head -1` has
+    except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
+        status = BROKEN_PIPE_STATUS
     try:
         sys.stdout and sys.stdout.flush()
     except OSError:  # Python would try once more, and complain

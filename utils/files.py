@@ -10,8 +10,6 @@ from typing import Any
 
 from utils.errors import UsageError
 
-LARGEST = 16 * 2**20  # bytes of a file of settings or results; they have kilobytes
-
 
 def check_file(path: Path | str) -> None:
     """Raise UsageError for what is not a file that can be opened: a pipe, which would be waited for, or a folder."""
@@ -27,13 +25,7 @@ def read_text(path: Path | str) -> str:
     """The text of a small file. Raises UsageError, naming it, where there is no such file, or no text in it."""
     check_file(path)
     try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            raise UsageError(f"{path}: is larger than {LARGEST // 2**20} MiB")
-        return data.decode()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        return Path(path).read_text("utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a text file") from None
 
@@ -57,8 +49,6 @@ def write_json(path: Path | str, record: Any) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary name next to `path`: renamed to it when the block ends well, removed otherwise."""
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder, and a file is to be written")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:

@@ -44,8 +44,8 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
         missing = [name for name in VARIABLES if name not in env]
         if missing:
             raise UsageError(
-                f"{'RANK' if 'RANK' in env else 'WORLD_SIZE'} is set, but {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not: start with torchrun, srun or plain python, or unset it"
+                f"RANK or WORLD_SIZE is set, but not {', '.join(missing)}: start with torchrun, srun or plain python, "
+                "or unset it"
             )
         rank, local_rank, size, port = (_number(env, n) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
         if "LOCAL_WORLD_SIZE" in env:  # torchrun

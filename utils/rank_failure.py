@@ -36,8 +36,9 @@ from utils.files import whole_file
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Keys of the store: the error, whether it is printed, the number of ranks that know it, whether all shall end now.
-FIRST_FAILURE, SAID, KNOWN, END = "first_failure", "said", "known", "end"
+# Keys of the store: the error, the number of ranks that know it, whether all shall end now.
+FIRST_FAILURE, KNOWN, END = "first_failure", "known", "end"
+LOST = "the loss of rank 0"
 POLL_SECONDS, SHORT_POLL_SECONDS = 0.5, 0.05
 RANK_0_SECONDS = 3  # by which rank 0 may be later than another one: it speaks for all where they have the same error
 FAREWELL_SECONDS = 10  # at most, for ranks that are slow to notice
@@ -80,13 +81,11 @@ class FailureListener:
                 wait_until(lambda: self.store.check([FIRST_FAILURE]), RANK_0_SECONDS)
             first = self.store.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
         except RuntimeError:  # the store lives in rank 0, which is gone
-            first = f"{status} the loss of rank 0"
+            first = f"{status} {LOST}"
         if first == f"{status} {message}":
             report(message)
             if not expected:
                 traceback.print_exc()
-            with contextlib.suppress(RuntimeError):
-                self.store.set(SAID, "")
             self._wait_for_others()
             exit_at_once(status)
         self._end_because_of(first, text if expected else "")
@@ -96,15 +95,12 @@ class FailureListener:
         status, message = first.split(" ", 1)
         if int(status) == FAILED_STATUS:
             write_record(f"because of {message}")
-        said = False
-        with contextlib.suppress(RuntimeError):
-            said = wait_until(lambda: self.store.check([SAID]), RANK_0_SECONDS)
         if own_error and message.partition(": ")[2] != own_error:
             report(f"rank {self.rank}: {own_error}")
-        elif said:
-            leave_for_torchrun(message)
-        else:
+        elif message == LOST:
             report(f"rank {self.rank} ends because of {message}")
+        else:
+            leave_for_torchrun(message)
         self._wait_for_others()
         exit_at_once(int(status))
 

@@ -45,7 +45,9 @@ class Order(NamedTuple):
         return training_indices(self.num_samples, whole, self.seed, iteration)[first : first + self.batch_size]
 
     def steps(self, iteration: int) -> int:
-        """The steps of the forecasts of an iteration."""
+        """The steps of the forecasts of an iteration; in validation the most of all stages."""
+        if self.seed is None:
+            return max(steps for _, steps in self.stages)
         return [steps for first, steps in self.stages if first <= iteration][-1]
 
     def counts(self) -> list[int]:

@@ -5,12 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field
 
 from utils.layout import ORDER, Layout, tile_counts
 
 MOST = 2**31 - 1
-MOST_STEPS = 1000  # of a rollout that is trained
 # Names of folders inside others.
 Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$", max_length=200)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -22,6 +21,7 @@ Size = Annotated[int, Field(ge=1, le=2**16)]  # of a model's part
 Ranks = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=1, le=10**7)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
+MOST_STEPS = 1000  # of a forecast in training
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Stage = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 Method = Literal["gather", "ring", "all_to_all"]
@@ -66,8 +66,8 @@ class Config(BaseModel):
 
     config: Name = key("name of the configuration in the YAML file", affects="nothing")
 
-    task: Text = key("forecast: weather; classify: images; transport: images, volumes", "forecast", "model")
-    model: Text = key("vit, unet, afno, neighborhood, convnet, classifier, or package.module:Class", "vit", "model")
+    task: Text = key("forecast: weather; classify: images, volumes", "forecast", "model")
+    model: Text = key("vit, unet, afno, neighborhood, classifier, or package.module:Class", "vit", "model")
     model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
     num_classes: PositiveInt | None = key("classes of the classifier", None, "model")
     embed_dim: Size = key("embedding size", affects="model")
@@ -107,7 +107,7 @@ class Config(BaseModel):
     base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = key("Adam betas", min_length=2, max_length=2)
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
-    warmup: NonNegativeInt = key("iterations of linear warmup", 0)
+    warmup: NonNegativeInt = key("iterations of linear warmup, at most half of num_iters", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
     ema: float | None = key("validate and forecast with averaged weights: decay, 0.999", None, "training", ge=0, lt=1)
     init_from: Text | None = key("start with the weights of this run or checkpoint, as iteration 0", None, "training")
@@ -164,25 +164,16 @@ class Config(BaseModel):
 
     expdir: Text = key("folder of all runs", "./logs", "nothing")
     run_num: Name = key("name of this run: <expdir>/<config>/<run_num>; auto: the next free number", "00", "nothing")
-    resume: Literal["auto", "never"] = key("auto: continue the run found in the run folder", "auto", "nothing")
     log_every: PositiveInt = key("iterations between two readings of the loss", 10, "nothing")
     tracker: Literal["none", "mlflow", "wandb"] = key("where the run is told beside TensorBoard", "none", "nothing")
     validate_every: PositiveInt = key("epochs between two validations", 1, "result")
     checkpoint_every: PositiveInt = key("iterations between two checkpoints", 1000, "nothing")
-    async_save: bool = key("write checkpoints while training goes on", True, "nothing")
     keep_checkpoints: Size = key("newest checkpoints to keep, besides the best", 2, "nothing")
     profile: Literal["none", "torch", "ranks"] = key(
         "record a window of steps with torch.profiler: torch on rank 0, ranks on all of them", "none", "speed"
     )
     profile_start: NonNegativeInt = key("steps of this process before the window", 20, "speed")
     profile_steps: PositiveInt = key("steps in the window", 10, "speed")
-
-    _notes: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def notes(self) -> list[str]:
-        """Changes made on the way from the file and the command line to this config, as lines for the log."""
-        return self._notes
 
     @property
     def model_in_channels(self) -> int:

@@ -39,6 +39,7 @@ JET = 1.6  # x of the jet: 200 hPa
 SURFACE_WIND, JET_WIND = 4.0, 30.0  # m s-1, zonal wind at the equator at 1000 hPa and at the jet
 SEASONAL_WIND = 2.5  # m s-1 by which the winter jet is stronger and the summer jet weaker, at 45 degrees
 WAVE_WIND = (15.0, 7.0)  # m s-1, root-mean-square wind speed of each vertical mode where V_k = 1
+TRUNCATION = 21  # largest total wavenumber n
 PEAK = 7.5  # total wavenumber n with the most kinetic energy
 LAPSE = 6.5e-3  # K m-1
 LEVELS = {name: np.log(1000.0 / name) for name in (1000, 850, 500, 50)}  # hPa -> x
@@ -68,19 +69,15 @@ class Atmosphere:
 
     img_size: (H, W), at least (8, 16); rows from the north pole, columns from Greenwich eastward.
     seed: non-negative integer that determines waves, noise and mountains.
-    truncation: largest total wavenumber n; by default the largest that the grid resolves well, at most 21.
-    Raises ValueError if the grid is too small, or if the truncation is below 3 or too large for the grid.
+    Raises ValueError if the grid is too small.
     """
 
-    def __init__(self, img_size: Sequence[int], seed: int, truncation: int | None = None):
+    def __init__(self, img_size: Sequence[int], seed: int):
         height, width = img_size
         if height < 8 or width < 16:
             raise ValueError(f"img_size {height} x {width}: at least 8 x 16 is needed")
-        finest = min(height, width) // 2 - 1
-        n_max = min(21, 3 * height // 8, 3 * width // 16) if truncation is None else truncation
-        if not 3 <= n_max <= finest:
-            raise ValueError(f"truncation {n_max}: {height} x {width} resolves 3 to {finest}")
-        self.img_size, self.seed, self.truncation = (height, width), seed, n_max
+        self.img_size, self.seed = (height, width), seed
+        self.truncation = min(TRUNCATION, 3 * height // 8, 3 * width // 16)  # the largest that the grid resolves well
         self.lat, self.lon = np.deg2rad(latitudes(height))[:, None], np.deg2rad(longitudes(width))
         self._amplitudes: dict[int, np.ndarray] = {}  # of the year that was requested last
         self._waves()
@@ -210,20 +207,16 @@ class Atmosphere:
         surface, low = (u10, v10, t2m, sp, mslp, t850), (u1000, v1000, z1000, u850, v850, z850)
         return np.stack([*surface, *low, u500, v500, z500, t500, z50, r500, r850, tcwv])
 
-    def frames(self, year: int, start: int, count: int, noise: bool = True) -> np.ndarray:
+    def frames(self, year: int, start: int, count: int) -> np.ndarray:
         """`count` frames of a year from `start`, 6-hourly since 1 January 00 UTC: float32 (count, 20, H, W).
 
-        noise: add white observation noise, 1 % of each channel's anomaly, drawn separately for each frame.
-        Raises ValueError if the year does not have these frames.
+        With white observation noise, 1 % of each channel's anomaly, drawn separately for each frame.
         """
-        if not 0 <= start <= start + count <= year_frames(year):
-            raise ValueError(f"frames {start} to {start + count - 1}: {year} has {year_frames(year)}")
         out = np.empty((count, len(CHANNELS), *self.img_size), np.float32)
         scale = np.float32(NOISE) * np.array(ANOMALY, np.float32)[:, None, None]
         for i, t in enumerate(range(start, start + count)):
             out[i] = self.fields(self.amplitudes(year)[t], 6 * t)
-            if noise:
-                rng = np.random.default_rng([self.seed, 1, year, t])
-                out[i] += scale * rng.standard_normal(out.shape[1:], dtype=np.float32)
-                np.clip(out[i, -3:], 0, 100, out=out[i, -3:])  # humidity and vapour stay physical
+            rng = np.random.default_rng([self.seed, 1, year, t])
+            out[i] += scale * rng.standard_normal(out.shape[1:], dtype=np.float32)
+            np.clip(out[i, -3:], 0, 100, out=out[i, -3:])  # humidity and vapour stay physical
         return out

@@ -32,16 +32,10 @@ class Channel(NamedTuple):
 QUANTITIES = {name: Quantity(*row) for name, row in ERA5["quantities"].items()}
 
 
-def pressure_level(name: str) -> int | None:
-    """The level of a channel in hPa: 500 of z500; None for one at the surface, such as u10 or t2m."""
-    match = re.fullmatch(r"[a-z]+?(\d+)", name)
-    return int(match[1]) if match and name not in QUANTITIES else None
-
-
 def channel_key(name: str) -> tuple[str, int | None]:
     """(quantity, pressure level in hPa or None) of a channel: u10 is ('u10', None), u500 is ('u', 500)."""
-    level = pressure_level(name)
-    return name.removesuffix(str(level)), level
+    match = re.fullmatch(r"([a-z]+?)(\d+)", name)
+    return (match[1], int(match[2])) if match and name not in QUANTITIES else (name, None)
 
 
 def _channel(name: str) -> Channel:

@@ -1,11 +1,9 @@
 """Samples on disk: frames from year files, and the statistics of their channels.
 
-A sample is the frame at t and the frames dt, 2 dt, ... later in the same file. They are read directly into the caller's
-buffer, or seen in the page cache: see weather/year_data.py.
+A sample is the frame at t and the frames dt, 2 dt, ... later in the same file, read directly into the caller's buffer.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ class FieldDataset:
     channels: how many channels to read, from the first. img_size: (H, W), the first rows and columns of the files.
     dt: frames from one step of a forecast to the next. limit: use only this many samples, from the first.
     rows, columns: read only this part of the image (slices of [0, H) and of [0, W)).
-    steps: the most steps of a forecast that a sample covers; one of them is the input and `steps` targets.
+    steps: the most of a forecast; a sample has one frame more, the input.
     Raises UsageError if the folder or a file does not hold such data.
     """
 
@@ -76,28 +74,12 @@ class FieldDataset:
         """Shape of one sample: (steps + 1, C, h, w), the input frame and the target frames."""
         return self.steps + 1, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
-    @property
-    def mappable(self) -> bool:
-        """Tell whether all files can be mapped into memory, so that `mapped` can be used."""
-        return all(file.mappable for file in self.files)
-
-    @property
-    def warning(self) -> str:
-        """Describe why reading the first of such files is costly; '' if it is not."""
-        return next((file.warning for file in self.files if file.warning), "")
-
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
         number, frame = self._locate(index)
         parts = [out] if self.dt == 1 else np.split(out, len(out))  # frames side by side on disk: one read
         for later, part in enumerate(parts):
             self.files[number].read(frame + later * self.dt, part, self.rows, self.columns)
-
-    def mapped(self, index: int, frames: int) -> AbstractContextManager[list[np.ndarray]]:
-        """The first frames of sample `index` in the mapped file, as a context manager: see YearFile.mapped."""
-        number, frame = self._locate(index)
-        numbers = range(frame, frame + frames * self.dt, self.dt)
-        return self.files[number].mapped(numbers, self.channels, self.rows, self.columns)
 
     @cached_property
     def times(self) -> list[np.ndarray]:
@@ -107,7 +89,8 @@ class FieldDataset:
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
         located = [self._locate(index) for index in indices]
-        return np.array([self.times[number][first : first + steps * self.dt : self.dt] for number, first in located])
+        span = steps * self.dt
+        return np.array([self.times[number][first : first + span : self.dt] for number, first in located])
 
     def _locate(self, index: int) -> tuple[int, int]:
         """(number of the file, frame in it) of the first frame of a sample."""
@@ -159,8 +142,6 @@ class FieldDataset:
             raise UsageError(f"{file.path}: has {channels} channels, {self.channels} were asked for")
         if height < img_size[0] or width < img_size[1]:
             raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
-        if (height, width) != self.files[0].shape[2:]:
-            raise UsageError(f"{file.path}: has {height} x {width} points, unlike {self.files[0].path}")
         if frames <= self.steps * self.dt:
             steps = f" x {self.steps} steps of a rollout" if self.steps > 1 else ""
             need = self.steps * self.dt + 1
@@ -191,7 +172,7 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
     enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
     if not enough or values.shape[2] < height or values.shape[3] < width:
         raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")
-    values = np.ascontiguousarray(values[0, :channels, :height, :width], dtype=np.float32)
+    values = np.array(values[0, :channels, :height, :width], np.float32)
     if not np.isfinite(values).all():
         raise UsageError(f"{path}: holds values that are not finite")
     return values

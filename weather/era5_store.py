@@ -1,19 +1,16 @@
 """One Zarr store or NetCDF file of ERA5, in the names, units and grids of others: weather/era5.yaml has them."""
 
-import importlib.util
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import xarray
 
 from utils.errors import UsageError, first_line, reading
 from weather.channels import ERA5, QUANTITIES
 
-PACKAGES = ("zarr",)  # of requirements-era5.txt
 DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]  # {ours: (theirs, most values)}
 
 
@@ -59,18 +56,14 @@ class Store:
             names, most = DIMENSIONS[ours]
             if name is None and ours != "level":
                 raise UsageError(f"{address}: has no dimension {' or '.join(names)}: it has {[*data.dims]}")
-            if name is not None and name not in data.coords:
-                raise UsageError(f"{address}: dimension {name} has no values")
             if name is not None and not 1 <= data.sizes[name] <= most:
                 raise UsageError(f"{address}: {name} has {data.sizes[name]} values, not 1 to {most}")
         data = data.rename({name: ours for ours, name in found.items() if name and name != ours})
         self.times, self.levels = data.indexes["time"], []
         if self.times.dtype.kind != "M":
             raise UsageError(f"{address}: {found['time']} is not in dates of the standard calendar")
-        back = ~(np.diff(self.times.values) > np.timedelta64(0))
-        if back.any():
-            before, after = (str(time)[:16] for time in self.times.values[back.argmax() :][:2])
-            raise UsageError(f"{address}: its times do not increase: {after} comes after {before}")
+        if not (self.times.is_monotonic_increasing and self.times.is_unique):
+            raise UsageError(f"{address}: its times do not increase")
         if "level" in data.dims:
             factor, _ = self._conversion("its pressure levels have", units_of(data["level"]) or "hPa", "hPa")
             self.levels = [round(factor * level, 5) for level in data["level"].values.tolist()]
@@ -154,9 +147,6 @@ def units_of(variable: xarray.DataArray) -> str:
 
 def _open(address: str) -> xarray.Dataset:
     """The xarray.Dataset of a Zarr store or NetCDF file. Its values are read later (chunks=None: without dask)."""
-    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if absent:
-        raise UsageError(f"{', '.join(absent)} not installed: pip install -r requirements-era5.txt")
     remote = "://" in address
     if not remote and not Path(address).exists():
         raise UsageError(f"{address}: no such file or folder")
@@ -165,11 +155,7 @@ def _open(address: str) -> xarray.Dataset:
             options = {"token": "anon"} if address.startswith("gs://") else None  # the public buckets
             with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
                 return xarray.open_zarr(address, chunks=None, storage_options=options)
-        if not h5py.is_hdf5(address):
-            return xarray.open_dataset(address, engine="scipy", chunks=None)  # NetCDF 3
-        with h5py.File(address, "r") as file:
-            file.attrs.get("_nc3_strict")  # where this fails, h5netcdf prints a traceback beside its error
-        return xarray.open_dataset(address, engine="h5netcdf", chunks=None)
+        return xarray.open_dataset(address, chunks=None)
     except Exception as error:  # each format and file system has its own
         what = first_line(error)
         if not remote and Path(address).is_file():

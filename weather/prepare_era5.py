@@ -65,10 +65,9 @@ class Era5:
             holders = self._holders(quantity, level)
             missing = times[np.max([store.times.get_indexer(times) for store in holders], axis=0) < 0]  # -1: not there
             if len(missing):
-                hours = set().union(*(store.times[store.times.minute == 0].hour for store in holders))
-                lacking = ", ".join(f"{hour:02d}" for hour in (0, 6, 12, 18) if hour not in hours)
-                why = f": no source has {lacking} UTC, every 6 hours from 00 UTC are needed" if lacking else ""
-                raise UsageError(f"{_describe(quantity, level)}: {_minute(missing[0])} is missing{why}")
+                raise UsageError(
+                    f"{_describe(quantity, level)}: {_minute(missing[0])} is missing, needed are 00, 06, 12, 18 UTC"
+                )
 
     def frames(self, times: np.ndarray) -> np.ndarray:
         """Read frames (T, C, H, W) float32 at `times`, after `check`. Raises UsageError for unphysical values."""
@@ -90,12 +89,7 @@ class Era5:
         """The stores that hold a quantity at a level. Raises UsageError if there is none."""
         if holders := [store for store in self.stores if store.holds(quantity, level)]:
             return holders
-        others = [store for store in self.stores if level and store.variable(quantity) is not None]
-        levels = ", ".join(f"{lev:g}" for lev in sorted({lev for store in others for lev in store.levels}))
-        hint = f" (found at {levels or 'no level'})" if others else ""
-        if quantity == "q":
-            hint += " to derive relative humidity from, and none gives r or relative_humidity with its units"
-        raise UsageError(f"no source holds {_describe(quantity, level)}{hint}")
+        raise UsageError(f"no source holds {_describe(quantity, level)}")
 
     def _read(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> np.ndarray:
         """(T, L, h, w) on the points of the stores, each value from the first store that holds it."""
@@ -131,12 +125,11 @@ def prepare_era5(
     test_years: Iterable[int] = (2018,),
     days: int = 0,
     coarsen: int = 1,
-    overwrite: bool = False,
 ) -> int:
     """Write ERA5 from `sources` (Zarr stores and NetCDF files) to the folder `out`, and print a summary line.
 
-    train_years, valid_years, test_years, days, overwrite: as for YearFileWriter, which keeps the files that are there
-    already. coarsen: side of the square blocks of points that are averaged.
+    train_years, valid_years, test_years, days: as for YearFileWriter, which keeps the files that are there already.
+    coarsen: side of the square blocks of points that are averaged.
     Returns the number of year files written. Raises UsageError for sources or settings that cannot be used, other data
     in `out` and too little disk space, before anything is written; for an unphysical value when it is read.
     """
@@ -145,7 +138,7 @@ def prepare_era5(
     settings |= {"img_size": [len(x) for x in era5.grid], "corners": [float(x[i]) for x in era5.grid for i in (0, -1)]}
     attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes)
 
     if writer.missing:
         era5.check(np.concatenate([frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]))

@@ -10,7 +10,7 @@ the dynamics and their sources, SOURCE those of the channels.
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from utils.errors import UsageError, reported_as_usage_error, run_main, whole
+from utils.errors import reported_as_usage_error, run_main, whole
 from weather.atmosphere import Atmosphere
 from weather.grid import Grid, latitudes, longitudes
 from weather.year_files import YearFileWriter, year_file_parser
@@ -32,22 +32,19 @@ def make_sample_data(
     test_years: Iterable[int] = (1985,),
     days: int = 60,
     seed: int = 0,
-    overwrite: bool = False,
 ) -> int:
     """Write sample data to the folder `out`, and print a summary line.
 
-    img_size: (H, W). seed: of the atmosphere. train_years, valid_years, test_years, days, overwrite: as for
-    YearFileWriter, which keeps the files that are there already.
+    img_size: (H, W). seed: of the atmosphere. train_years, valid_years, test_years, days: as for YearFileWriter, which
+    keeps the files that are there already.
     Returns the number of year files written. Raises UsageError for bad settings, a year in two splits, other data in
     `out` or too little disk space, before anything is written; and if `out` cannot be written.
     """
-    if seed < 0:
-        raise UsageError(f"seed {seed}: must not be negative")
     grid = Grid(latitudes(img_size[0]), longitudes(img_size[1]))
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}
     splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes, overwrite)
+    writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes)
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)
     return writer.make(atmosphere.frames, {"orography": ("m", atmosphere.orography)})

@@ -1,17 +1,12 @@
 """A year of data, however it is stored: it describes itself and fills buffers with frames.
 
 A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`, `channel` and
-`channel_units`. Where each frame is stored as one plain piece, plain reads fill the caller's buffer; they release
-Python's lock, so threads read in parallel. Otherwise the format's library reads. Plain pieces can also be mapped: the
-caller sees them in the page cache, without a copy.
+`channel_units`. Plain reads of a file release Python's lock, so threads read in parallel straight into the caller's
+buffer; compressed and chunked fields are read by the format's library.
 """
 
-import math
-import mmap
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,56 +44,33 @@ class YearFile(ABC):
 
     path: where it can be opened again. fields: an array (T, C, H, W) that slices.
     arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
-    plain: whether each frame is stored as one plain piece. mappable: whether `mapped` can be used.
     """
 
     path: Path
     fields: Any
     arrays: Mapping[str, Any]
     shape: tuple[int, int, int, int]
-    plain: bool
-    mappable: bool
     size: int
-    warning = ""  # what is costly about how it is stored
 
     @abstractmethod
     def close(self) -> None:
         """Close it."""
 
     @abstractmethod
-    def _piece(self, frame: int) -> AbstractContextManager[tuple[int, int]]:
-        """The plain piece of a frame: a file descriptor, and the offset in that file."""
+    def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+        """Read as `read` does."""
 
-    @abstractmethod
-    def _read_by_library(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        """Read as `read` does, however frames are stored."""
+    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+        """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
+        with reading(f"{self.path}: frame {frame}"):
+            self._read(frame, out, rows, columns)
 
-    def _adjacent(self, frame: int, count: int) -> bool:
-        """Tell whether so many frames, from this one on, are one contiguous piece."""
-        return count == 1
-
-    @contextmanager
-    def mapped(self, frames: Sequence[int], channels: int, rows: slice, columns: slice) -> Iterator[list[np.ndarray]]:
-        """Frames, first C channels, a window of points, as read-only arrays over the disk's own, (1, C, h, w) each.
-
-        A context manager. Raises UsageError if a file has become shorter; if that happens inside the block, SIGBUS
-        ends the process. Raises ValueError where frames are not stored so that they can be mapped.
-        """
-        if not self.mappable:
-            raise ValueError(f"{self.path}: has no map, its frames must be read")
-        shape, maps, windows = (1, channels, *self.shape[2:]), [], []
-        for frame in frames:
-            with reading(f"{self.path}: frame {frame}"), self._piece(frame) as (descriptor, position):
-                skipped = position % mmap.ALLOCATIONGRANULARITY
-                length = skipped + 4 * math.prod(shape)
-                maps.append(mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=position - skipped))
-            windows.append(np.ndarray(shape, "<f4", maps[-1], skipped)[:, :, rows, columns])
-        if windows[0].shape == shape:  # read what is not in the page cache in one go
-            for memory in maps:
-                memory.madvise(mmap.MADV_WILLNEED)
-        yield windows
-        for memory in maps:
-            memory.madvise(mmap.MADV_DONTNEED)  # it would count as memory of this process
+    def _checked(self, fields: Any) -> Any:
+        """The array of the fields, as given. Raises UsageError for anything else."""
+        if getattr(fields, "ndim", 0) != 4 or fields.dtype.kind != "f":
+            actual = f"has {fields.dtype} {fields.shape}" if hasattr(fields, "dtype") else "has none"
+            raise UsageError(f"{self.path}: expected '{DATASET}' [time, channel, lat, lon] of floats; it {actual}")
+        return fields
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
         """Of the first channels and of an image of img_size; what the file lacks is as in ERA5. Raises UsageError."""
@@ -137,35 +109,6 @@ class YearFile(ABC):
             if array.shape != (length,):
                 raise UsageError(f"{self.path}: '{name}' has shape {array.shape}, the fields need ({length},)")
             return read(array)
-
-    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
-        with reading(f"{self.path}: frame {frame}"):
-            self._read(frame, out, rows, columns)
-
-    def _read(self, frame, out, rows, columns):
-        _, all_channels, height, width = self.shape
-        channels, h, w = out.shape[1:]
-        if not self.plain or w < width:
-            self._read_by_library(frame, out, rows, columns)
-            return
-        whole = channels == all_channels and h == height
-        for number, part in enumerate(out[None] if whole and self._adjacent(frame, len(out)) else out, frame):
-            with self._piece(number) as (descriptor, position):
-                if h == height:
-                    self._read_at(descriptor, position, number, part)
-                else:
-                    for c, plane in enumerate(part):
-                        self._read_at(descriptor, position + 4 * (c * height + rows.start) * width, number, plane)
-
-    def _read_at(self, descriptor, position, frame, out):
-        """Fill `out` with the values of a frame from a position in a file on."""
-        view = memoryview(out).cast("B")
-        while view:  # nearly always one read
-            count = os.preadv(descriptor, [view], position)
-            if count == 0:
-                raise UsageError(f"{self.path}: ends before frame {frame}: the file was truncated")
-            view, position = view[count:], position + count
 
 
 def _strings(array):

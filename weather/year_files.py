@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main, whole
+from utils.errors import ArgumentParser, UsageError, reading, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, frame_times, year_frames
@@ -58,7 +58,6 @@ def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, d
     option("--valid_years", type=parse_years, default=valid, help=default)
     option("--test_years", type=parse_years, default=test, help=default)
     option("--days", type=_days, default=days, help=f"of each year, from 1 January, or 'all' {default}")
-    option("--overwrite", action="store_true", help="replace year files that this command made with other settings")
     return parser
 
 
@@ -67,8 +66,7 @@ class YearFileWriter:
 
     out: folder. splits: the years of SPLITS. days: of each year, 0 for all.
     grid: of all frames. settings: everything else that the values depend on (JSON).
-    title: identifies the kind of data; files with another title are never touched. attributes: for every file.
-    overwrite: replace files with this title that were made with other settings.
+    title: identifies the kind of data. attributes: for every file. Files of other data or settings are never touched.
     Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
     """
 
@@ -81,20 +79,19 @@ class YearFileWriter:
         settings: dict[str, Any],
         title: str,
         attributes: dict[str, Any],
-        overwrite: bool = False,
     ):
         self.out, self.grid, self.settings = Path(out), grid, settings
         self.attributes = {"title": title, **attributes}
-        if not 0 <= days <= 365:
-            raise UsageError(f"days {days}: give 1 to 365, or 0 for whole calendar years")
         self.frames = {
             self.out / split / f"{year:04d}.h5": 4 * days or year_frames(year)
             for year, split in _split_years(splits).items()
         }
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
-        self.stale = self._stale_files(overwrite)
-        self.missing = [path for path in self.frames if path in self.stale or not path.exists()]
-        if len(self.missing) == len(self.frames) and not self.stale and any(path.exists() for path in self.stats):
+        for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
+            if path not in self.frames or _read_origin(path) != (title, settings):
+                raise UsageError(f"{path}: is other data, or of other settings: choose another folder, or remove it")
+        self.missing = [path for path in self.frames if not path.exists()]
+        if len(self.missing) == len(self.frames) and any(path.exists() for path in self.stats):
             raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
         folder = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
         frame_bytes = 4 * len(CHANNELS) * len(grid.latitude) * len(grid.longitude)
@@ -111,13 +108,10 @@ class YearFileWriter:
 
         read_frames(year, first, count) returns frames (count, C, H, W), `first` counted from 1 January.
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
-        Raises UsageError if `out` cannot be written.
+        Raises OSError if `out` cannot be written.
         """
-        try:
-            described = self._write(read_frames, constant or {})
-            size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
-        except OSError as error:
-            raise UsageError(f"{self.out}: cannot be written: {error.strerror or error}") from error
+        described = self._write(read_frames, constant or {})
+        size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
         news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
         frames = sum(self.frames.values())
         print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
@@ -125,11 +119,9 @@ class YearFileWriter:
 
     def _write(self, read_frames: FrameReader, constant: Constant) -> bool:
         """Write the missing year files and statistics; returns whether the statistics were there already."""
-        if any(path.parent.name == "train" for path in [*self.missing, *self.stale]):
+        if any(path.parent.name == "train" for path in self.missing):
             for path in self.stats:
                 path.unlink(missing_ok=True)  # they describe other training years than there are from here on
-        for path in self.stale:
-            path.unlink()
         with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
             for path in self.missing:
                 with whole_file(path) as part, h5py.File(part, "w") as file:
@@ -141,20 +133,6 @@ class YearFileWriter:
         if not described:
             write_statistics([path for path in self.frames if path.parent.name == "train"], self.out / "stats")
         return described
-
-    def _stale_files(self, overwrite: bool) -> list[Path]:
-        """Year files in `out` that these settings would not make. Raises UsageError unless they may be replaced."""
-        stale = []
-        for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
-            title, settings = _read_origin(path)
-            if title != self.attributes["title"]:
-                raise UsageError(f"{path} is not '{self.attributes['title']}', left alone: choose another folder")
-            if path not in self.frames or settings != self.settings:
-                stale.append(path)
-            if stale and not overwrite:
-                why = "was made with other settings" if path in self.frames else "is not a year of this split"
-                raise UsageError(f"{path} {why}: choose another folder, or replace it with --overwrite")
-        return stale
 
     def _describe(self, file: h5py.File, year: int, frames: int, constant: Constant) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""
@@ -227,9 +205,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = year_paths(options.train)
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
-    with reported_as_usage_error(OSError, str(options.out)):
-        for path in write_statistics(paths, options.out):
-            print(path)
+    for path in write_statistics(paths, options.out):
+        print(path)
 
 
 def _days(text):
@@ -241,11 +218,8 @@ def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
     years: dict[int, str] = {}
     for split, values in zip(SPLITS, years_of_splits, strict=True):
         for year in values:
-            if not 1 <= year <= 9999:
-                raise UsageError(f"year {year}: must be 1 to 9999")
             if year in years:
-                where = f"twice in {split}" if years[year] == split else f"in both {years[year]} and {split}"
-                raise UsageError(f"year {year} is {where}: each year belongs to one split, else the test leaks")
+                raise UsageError(f"year {year} is in {years[year]} and in {split}: the test would leak")
             years[year] = split
     if "train" not in years.values():
         raise UsageError("no training year")

@@ -7,12 +7,11 @@ from utils.errors import UsageError
 from weather.year_data import YearFile
 
 SUFFIXES = (".h5", ".nc", ".zarr")
-STORE_FILES = ("zarr.json", ".zgroup")  # one of them makes a folder a Zarr store
 
 
 def year_paths(folder: Path) -> list[Path]:
     """The years in a folder, by name; a Zarr store is the only one. Raises UsageError for a year in two formats."""
-    if is_store(folder):
+    if folder.suffix == ".zarr":
         return [folder]
     paths = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
     for path, other in itertools.pairwise(paths):
@@ -21,14 +20,9 @@ def year_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def is_store(path: Path) -> bool:
-    """Tell whether a path is a Zarr store."""
-    return path.suffix == ".zarr" or any((path / name).exists() for name in STORE_FILES)
-
-
 def open_year(path: Path) -> YearFile:
     """Open a year of data. Raises UsageError."""
-    if is_store(path):
+    if path.suffix == ".zarr":
         from weather.zarr_year import ZarrYear  # an optional library, and slow to import
 
         return ZarrYear(path)

@@ -6,14 +6,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from distributed.shard_tensor import scatter_tensor
-from networks.convnet import ConvNet
+from networks.unet import UNet
 
 
 def train_step() -> None:
     """One training step on an image split by rows; output and gradients are compared with those of the whole."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("domain",))
     torch.manual_seed(0)  # the same weights on every rank
-    model = ConvNet(in_channels=3, out_channels=2, width=8, groups=2)
+    model = UNet((46, 64), in_channels=3, out_channels=2, width=8, levels=1)
     image = torch.randn(1, 3, 46, 64)
 
     x = scatter_tensor(image, 0, mesh, [Shard(2)])  # rank 0 sends each rank its rows and nothing else

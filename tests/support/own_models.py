@@ -94,6 +94,15 @@ class Spectral(nn.Module):
         return self.conv(x) + torch.fft.irfft2(mixed, s=x.shape[-2:])
 
 
+class GroupNormNet(nn.Sequential):
+    """A halo, and statistics of the whole image."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            nn.Conv2d(in_channels, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU(), nn.Conv2d(6, out_channels, 1)
+        )
+
+
 class Coarse(nn.Sequential):
     """Its coarse grid fits no cut of the image, and it does not say between which points one may cut."""
 

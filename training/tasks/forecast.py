@@ -47,22 +47,19 @@ class Trained(Task):
         config = self.config
         Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
         n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
-        channels, steps = max(n_in, n_out), config.longest_rollout
+        channels = max(n_in, n_out)
         train, valid = (
-            FieldDataset(folder, channels, config.img_size, config.dt, limit, rows, columns, steps)
+            FieldDataset(folder, channels, config.img_size, config.dt, limit, rows, columns, config.longest_rollout)
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),
                 (config.valid_data_path, config.limit_nsamples_val),
             )
         )
         valid.check_like(train)
-        for dataset in (train, valid):
-            if (warning := dataset.warning) and comm.is_main():
-                print(f"warning: {warning}", flush=True)
         self._described = train.description.names, train.description.grid.latitude
         if config.loss != "relative_l2":
             loss_weights(config, *self._described)
-        self.check_batch(len(train), f" in {config.train_data_path}")
+        self.check_batch(len(train))
         batch_size = config.global_batch_size // comm.get_size("dp")
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
@@ -75,7 +72,7 @@ class Trained(Task):
         if steps == 1 and self.config.predict == "state":
             return parallel.module(x)
         # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
-        return self.rollout(y.device).forecast(parallel.model, x, steps, last=parallel.module)
+        return self.rollout(x.device).forecast(parallel.model, x, steps, last=parallel.module)
 
     def rollout(self, device: torch.device) -> Rollout:
         """The object that turns the network's outputs into forecasts."""
@@ -162,13 +159,12 @@ class ForecastValidator(Validator):
         """RMSE of the headline channels beside persistence and climatology."""
         return skill_table(summary)
 
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
         """{"val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse"}, all but the first by channel."""
         metrics, persistence, climatology = self.new_metrics(), self.new_metrics(), self.new_metrics()
         losses, example = [], None
         for x, y, count in self.loader.valid():
-            if stop():
-                return None
+            beat()
             n_out, state = self.loader.n_out, parallel.whole_images(x[:, : self.loader.n_in])[:count]
             network = partial(parallel.predict, out_channels=n_out)
             steps = zip(self.rollout.steps(network, x, y.shape[1] // n_out), y.split(n_out, 1), strict=True)
@@ -181,7 +177,7 @@ class ForecastValidator(Validator):
                 if self.loader.n_in >= n_out:
                     persistence.update(state[:, :n_out], target)
             if example is None and count:
-                example = state[0].clone(), target[0].clone(), prediction[0]
+                example = target[:1].clone(), prediction[:1]
         if not self.baselines:
             scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
             self.baselines = {name: self._by_channel(m.compute()[0]) for name, m in scored.items() if m.squared_errors}
@@ -194,10 +190,10 @@ class ForecastValidator(Validator):
     def _by_channel(self, values: Tensor) -> dict[str, float]:
         return dict(zip(self.names, values.tolist(), strict=True))
 
-    def _draw(self, x: Tensor, y: Tensor, prediction: Tensor) -> None:
-        from training.pictures import forecast_figure  # slow to import, and rank 0 alone draws
+    def _draw(self, target: Tensor, prediction: Tensor) -> None:
+        from training.pictures import lead_time_figure  # slow to import, and rank 0 alone draws
 
-        for c, name in enumerate(self.names[: len(x)]):
+        for c, name in enumerate(self.names):
             if name in PICTURED:
-                fields = [(f[c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (x, y, prediction)]
-                self.figures[name] = forecast_figure(fields, self.grid, name, self.units[c])
+                truth, forecast = ((f[:, c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (target, prediction))
+                self.figures[name] = lead_time_figure(truth, forecast, (), self.grid, name, self.units[c])

@@ -22,8 +22,14 @@ if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
 
 Shape = tuple[int, ...]
 FORECAST_KEYS = (
-    "forcings", "predict", "rollout_steps", "rollout_schedule", "loss", "channel_weights", "pressure_weights",
-)  # fmt: skip
+    "forcings",
+    "predict",
+    "rollout_steps",
+    "rollout_schedule",
+    "loss",
+    "channel_weights",
+    "pressure_weights",
+)
 
 
 class Task(ABC):
@@ -96,11 +102,11 @@ class Task(ABC):
         """This rank's part of every image, one slice for each axis."""
         return own_window(self.config.img_size, self.facts.kept_together)
 
-    def check_batch(self, samples: int, source: str) -> None:
-        """Raise UsageError where the training data, from `source`, have fewer samples than one batch."""
+    def check_batch(self, samples: int) -> None:
+        """Raise UsageError where the training data have fewer samples than one batch."""
         batch = self.config.global_batch_size
         if batch > samples:
-            raise UsageError(f"global_batch_size {batch} is larger than the training data: {samples} samples{source}")
+            raise UsageError(f"global_batch_size {batch} is larger than the training data: {samples} samples")
 
 
 class Validator(ABC):
@@ -116,12 +122,12 @@ class Validator(ABC):
         self.figures: dict[str, Figure] = {}
 
     @torch.no_grad()
-    def run(self, parallel: ParallelModel, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Scores of one pass of a ParallelModel, `val_loss` among them; None where `stop()` became true on the way."""
+    def run(self, parallel: ParallelModel, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Scores of one pass of a ParallelModel, `val_loss` among them. beat: called for each batch."""
         parallel.share_buffers()
         parallel.model.eval()
         try:
-            return self.score(parallel, stop)
+            return self.score(parallel, beat)
         finally:
             parallel.model.train()
 
@@ -130,5 +136,5 @@ class Validator(ABC):
         return f"validation loss {summary['val_loss']:.4f}"
 
     @abstractmethod
-    def score(self, parallel: ParallelModel, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """One pass of a model that is in evaluation mode; `stop` is asked before each batch."""
+    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+        """One pass of a model that is in evaluation mode."""
