@@ -23,6 +23,7 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
 }  # the file in the repository and its page
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".ipynb": "json"}
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -88,12 +89,12 @@ def _link(target: str, source: str) -> str:
 
 
 def _code(path: str) -> str:
-    """The page of a file of code, or of a folder."""
+    """The page of a file of code, or of a folder; the search of the site leaves it out."""
     file = ROOT / path
     if file.is_dir():
         names = sorted(
             f"{each.name}{'/' if each.is_dir() else ''}" for each in file.iterdir() if each.name[0] not in "._"
         )
-        return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
+        return f"{UNSEARCHED}# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
     language = LANGUAGES.get(file.suffix, "text")
-    return f"# {path}\n\n~~~~~~{language}\n{file.read_text().rstrip()}\n~~~~~~\n"
+    return f"{UNSEARCHED}# {path}\n\n~~~~~~{language}\n{file.read_text().rstrip()}\n~~~~~~\n"

@@ -196,6 +196,12 @@ def test_an_error_of_the_learner_names_the_line(tmp_path):
     assert "SyntaxError: expected ':'" in line
 
 
+@PLANNED
+def test_all_questions_are_answered_at_once():
+    (lines,) = check_file("12_choose_a_layout", FILES["12_choose_a_layout"], SEED)
+    assert [line.split(":")[0] for line in lines.split("\n  - ")] == ["few samples", "very wide", "wide"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_solution_differs_in_the_gap_alone(name):
     (exercise, gaps), (solved, same_gaps) = (outside_of_gaps(p.read_text()) for p in (FILES[name], solution(name)))

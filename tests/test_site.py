@@ -82,6 +82,8 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
     lesson = (site / "data_parallel.html").read_text()
     assert "Run it on Slurm</label>" in lesson  # a tab
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
+    found = json.loads((site / "search/search_index.json").read_text())["docs"]
+    assert found and not [entry["location"] for entry in found if entry["location"].startswith("code/")]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,31 @@ def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
             assert page.evaluate(broken) == []
         assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
     assert len(list(pictures.iterdir())) == 12
+
+
+MISPLACED = """() => {
+    const frame = document.documentElement.viewBox.baseVal, found = []
+    const boxes = [...document.querySelectorAll("rect")].slice(1).map(each => each.getBBox())
+    const texts = [...document.querySelectorAll("text")].map(each => [each.textContent, each.getBBox()])
+    for (const [words, at] of texts) {
+        const right = at.x + at.width, x = at.x + at.width / 2, y = at.y + at.height / 2
+        const around = boxes.filter(b => b.x < x && x < b.x + b.width && b.y < y && y < b.y + b.height)
+        const box = around.sort((a, b) => a.width * a.height - b.width * b.height)[0] || frame
+        if (at.x < box.x - 0.5 || right > box.x + box.width + 0.5) found.push(words)
+        for (const [others, b] of texts)
+            if (words < others && at.x < b.x + b.width - 1 && b.x < right - 1
+                && at.y < b.y + b.height - 3 && b.y < at.y + at.height - 3) found.push(words + " | " + others)
+    }
+    return found
+}"""
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_no_words_of_a_drawing_leave_their_box_or_touch_others(browser):
+    page = browser.new_page(viewport={"width": 820, "height": 640})
+    for file in sorted(FOLDER.glob("*.svg")):
+        page.goto(file.as_uri())
+        assert page.evaluate(MISPLACED) == [], file.name
 
 
 @pytest.mark.slow("a browser takes seconds to start")

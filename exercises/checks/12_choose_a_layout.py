@@ -1,10 +1,11 @@
 """A layout must fit and be nearly as fast as the best that the planner finds."""
 
 import shlex
+from collections.abc import Sequence
 from types import ModuleType
 
 from exercises.checks.common import Draw, Wrong, expect
-from tools.planner.hardware import load_gpu
+from tools.planner.hardware import Gpu, load_gpu
 from tools.planner.search import Request, best_layouts
 from utils.errors import UsageError
 
@@ -22,33 +23,42 @@ NEAR = 0.9
 
 
 def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
-    """Check each of ANSWERS beside the best layout of the planner. Raises Wrong."""
-    gpu = load_gpu("a100-40gb")
+    """Check each of ANSWERS beside the best layout of the planner. Raises Wrong, with a line for each question."""
+    gpu, wrong = load_gpu("a100-40gb"), []
     for name, (gpus, words) in QUESTIONS.items():
-        expect(name in exercise.ANSWERS, f"{name}: no answer")
-        answer = shlex.split(exercise.ANSWERS[name])
-        request = Request([*CONFIG, *words, *answer], gpu)
-        others = {word[2:].split("=")[0] for word in answer if word.startswith("--")} - ALLOWED
-        expect(not others, f"{name}: {', '.join(sorted(others))} is not asked for, only {', '.join(sorted(ALLOWED))}")
         try:
-            plan = request.plan(gpus)
-        except UsageError as error:
-            raise Wrong(f"{name}: {error}") from None
-        needed, there = (plan.peak + plan.overhead) / 2**30, gpu.memory / 2**30
-        memory = plan.memory
-        largest = max(memory, key=lambda name: memory[name])
-        expect(
-            plan.fits == "fits",
-            f"{name}: it needs {needed:.1f} GiB and 85 % of {there:.1f} are to be had; most are {largest}: which "
-            "strategy shares them out?",
-        )
-        best = best_layouts(Request([*CONFIG, *OTHERS, *words], gpu), gpus, 1)[0]
-        hint = "does it compute more than it must, or send more?"
-        if plan.config.activation_checkpointing == "full" and best.config.activation_checkpointing == "none":
-            hint = "it computes activations twice; is there a split that leaves room for them?"
-        elif plan.layout.tp > best.layout.tp:
-            hint = "it splits layers more than it must, and sends in every block"
-        expect(
-            plan.samples_per_sec >= NEAR * best.samples_per_sec,
-            f"{name}: {plan.samples_per_sec:.1f} samples/s, the best reaches {best.samples_per_sec:.1f}: {hint}",
-        )
+            check_answer(exercise, name, gpu, gpus, words)
+        except Wrong as error:
+            wrong.append(f"{name}: {error}")
+    if wrong:
+        raise Wrong("\n  - ".join(wrong))
+
+
+def check_answer(exercise: ModuleType, name: str, gpu: Gpu, gpus: int, words: Sequence[str]) -> None:
+    """Check the answer to one question. Raises Wrong."""
+    expect(name in exercise.ANSWERS, "no answer")
+    answer = shlex.split(exercise.ANSWERS[name])
+    request = Request([*CONFIG, *words, *answer], gpu)
+    others = {word[2:].split("=")[0] for word in answer if word.startswith("--")} - ALLOWED
+    expect(not others, f"{', '.join(sorted(others))} is not asked for, only {', '.join(sorted(ALLOWED))}")
+    try:
+        plan = request.plan(gpus)
+    except UsageError as error:
+        raise Wrong(str(error)) from None
+    needed, there, memory = (plan.peak + plan.overhead) / 2**30, gpu.memory / 2**30, plan.memory
+    largest = max(memory, key=lambda use: memory[use])
+    expect(
+        plan.fits == "fits",
+        f"it needs {needed:.1f} GiB and 85 % of {there:.1f} are to be had; most are {largest}: which strategy shares "
+        "them out?",
+    )
+    best = best_layouts(Request([*CONFIG, *OTHERS, *words], gpu), gpus, 1)[0]
+    hint = "does it compute more than it must, or send more?"
+    if plan.config.activation_checkpointing == "full" and best.config.activation_checkpointing == "none":
+        hint = "it computes activations twice; is there a split that leaves room for them?"
+    elif plan.layout.tp > best.layout.tp:
+        hint = "it splits layers more than it must, and sends in every block"
+    expect(
+        plan.samples_per_sec >= NEAR * best.samples_per_sec,
+        f"{plan.samples_per_sec:.1f} samples/s, the best reaches {best.samples_per_sec:.1f}: {hint}",
+    )
