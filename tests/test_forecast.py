@@ -233,6 +233,14 @@ def test_a_forecast_is_of_use_until_its_error_is_that_of_a_trivial_one(model, ho
     assert useful_hours({"model": {"z500": model}} | trivial, "z500", [6, 12, 18, 24]) == hours
 
 
+def test_forecasts_of_somebody_else_stay(run, tmp_path):
+    theirs = tmp_path / "forecast-2020-01-01T00.nc"
+    theirs.write_text("theirs")
+    with pytest.raises(UsageError, match="was not written by a forecast of this program: choose another --out"):
+        forecast_of(run, tmp_path, "--lead_hours", 6, "--starts", 1)
+    assert theirs.read_text() == "theirs"
+
+
 def test_forecasts_of_other_runs_from_the_same_dates_are_compared(run, tmp_path, capsys):
     options = ("--lead_hours", 12, "--starts", 3)
     forecast_of(run, tmp_path / "other/forecast", *options)

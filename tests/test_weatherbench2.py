@@ -72,11 +72,11 @@ def test_a_store_opens_as_weatherbench2_opens_it(tmp_path):
 
 
 def test_a_channel_without_such_a_name_keeps_its_own(tmp_path):
-    names = ["sst", "z", "w500", "q700", "r850", "z0500"]
+    names = ["sst", "z", "w500", "q700", "r850", "zz50"]
     fields = written(tmp_path, names, ["K"] * 4 + ["1", ""])
     data = xarray.load_dataset(tmp_path / file_name(STARTS[0]), engine="h5netcdf")
     assert set(data.data_vars) == {*names} - {"q700", "r850"} | {"specific_humidity", "relative_humidity"}
-    np.testing.assert_array_equal(data.z0500[0], fields[0][:, names.index("z0500")])
+    np.testing.assert_array_equal(data.zz50[0], fields[0][:, names.index("zz50")])
     np.testing.assert_array_equal(data.relative_humidity.sel(level=850)[0], fields[0][:, names.index("r850")])
     assert "level" not in data.sst.dims and data.specific_humidity.attrs["standard_name"] == "specific_humidity"
     written(tmp_path, ["sst"], ["K"])  # without any level

@@ -18,6 +18,7 @@ import numpy as np
 import xarray
 
 from tools.forecasting.dated_frames import show
+from utils.errors import UsageError, os_errors_as_usage_errors
 from utils.files import whole_file
 from weather.channels import CHANNELS, ERA5, QUANTITIES, channel_key
 from weather.grid import HOUR, Grid
@@ -32,10 +33,19 @@ Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding
 
 
 def prepare_folder(path: Path | str) -> None:
-    """Make the folder for one forecast, without the files of an earlier one."""
-    Path(path).mkdir(parents=True, exist_ok=True)
-    for file in Path(path).glob("forecast-*.nc"):
-        file.unlink()
+    """Make the folder for one forecast, and remove the files that an earlier forecast has written there.
+
+    Raises UsageError if the folder cannot be written, or has forecasts of somebody else.
+    """
+    path = Path(path)
+    with os_errors_as_usage_errors():
+        path.mkdir(parents=True, exist_ok=True)
+        files = sorted(path.glob("forecast-*.nc"))
+        if files and not (path / SKILL).exists():
+            raise UsageError(f"{files[0]}: was not written by a forecast of this program: choose another --out")
+        for file in files:
+            file.unlink()
+        (path / SKILL).write_text("{}\n")
 
 
 def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str, str]:
