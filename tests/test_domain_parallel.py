@@ -15,7 +15,7 @@ from tests.support.layout_parity import (
 )
 from tests.support.marks import needs_torch, slow_but
 from training.tasks import build_task, task_of
-from training.tasks.classify import WaveLoader
+from training.tasks.waves import WaveLoader
 from utils import comm
 
 # 9 x 10 patches: rows that no number of ranks divides.
@@ -143,6 +143,9 @@ def train_and_validate(config, steps=6):
     return comm.all_reduce(losses) / comm.world_size(), task.build_validator(valid_loader).run(step.parallel)
 
 
+VOLUMES = CLASSES | {
+    "task": "transport", "model": "vit", "img_size": [20, 12, 8], "n_in_channels": 2, "n_out_channels": 2,
+}  # fmt: skip
 TASKS = [
     (CLASSES, 2, {"domain_parallel": 2}),
     (CLASSES, 4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
@@ -150,6 +153,10 @@ TASKS = [
     (CLASSES, 4, {"domain_parallel": 2, "tensor_parallel": 2}),
     (CLASSES | {"limit_nsamples_val": 5}, 3, {"domain_parallel": 3, "domain_method": "ring"}),
     (CLASSES | {"img_size": [8, 12, 8]}, 2, {"domain_parallel": "1x2", "data_parallel": "zero1"}),
+    (VOLUMES, 2, {"data_parallel": "fsdp"}),
+    (VOLUMES, 3, {"domain_parallel": 3, "domain_method": "ring"}),
+    (VOLUMES, 4, {"domain_parallel": "2x2", "data_parallel": "fsdp"}),
+    (VOLUMES, 4, {"domain_parallel": 2, "tensor_parallel": 2}),
 ]
 
 

@@ -112,7 +112,7 @@ def test_a_rollout_that_cannot_be_trained_is_refused(refused, tmp_path, sample_f
     "keys", [{"forcings": "hour"}, {"rollout_steps": 2}, {"predict": "change"}, {"loss": "squared_error"}]
 )
 def test_keys_of_forecasts_are_refused_by_other_tasks(refused, keys):
-    refused(f"{next(iter(keys))} belongs to task forecast, not to classify", task="classify", num_classes=3, **keys)
+    refused(f"{next(iter(keys))} belongs to task forecast, not to transport", task="transport", **keys)
 
 
 def test_weights_to_begin_with_that_do_not_fit_are_refused(refused, tmp_path, tiny_options):

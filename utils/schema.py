@@ -66,7 +66,7 @@ class Config(BaseModel):
 
     config: Name = key("name of the configuration in the YAML file", affects="nothing")
 
-    task: Text = key("forecast: weather; classify: images, volumes", "forecast", "model")
+    task: Text = key("forecast: weather; classify: images; transport: images, volumes", "forecast", "model")
     model: Text = key("vit, unet, afno, neighborhood, classifier, or package.module:Class", "vit", "model")
     model_args: dict[str, Any] = key("further arguments of the model's class: {kernel_size: 3}", {}, "model")
     num_classes: PositiveInt | None = key("classes of the classifier", None, "model")

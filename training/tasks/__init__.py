@@ -8,6 +8,8 @@ from utils.config import nearest
 from utils.errors import UsageError
 from utils.schema import Config
 
+COMMON = ("task", "waves")  # modules that tasks share
+
 
 def build_task(config: Config) -> Task:
     """The task of a config. Raises UsageError for an unknown one, and for settings or a model that do not fit it."""
@@ -18,7 +20,7 @@ def build_task(config: Config) -> Task:
 
 def task_of(config: Config) -> Task:
     """The class `Trained` of training/tasks/<task>.py, for this config: build_task without a look at the model."""
-    known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "task"]
+    known = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in COMMON]
     if config.task not in known:
         raise UsageError(f"task '{config.task}'{nearest(config.task, known)}: there are {', '.join(known)}")
     return importlib.import_module(f"{__name__}.{config.task}").Trained(config)

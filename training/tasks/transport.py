@@ -1,0 +1,48 @@
+"""Transport: waves in a box of two or three dimensions, and where a constant wind has carried them. Image to image."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed.parallel_model import ParallelModel
+from training.losses import relative_l2
+from training.tasks.waves import WaveTask, waves
+from utils.errors import UsageError
+
+WIND = (1 / 16, 1 / 8, 1 / 16)  # of the box, along each axis
+MOST_WAVES = 3  # along an axis
+
+
+class Trained(WaveTask):
+    """Image to image, in two or three dimensions: relative L2 loss, beside that of leaving everything where it is."""
+
+    scored = ("val_loss", "persistence_loss")
+    shown = "relative error {val_loss:.3f}, of no motion {persistence_loss:.3f}"
+
+    def check(self) -> None:
+        """The output has the waves of the input."""
+        config = self.config
+        if config.n_in_channels != config.n_out_channels:
+            counts = f"n_in_channels {config.n_in_channels} and n_out_channels {config.n_out_channels}"
+            raise UsageError(f"{config.config}: task transport: {counts} are the same waves: give the same number")
+
+    def draw(self, random: torch.Generator) -> Tensor:
+        """Waves in any direction."""
+        return torch.randint(-MOST_WAVES, MOST_WAVES + 1, (len(self.config.img_size),), generator=random)
+
+    def target(self, axes: Sequence[Tensor], numbers: Tensor, phases: Tensor) -> Tensor:
+        """The same waves later, as images: what is at a point now was upwind of it."""
+        upwind = [x - speed for x, speed in zip(axes, WIND, strict=False)]
+        return waves(upwind, numbers, phases)
+
+    def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
+        """The relative L2 loss of neural operators."""
+        return relative_l2(prediction, target, image_group).mean()
+
+    def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
+        """Both errors of each sample."""
+        images = parallel.predict(x, y.shape[1]), x, y
+        prediction, x, y = (parallel.whole_images(image)[:count] for image in images)
+        return torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1)
