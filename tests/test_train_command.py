@@ -26,7 +26,7 @@ def finish(process):
 
 
 def test_terminated_at_a_random_time_and_run_again_ends_with_the_same_losses(tiny_options, tmp_path):
-    common = {"num_iters": 400, "checkpoint_every": 50, "num_data_workers": 1}
+    common = {"num_iters": 800, "checkpoint_every": 50, "num_data_workers": 1}
     whole = start(tiny_options(run_num="whole", **common))
     parts = start(tiny_options(run_num="parts", **common))
     wait_for(tmp_path / "logs/quick/parts/out.log", "Starting training", parts)
