@@ -4,7 +4,6 @@ No rank ever holds the whole model. A rank fills its parts of the initial weight
 global tensors that it belongs to.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from distributed.collectives import shard
+from distributed.shard.redistribute import as_dtensor
 from distributed.shard.spec import part_of
 from distributed.shard.tensor import wrap
 from distributed.split import Split
@@ -109,10 +109,7 @@ def _as_part(tensor, dim):
         ranks = _ranks().reshape(-1, *tensor.device_mesh.shape)
         mesh = DeviceMesh(tensor.device.type, ranks, _init_backend=False)
     shape[dim] *= comm.get_size("tp")
-    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return DTensor.from_local(
-        local, mesh, [Shard(dim), *placements], run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    return as_dtensor(local, mesh, [Shard(dim), *placements], shape)
 
 
 def _ranks():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distributed import collectives
@@ -82,7 +83,7 @@ def _new_split(spec, dim, m, sizes):
 
 def _gather(local, spec, m):
     """Gather the axis that mesh dimension m splits."""
-    dim = next(d for d, axes in enumerate(spec.dims) if any(a.mesh_dim == m for a in axes))
+    dim = spec.placements[m].dim
     axes, group = spec.dims[dim], spec.mesh.groups[m]
     place = next(i for i, a in enumerate(axes) if a.mesh_dim == m)
     left = (*axes[:place], axes[place]._replace(mesh_dim=None, sizes=None), *axes[place + 1 :])
@@ -116,8 +117,7 @@ def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
 
 def _exchange(local, spec, m, dim, sizes):
     """Let mesh dimension m split another dimension, or with other sizes: every pair of ranks exchanges a block."""
-    group = spec.mesh.groups[m]
-    old = next(d for d, axes in enumerate(spec.dims) if any(a.mesh_dim == m for a in axes))
+    group, old = spec.mesh.groups[m], spec.placements[m].dim
     if len(spec.dims[old]) > 1:
         return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
     (before,) = spec.dims[old]
@@ -136,16 +136,24 @@ def _exchange(local, spec, m, dim, sizes):
 
 def to_dtensor(local: Tensor, spec: Spec) -> DTensor:
     """The DTensor of a local part, redistributed first if its pieces are not those of torch.chunk."""
-    even = {
-        m: chunk_sizes_of(spec.shape[p.dim], group.size)
-        for m, (p, group) in enumerate(zip(spec.placements, spec.mesh.groups, strict=True))
+    mesh = spec.mesh.device_mesh
+    local, spec = redistribute(local, spec, spec.placements, _chunks(spec.shape, spec.placements, mesh))
+    return as_dtensor(local, mesh, spec.placements, spec.shape)
+
+
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """The contiguous DTensor of a global shape, of which this rank holds `local`. Nothing is communicated."""
+    stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _chunks(shape, placements, mesh):
+    """{mesh dimension: sizes of the pieces} of a DTensor."""
+    return {
+        m: chunk_sizes_of(shape[p.dim], n)
+        for m, (p, n) in enumerate(zip(placements, mesh.shape, strict=True))
         if isinstance(p, Shard)
     }
-    local, spec = redistribute(local, spec, spec.placements, even)
-    strides = [math.prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
-    return DTensor.from_local(
-        local, spec.mesh.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=tuple(strides)
-    )
 
 
 def chunk_sizes_of(size: int, parts: int) -> Sizes:
@@ -156,9 +164,5 @@ def chunk_sizes_of(size: int, parts: int) -> Sizes:
 
 def spec_of_dtensor(tensor: DTensor) -> Spec:
     """The Spec of a DTensor, on its own mesh."""
-    sizes = {
-        m: chunk_sizes_of(tensor.shape[p.dim], n)
-        for m, (p, n) in enumerate(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
-        if isinstance(p, Shard)
-    }
-    return spec_of(tensor.device_mesh, tensor.shape, tensor.placements, sizes)
+    mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
+    return spec_of(mesh, shape, placements, _chunks(shape, placements, mesh))

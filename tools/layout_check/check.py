@@ -232,11 +232,6 @@ def as_text(results: Sequence[Result], dtype: str) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The results as JSON has them."""
-    return [asdict(r) | {"equal": r.equal} for r in results]
-
-
 def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     """The case of one device, and one for each layout, such as 'tp2xdp2' or 'domain2x2,data_parallel=fsdp'."""
     given = [] if any(word.startswith("--yaml_config") for word in words) else ["--yaml_config=config/ViT.yaml"]
@@ -266,5 +261,5 @@ def main(argv: Sequence[str]) -> int:
     results = check(serial, cases, options.dtype)
     print(as_text(results, options.dtype))
     if options.json:
-        write_json(options.json, as_json(results))
+        write_json(options.json, [asdict(r) | {"equal": r.equal} for r in results])
     return 0 if all(result.equal for result in results) else 1

@@ -50,13 +50,13 @@ def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]
     for i in range(STEPS):
         x, y = (own_part(whole, step) for whole in step.task.random_batch(random))
         if i == 0:
-            recorder.add(BATCH, "input", Part(x.clone(), samples=True))
-            recorder.add(BATCH, "target", Part(y.clone(), samples=True))
+            recorder.record[BATCH, "input"] = Part(x.clone(), samples=True)
+            recorder.record[BATCH, "target"] = Part(y.clone(), samples=True)
             recorder.add_weights(INITIAL)
         recorder.first = i == 0
         loss = comm.all_reduce(step(i, x, y).clone()) / comm.world_size()
         if i == 0:
-            recorder.add(LOSS, "of step 1", Part(loss))
+            recorder.record[LOSS, "of step 1"] = Part(loss)
         recorder.add_weights(UPDATES[i])
     recorder.first = False
     recorder.add_buffers()
@@ -64,7 +64,7 @@ def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]
     step.parallel.model.eval()
     with torch.no_grad():
         output = step.parallel.predict(x[:, : config.model_in_channels], config.n_out_channels)
-    recorder.add(EVALUATION, "output", recorder.part(output, samples=True))
+    recorder.record[EVALUATION, "output"] = recorder.part(output, samples=True)
     return recorder.record, {name: type(module).__name__ for name, module in step.parallel.model.named_modules()}
 
 
@@ -104,10 +104,6 @@ class Recorder:
         step.update = recorded_update  # type: ignore[method-assign]
         step.optimizer.register_step_pre_hook(lambda *_: self._gradients(CLIPPED))
 
-    def add(self, stage: str, name: str, part: Part) -> None:
-        """Record a part."""
-        self.record[stage, name] = part
-
     def part(self, value: Any, samples: bool = False) -> Part:
         """A detached copy of a tensor of any kind, with its split."""
         if isinstance(value, ShardTensor):
@@ -119,12 +115,12 @@ class Recorder:
     def add_weights(self, stage: str) -> None:
         """Record all parameters."""
         for name, parameter in self.model.named_parameters():
-            self.add(stage, name, self._of_parameter(name, parameter))
+            self.record[stage, name] = self._of_parameter(name, parameter)
 
     def add_buffers(self) -> None:
         """Record all buffers."""
         for name, buffer in self.model.named_buffers():
-            self.add(BUFFERS, name, self.part(buffer))
+            self.record[BUFFERS, name] = self.part(buffer)
 
     def _of_parameter(self, name: str, value: Tensor) -> Part:
         """A parameter or its gradient: whole again where fully_shard has cut it, else as split says."""
@@ -154,7 +150,7 @@ class Recorder:
                 part = Part(torch.cat([p.value for p in parts]), parts[0].spec, samples=True)
                 if part.spec and micro_batches > 1:
                     part.spec = part.spec.resized({0: part.spec.shape[0] * micro_batches})
-                self.add(FORWARD, f"{name} ({i + 1})" if i else name, part)
+                self.record[FORWARD, f"{name} ({i + 1})" if i else name] = part
 
     def _unreduced(self, name: str, gradient: Tensor) -> None:
         if self.first:
@@ -162,10 +158,10 @@ class Recorder:
             before = self.record.get((UNREDUCED, name))
             if before:
                 part.value += before.value
-            self.add(UNREDUCED, name, part)
+            self.record[UNREDUCED, name] = part
 
     def _gradients(self, stage: str) -> None:
         """Record the gradients, in the order in which the backward pass computes them."""
         for name, parameter in reversed(list(self.model.named_parameters())) if self.first else ():
             if parameter.grad is not None:
-                self.add(stage, name, self._of_parameter(name, parameter.grad))
+                self.record[stage, name] = self._of_parameter(name, parameter.grad)
