@@ -104,6 +104,8 @@ def split_alike(spec: Spec, other: Spec) -> bool:
 
 def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
     """The tensor redistributed to a spec. If its axes are others and several a dimension, a slice of the whole."""
+    if split_alike(x.spec, spec):
+        return wrap(local(x), spec)
     axes, wanted = ([a[:2] + a[3:] for d in s.dims for a in d if a.sizes is not None] for s in (x.spec, spec))
     if axes == wanted and x.spec.partial == spec.partial and not any(ahead for _, _, ahead in axes):
         cut = {m: sizes_over(spec, m) for m, placement in enumerate(spec.placements) if placement.is_shard()}
@@ -135,8 +137,7 @@ def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
     ]
     if not isinstance(x, ShardTensor):
         return part_of(shared(x, result), spec.with_dims(wanted, ()))
-    wanted_spec = x.spec.with_dims(wanted)
-    return used_apart(x if split_alike(x.spec, wanted_spec) else to_spec(x, wanted_spec), result)
+    return used_apart(to_spec(x, x.spec.with_dims(wanted)), result)
 
 
 def scatter_tensor(

@@ -79,7 +79,7 @@ def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence
     if not path.exists():
         raise UsageError(f"{path}: no forecast yet: python forecast.py --run_folder {run}")
     record = read_json(path)
-    if [record["lead_hours"], record["starts"]] != [list(leads), [show(start) for start in starts]]:
+    if [record.get("lead_hours"), record.get("starts")] != [list(leads), [show(start) for start in starts]]:
         raise UsageError(f"{path}: its forecast has other dates or lead times: compare those of the same options")
     return record
 

@@ -33,7 +33,7 @@ class Facts:
     """What a rank sees of a difference. factor: got / wanted, where that is one number.
 
     beside_cuts: only rows next to another rank's differ. sums: groups over which the ranks' tensors add up to what is
-    wanted. unchanged: a gradient that no reduction has changed. mean_is_right: groups over which the mean of the
+    wanted. unchanged: a gradient that no reduction has changed. mean_is_right: the mean of the ranks'
     gradients before their reduction is what is wanted.
     """
 
@@ -56,19 +56,20 @@ def facts(key: Key, record: Record, wanted: Tensor, scale: float, tolerance: flo
     found.beside_cuts = _beside_cuts(apart) if key[0] == FORWARD else False
     if not together:
         return found
-    found.sums = [name for name in GROUPS if _alike(_summed(got, name), wanted, scale, tolerance)]
+    if len(set(comm.gather(got.shape))) == 1:
+        found.sums = [name for name in GROUPS if _alike(_summed(got, name), wanted, scale, tolerance)]
     before = record.get((UNREDUCED, key[1])) if key[0] == GRADIENT else None
     if all(comm.gather(before is not None)):
         assert before is not None
         found.unchanged = _alike(before.value, got, scale, tolerance)
-        mean = _summed(before.value, "dp_image")
-        found.mean_is_right = mean is not None and _alike(mean / comm.get_size("dp_image"), wanted, scale, tolerance)
+        mean = _summed(before.value / comm.get_size("dp_image"), "dp_image")
+        found.mean_is_right = _alike(mean, wanted, scale, tolerance)
     return found
 
 
 def _summed(x: Tensor, group: str) -> Tensor | None:
-    """The sum over a group; None where its ranks have other shapes, or it has one rank."""
-    if comm.get_size(group) == 1 or len({tuple(shape) for shape in comm.gather(x.shape)}) > 1:
+    """The sum over a group; None where it has one rank."""
+    if comm.get_size(group) == 1:
         return None
     total = x.clone()
     dist.all_reduce(total, group=comm.get_group(group))
@@ -119,7 +120,7 @@ def cause(key: Key, kind: str, of_ranks: list[Facts]) -> str:
         return f"each rank has its part of a sum, which is not added up over {_group(shared_sums[0])}"
     if some:
         return _of_some(stage, kind, wrong)
-    return _by_stage(stage, name, kind, first)
+    return _by_stage(stage, name, kind)
 
 
 def _by_factor(factor: float) -> str:
@@ -155,7 +156,7 @@ def _of_some(stage: str, kind: str, wrong: list[int]) -> str:
     return f"{who}: {reasons.get(stage, 'its optimizer state or learning rate, after the first step')}"
 
 
-def _by_stage(stage: str, name: str, kind: str, first: Facts) -> str:
+def _by_stage(stage: str, name: str, kind: str) -> str:
     """Explain a difference of all ranks by where it begins."""
     if stage == FORWARD and "BatchNorm" in kind and comm.get_size("dp") > 1:
         return "each rank normalizes by the statistics of its own samples, as PyTorch does: give --sync_batchnorm"

@@ -1,7 +1,7 @@
 """Compare layouts with one device, and say where a difference begins: `python plan.py check`.
 
 Every layout trains three steps with random data, and so does one device, in float64 by default. Equal are the outputs
-of all modules, the loss, gradients, weights after one and after three steps, buffers, and an output in evaluation.
+of all modules, the loss, gradients, weights after each step, buffers, and an output in evaluation.
 """
 
 import math
@@ -21,17 +21,7 @@ from tools.benchmarks.layouts import named_case, parse_layout, split_words
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Rank, Teams
 from tools.layout_check import causes
-from tools.layout_check.recording import (
-    GRADIENT,
-    INITIAL,
-    STAGES,
-    UNREDUCED,
-    UPDATES,
-    Key,
-    Part,
-    Record,
-    record,
-)  # fmt: skip
+from tools.layout_check.recording import GRADIENT, INITIAL, STAGES, UNREDUCED, UPDATES, Key, Part, Record, record
 from tools.tables import format_table
 from utils import comm
 from utils.errors import ArgumentParser
@@ -85,7 +75,7 @@ def plain(config: Config) -> Config:
 def record_serially(rank: Rank, case: Case, file: Path, dtype: str) -> None:
     """On a single rank: record it into a file."""
     found, kinds = in_dtype(rank, case, dtype)
-    parts = {key: part.value for key, part in found.items() if key[0] != UNREDUCED}
+    parts = {key: part.value.cpu() for key, part in found.items() if key[0] != UNREDUCED}
     torch.save({"parts": parts, "kinds": kinds}, file)
 
 
@@ -116,18 +106,17 @@ def difference(layout: str, found: Record, kinds: dict[str, str], serial: dict[s
             continue
         expected = expected_part(key, part, wholes[key], shapes)
         if expected is not None:
-            wanted[key] = expected
-            errors[key] = relative_error(part.value, expected, wholes[key], significant(key, part, wholes, shapes))
+            wanted[key] = expected.to(part.value.device)
+            mask = significant(key, part, wholes, shapes)
+            errors[key] = relative_error(part.value, wanted[key], wholes[key], mask)
     seen = comm.gather(errors)
     ordered = sorted(wholes, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     compared = set().union(*seen)
     skipped = [key[1] for key in ordered if key not in compared and (key[1] or comm.get_size("pp") == 1)]
-    extra = sorted(
-        {name for _, keys in shapes for stage, name in keys if stage == INITIAL and (stage, name) not in wholes}
-    )
-    if extra:
+    weights = {key for _, keys in shapes for key in keys if key[0] == INITIAL}
+    if extra := sorted(weights - wholes.keys()):
         apart = "one device has no such weight: a weight that several layers share has come apart"
-        return Result(layout, float("inf"), INITIAL, extra[0], ranks=range(comm.world_size()), cause=apart)
+        return Result(layout, math.inf, *extra[0], ranks=range(comm.world_size()), cause=apart)
     result = Result(layout, max(max(of_rank.values(), default=0.0) for of_rank in seen), skipped=skipped)
     for key in ordered:
         of_key = [of_rank.get(key, 0.0) for of_rank in seen]
@@ -205,9 +194,9 @@ def significant(key: Key, part: Part, wholes: dict[Key, Tensor], shapes: list) -
 
 def relative_error(got: Tensor, wanted: Tensor, whole: Tensor, mask: Tensor | None) -> float:
     """The largest difference, relative to the largest number of the whole tensor."""
-    apart = (got.to(wanted.device) - wanted).abs()
+    apart = (got - wanted).abs()
     if mask is not None:
-        apart = apart[mask]
+        apart = apart[mask.to(apart.device)]
     if not apart.numel():
         return 0.0
     largest = apart.max().item() / (whole.abs().max().item() or 1.0)
@@ -239,9 +228,9 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
     for text in layouts:
         sizes, ranks = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "domain", "dp"), "tp2xdp2 or domain2")
-        script = (
-            "train_shard.py" if sizes["domain"] != "1" else "train.py" if str(ranks) == sizes["dp"] else "train_mp.py"
-        )
+        script = "train.py" if str(ranks) == sizes["dp"] else "train_mp.py"
+        if sizes["domain"] != "1":
+            script = "train_shard.py"
         parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
         cases.append(named_case(text, script, [*given, *parts, *words, *split_words(sizes), *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]

@@ -27,7 +27,7 @@ Key = tuple[str, str]  # (stage, name)
 
 @dataclass
 class Part:
-    """A rank's part of a tensor. What it says of the split is None or False where that does not split it.
+    """A rank's part of a tensor. None or False: nothing is split in this way.
 
     spec: how the domain ranks split it. dim: the dimension that tensor-parallel ranks split. samples: the first
     dimension holds samples, of which data-parallel ranks have equal parts.
@@ -58,7 +58,6 @@ def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]
         if i == 0:
             recorder.record[LOSS, "of step 1"] = Part(loss)
         recorder.add_weights(UPDATES[i])
-    recorder.first = False
     recorder.add_buffers()
     step.parallel.share_buffers()
     step.parallel.model.eval()
