@@ -150,8 +150,9 @@ def shard_parameters(
     for name, dims in partition.items():
         owner, _, attribute = name.rpartition(".")
         module, spec = model.get_submodule(owner), Spec(as_mesh(mesh), tuple(dims))
-        part = part_of(module.get_parameter(attribute).detach(), spec).clone()
-        setattr(module, attribute, nn.Parameter(part))
+        parameter = module.get_parameter(attribute)
+        part = part_of(parameter.detach(), spec).clone()
+        setattr(module, attribute, nn.Parameter(part, parameter.requires_grad))
         _show_as_sharded(module, attribute, spec)
         specs[name] = spec
     return specs

@@ -86,7 +86,7 @@ def take_parts(tensors: Tensors, view: Tensors, split: Split) -> None:
     for name, spec in split.specs.items():
         for part in {"model", "ema"} & tensors.keys():
             tensors[part][name].copy_(part_of(view[part][name], spec))
-        for key, value in tensors["optimizer"][name].items():
+        for key, value in tensors["optimizer"].get(name, {}).items():  # a frozen parameter has no moments
             value.copy_(part_of(view["optimizer"][name][key], spec) if value.dim() else view["optimizer"][name][key])
 
 

@@ -141,6 +141,22 @@ def test_batches_are_the_normalised_fields(tiny_config, sample_folder):
             np.testing.assert_allclose(y[b], ((pairs[index][1] - means) / stds)[:5], atol=1e-4)
 
 
+@pytest.mark.parametrize("dt", [1, 2])
+def test_an_input_of_several_frames_has_the_present_one_first(tiny_config, sample_folder, dt):
+    config = tiny_config(input_frames=3, rollout_steps=2, dt=dt, forcings=["day"])
+    loader = train_loader(config)
+    frames = [h5py.File(path, locking=False)["fields"][:] for path in sorted((sample_folder / "train").glob("*.h5"))]
+    samples = [year[t : t + 4 * dt + 1 : dt] for year in frames for t in range(len(year) - 4 * dt)]
+    means, stds = np.load(config.global_means_path)[0], np.load(config.global_stds_path)[0]
+    (x, y), indices = next(loader.train(seed=0, start=0, stop=1)), training_indices(len(samples), 4, 0, 0)
+    for b, index in enumerate(indices):
+        whole = (samples[index] - means) / stds
+        np.testing.assert_allclose(x[b, :60], np.concatenate([whole[2], whole[1], whole[0]]), atol=1e-4)
+        np.testing.assert_allclose(y[b], np.concatenate([whole[3], whole[4]]), atol=1e-4)
+    first = loader.dataset.times[0][2 * dt :]  # of the present frames, and of the steps from them
+    np.testing.assert_array_equal(loader.dataset.dates([0, 1], 2), [first[: 2 * dt : dt], first[1 : 1 + 2 * dt : dt]])
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_worker_threads_change_nothing(tiny_config, workers):
     serial, threaded = (

@@ -72,7 +72,7 @@ def wait_until(condition, seconds=60):
 @pytest.mark.parametrize("num_data_workers", [0, 2])
 def test_training_gives_the_batches_of_the_native_loader_from_any_iteration(loaders, num_data_workers):
     """25 batches of 4 of 38 samples: the third epoch has begun; iteration 7 is within the first."""
-    keys = {"n_in_channels": 20, "n_out_channels": 5, "num_data_workers": num_data_workers}
+    keys = {"n_out_channels": 5, "num_data_workers": num_data_workers, "input_frames": 2}
     native, dali = loaders(**keys, data_loader_config="pytorch")[0], loaders(**keys)[0]
     for start, stop in ((0, 25), (7, 12)):
         assert_same_batches(dali.train(3, start, stop), native.train(3, start, stop))

@@ -11,7 +11,7 @@ from training.tasks import build_task
 
 STEPS = {
     "global_batch_size": 8, "depth": 2, "num_heads": 4, "optimizer": "AdamW", "num_iters": 50, "rollout_steps": 3,
-    "forcings": ["hour", "latitude", "day"], "predict": "change",
+    "forcings": ["hour", "latitude", "day"], "predict": "change", "input_frames": 2,
 }  # fmt: skip
 LAYOUTS = {
     "ddp": (2, {}),
@@ -67,18 +67,18 @@ def test_messages_of_the_model_come_once_a_step_and_those_of_the_loss_once(ranks
 def test_a_step_takes_the_state_of_the_one_before_and_the_forcings_of_its_date(tiny_config):
     config = tiny_config(**STEPS)
     rollout = Rollout(config, change_scale=torch.full((20, 1, 1), 0.1))
-    x, taken = torch.randn(2, 20 + 1 + 3 * 4, 4, 8), []
+    x, taken = torch.randn(2, 2 * 20 + 1 + 3 * 4, 4, 8), []
 
     def network(inputs):
         taken.append(inputs)
-        return inputs[:, :20] * inputs[:, 20:21] + inputs[:, 21:22]
+        return inputs[:, :20] * inputs[:, 40:41] + inputs[:, 41:42]
 
     forecast = rollout.forecast(network, x, 3)
-    state = x[:, :20]
+    state, earlier = x[:, :20], x[:, 20:40]
     for step in range(3):
-        timed = x[:, 21 + 4 * step : 25 + 4 * step]
-        torch.testing.assert_close(taken[step], torch.cat([state, x[:, 20:21], timed], 1))
-        state = state + 0.1 * (state * x[:, 20:21] + timed[:, :1])
+        timed = x[:, 41 + 4 * step : 45 + 4 * step]
+        torch.testing.assert_close(taken[step], torch.cat([state, earlier, x[:, 40:41], timed], 1))
+        state, earlier = state + 0.1 * (state * x[:, 40:41] + timed[:, :1]), state
         torch.testing.assert_close(forecast[:, 20 * step : 20 * (step + 1)], state)
 
 

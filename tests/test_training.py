@@ -133,6 +133,7 @@ def test_a_stopped_run_continues_bit_for_bit(run, monkeypatch, iteration, worker
 
 STAGES = {
     "forcings": ["hour", "day", "orography"], "predict": "change", "rollout_schedule": ["[3, 2]", "[7, 3]"], "ema": 0.9,
+    "input_frames": 2,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ that it comes out as its author meant.
 """
 
 import copy
+import fnmatch
 import hashlib
 import importlib
 import inspect
@@ -40,11 +41,33 @@ def build_model(config: Config, device: torch.device | str = "meta") -> nn.Modul
     its initial weights.
     """
     model = build_on_meta(_builder(config))
+    freeze(model, config)
     if torch.device(device).type != "meta":
         with keep_ties(model):
             model.to_empty(device=device)
         fill_weights(model, initial_weights(config), Split())
     return model
+
+
+def freeze(model: nn.Module, config: Config) -> None:
+    """Let the parameters that `config.freeze` names have no gradient, so no optimizer state and no reduction either.
+
+    Raises UsageError for a pattern that matches none, and where nothing is left to train.
+    """
+    names = dict(model.named_parameters())
+    for pattern in config.freeze:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise UsageError(
+                f"{config.config}: freeze '{pattern}' matches no parameter of model {config.model}, whose names are "
+                f"like {', '.join(list(names)[:3])}"
+            )
+        for name in matching:
+            names[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise UsageError(
+            f"{config.config}: freeze {config.freeze} leaves no parameter of model {config.model} to train"
+        )
 
 
 def initial_weights(config: Config) -> Iterator[tuple[str, Tensor]]:

@@ -21,14 +21,19 @@ def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> O
     options = {"lr": lr, "betas": tuple(config.betas), "fused": fused, "capturable": captured}
     optimizer_class = getattr(torch.optim, config.optimizer)
     if config.data_parallel == "zero1" and comm.get_size("dp_image") > 1:
-        return build_zero1_optimizer(optimizer_class, model.parameters(), **options)
+        return build_zero1_optimizer(optimizer_class, trained(model), **options)
     return optimizer_class(parameter_groups(model), **options)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """One group for each kind of parameter: fused kernels do not take DTensors and plain tensors together."""
     kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in trained(model):
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return [{"params": parameters} for parameters in kinds.values()]
 

@@ -18,23 +18,26 @@ Network = Callable[[Tensor], Tensor]
 class Rollout:
     """The forecasts of a network whose inputs and outputs are those of a config.
 
-    A batch of inputs holds the channels of the state, the forcings that stay, and those that change, one step after the
-    other: (B, n_in + fixed + k timed, h, w).
+    A batch of inputs holds the channels of the n latest frames, the present one first, the forcings that stay, and
+    those that change, one step after the other: (B, n n_in + fixed + k timed, h, w).
     change_scale: (C, 1, 1) on the device, where the network gives the change of the state, in units of its own.
     """
 
     def __init__(self, config: Config, change_scale: Tensor | None = None):
-        self.n_in, self.n_out = config.n_in_channels, config.n_out_channels
+        self.n_in, self.n_out, self.channels = config.n_in_channels, config.n_out_channels, config.state_channels
         self.fixed, self.timed = count_forcings(config.forcings)
         self.change_scale = change_scale
 
-    def inputs(self, state: Tensor, x: Tensor, step: int) -> Tensor:
-        """The network's input for a step, counted from 0: (B, n_in + fixed + timed, h, w). x: a batch of inputs."""
+    def inputs(self, frames: Tensor, x: Tensor, step: int) -> Tensor:
+        """The network's input for a step, counted from 0: (B, n n_in + fixed + timed, h, w).
+
+        frames: the latest ones. x: a batch of inputs.
+        """
         if not self.fixed and not self.timed:
-            return state
-        first = self.n_in + self.fixed
-        forcings = x[:, self.n_in : first], x[:, first + step * self.timed : first + (step + 1) * self.timed]
-        return torch.cat([state, *forcings], 1)
+            return frames
+        first = self.channels + self.fixed
+        forcings = x[:, self.channels : first], x[:, first + step * self.timed : first + (step + 1) * self.timed]
+        return torch.cat([frames, *forcings], 1)
 
     def next_state(self, state: Tensor, output: Tensor) -> Tensor:
         """The state one step later, (B, n_out, h, w) in at least float32, of the network's output."""
@@ -43,17 +46,22 @@ class Rollout:
             return output
         return torch.addcmul(state[:, : self.n_out], output, self.change_scale)
 
+    def moved_on(self, frames: Tensor, state: Tensor) -> Tensor:
+        """The latest frames one step later, (B, n n_in, h, w): the new state first, the oldest one left out."""
+        kept = self.channels - self.n_in
+        return torch.cat([state[:, : self.n_in], frames[:, :kept]], 1) if kept else state[:, : self.n_in]
+
     def steps(self, network: Network, x: Tensor, count: int, last: Network | None = None) -> Iterator[Tensor]:
         """Yield the state after each of `count` steps: (B, n_out, h, w), normalised, float32.
 
         last: called in place of `network` in the last step.
         """
-        state = x[:, : self.n_in]
+        frames = x[:, : self.channels]
         for step in range(count):
             call = last if last and step == count - 1 else network
-            state = self.next_state(state, call(self.inputs(state, x, step)))
+            state = self.next_state(frames, call(self.inputs(frames, x, step)))
             yield state
-            state = state[:, : self.n_in]
+            frames = self.moved_on(frames, state)
 
     def forecast(self, network: Network, x: Tensor, count: int, last: Network | None = None) -> Tensor:
         """All steps, one after the other: (B, count n_out, h, w)."""

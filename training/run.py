@@ -18,6 +18,7 @@ from tqdm import tqdm
 from distributed.data_parallel import SHARDED
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
+from training.foreign_weights import is_foreign, load_foreign_weights, match_weights
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
 from training.profiling import build_profiler, span
 from training.results import print_result, write_validation
@@ -262,12 +263,19 @@ class Run:
         return collect_state(self.model, self.optimizer) | average
 
     def _start_from(self, path: str) -> None:
-        """Take the weights of a checkpoint, and nothing else of it."""
-        folder, _ = comm.on_main(lambda: find(path, "best"))
-        load_weights_into(self.step.parallel, folder)
+        """Take the weights of a checkpoint, and nothing else of it, or those of another program's file."""
+        if is_foreign(path):
+            found = comm.agree(lambda: match_weights(self.config))
+            load_foreign_weights(self.model, self.step.parallel.split, self.config, found)
+            for line in found.misfits():
+                log.info("Initial weights: %s", line)
+        else:
+            folder, _ = comm.on_main(lambda: find(path, "best"))
+            load_weights_into(self.step.parallel, folder)
+            path = str(folder)
         if self.step.average:
             self.step.average.restart()
-        log.info("Initial weights are those of %s", folder)
+        log.info("Initial weights are those of %s", path)
 
     def _resume(self) -> None:
         tensors = self._tensors()

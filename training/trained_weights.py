@@ -12,6 +12,7 @@ from distributed.parallel_model import ParallelModel
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, first_whole
 from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, verify
+from training.foreign_weights import is_foreign, match_weights
 from utils import comm
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line
@@ -49,9 +50,16 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
 
 def check_start(config: Config) -> None:
     """Before the folder of a run is made: raise UsageError where it cannot begin with the weights of `init_from`."""
-    if config.init_from and not (Path(config.expdir) / config.config / config.run_num / "checkpoints").exists():
-        checkpoint, marker = comm.on_main(lambda: find(config.init_from or "", "best"))
-        check_origin(config, checkpoint, marker)
+    path = config.init_from
+    if not path or (Path(config.expdir) / config.config / config.run_num / "checkpoints").exists():
+        return
+    if is_foreign(path):
+        comm.agree(lambda: match_weights(config))
+        return
+    if config.init_map or config.init_missing != "error":
+        raise UsageError(f"{path}: init_map and init_missing are for files of other programs, not for runs of this one")
+    checkpoint, marker = comm.on_main(lambda: find(path, "best"))
+    check_origin(config, checkpoint, marker)
 
 
 def check_origin(config: Config, checkpoint: Path, marker: Marker) -> None:

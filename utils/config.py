@@ -207,6 +207,10 @@ def _of_options(config: Config) -> Iterator[str]:
             "enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a step stay "
             "on the device"
         )
+    if config.init_from is None and (config.init_map or config.init_missing != "error"):
+        yield "init_map and init_missing belong to init_from, the file of weights to start with"
+    if config.freeze and config.pipeline_parallel > 1:
+        yield "freeze goes without pipeline_parallel: a stage without gradients has nothing to send back"
     if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
         yield "channel_weights and pressure_weights belong to loss squared_error, not relative_l2"
     if len(set(config.forcings)) < len(config.forcings):

@@ -21,12 +21,12 @@ class SampleSource:
         self.dataset, self.order, self.iterations = dataset, order, iterations
 
     def __call__(self, info: types.SampleInfo) -> np.ndarray:
-        """One sample, (k + 1, C, h, w) float32; StopIteration after the last batch."""
+        """One sample, (n + k, C, h, w) float32; StopIteration after the last batch."""
         if info.iteration >= len(self.iterations):
             raise StopIteration
         self.dataset.open()
         iteration = self.iterations[info.iteration]
-        sample = np.empty((self.order.steps(iteration) + 1, *self.dataset.shape[1:]), np.float32)
+        sample = np.empty((self.order.frames(iteration), *self.dataset.shape[1:]), np.float32)
         self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
         return sample
 

@@ -28,13 +28,15 @@ Batch = tuple[Tensor, Tensor]  # (input, target)
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Normalised batches of a data set (utils/data_protocol.py): inputs (B, n_in, h, w) and targets (B, k n_out, h, w).
+    """Normalised batches of a data set (utils/data_protocol.py): inputs (B, n n_in, h, w), targets (B, k n_out, h, w).
 
-    The target holds the k steps of a forecast, one after the other; forcings of k steps follow the input's channels.
+    The input holds n frames, the present one first, then the earlier ones. The target holds the k steps of a forecast,
+    one after the other. Forcings of k steps follow the input's channels.
     A batch is valid until the next one is requested: its memory is used again.
     statistics: of the dataset's channels. batch_size: samples of this rank; the ranks' batches side by side are the
     batch of a single process. num_workers: threads or processes that read ahead. forcings: further inputs, None for
-    none. stages: the steps of a forecast, see sample_order.Order. Subclasses implement `_batches`.
+    none. stages: the steps of a forecast, see sample_order.Order. frames: of the input.
+    Subclasses implement `_batches`.
     """
 
     dataset: Dataset
@@ -46,6 +48,7 @@ class BatchLoader:
     num_workers: int = 0
     forcings: ForcingChannels | None = None
     stages: Sequence[tuple[int, int]] = ((0, 1),)
+    frames: int = 1
 
     @property
     def num_samples(self) -> int:
@@ -83,7 +86,8 @@ class BatchLoader:
 
     def order(self, seed: int | None = None) -> Order:
         """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
-        return Order(self.num_samples, self.batch_size, comm.get_rank("dp"), comm.get_size("dp"), seed, self.stages)
+        rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
+        return Order(self.num_samples, self.batch_size, rank, ranks, seed, self.stages, self.frames)
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
@@ -117,17 +121,19 @@ class BatchLoader:
             h, w = self.dataset.shape[2:]
             for steps in map(order.steps, iterations):
                 forced = self.forcings.channels(steps) if self.forcings else 0
-                channels = self.n_in + forced, steps * self.n_out
+                channels = self.frames * self.n_in + forced, steps * self.n_out
                 x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in channels)
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
                 yield x, y
 
     def _split(self, frames: Tensor, samples: np.ndarray) -> Batch:
-        """Input and target of normalised samples (B, k + 1, C, h, w) of these numbers."""
-        x, y = frames[:, 0, : self.n_in], frames[:, 1:, : self.n_out].flatten(1, 2)
+        """Input and target of normalised samples (B, n + k, C, h, w) of these numbers."""
+        n = self.frames
+        x, y = frames[:, :n, : self.n_in], frames[:, n:, : self.n_out].flatten(1, 2)
+        x = x.flip(1).flatten(1, 2) if n > 1 else x[:, 0]  # the present frame first; one frame needs no copy
         if self.forcings:
-            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - 1))], 1)
+            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - n))], 1)
         return x, y
 
 
@@ -140,7 +146,7 @@ class Slot:
     """A reused batch buffer, float32, pinned where the batches go to a GPU. shape: of the largest batch."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.tensor = torch.empty(shape, pin_memory=pinned)  # the batch that it holds, (B, k + 1, C, h, w)
+        self.tensor = torch.empty(shape, pin_memory=pinned)  # the batch that it holds, (B, n + k, C, h, w)
         self.memory = self.tensor.view(-1)
         self.samples: np.ndarray = np.empty(0)  # numbers of those that it holds
         self.reads: list[Future[None]] = []
@@ -190,7 +196,7 @@ class DataLoader(BatchLoader):
         if slot.copied is not None:
             slot.copied.synchronize()
         slot.samples, slot.reads = order.samples(iteration), []
-        shape = (self.batch_size, order.steps(iteration) + 1, *self.dataset.shape[1:])
+        shape = (self.batch_size, order.frames(iteration), *self.dataset.shape[1:])
         slot.tensor = slot.memory[: math.prod(shape)].view(shape)
         for index, out in zip(slot.samples, slot.tensor.numpy(), strict=True):
             if self.pool:

@@ -79,7 +79,7 @@ class BatchStream:
             worker.join()
 
     def next(self) -> Tensor:
-        """The next batch, (B, k + 1, C, h, w). The memory is the tensor's own: DALI does not write to it again."""
+        """The next batch, (B, n + k, C, h, w). The memory is the tensor's own: DALI does not write to it again."""
         stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
         before = signal.signal(signal.SIGCHLD, lambda *_: self._check(1))  # DALI may wait for a lost one forever
         try:
@@ -125,7 +125,7 @@ def gpu_of(device: torch.device) -> int | None:
 def normalised_samples(source: SampleSource, statistics: ChannelStatistics, parallel: bool, on_gpu: bool) -> Any:
     """The pipeline: normalised samples of the source, on the GPU where there is one."""
     float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
-    samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (k + 1, C, h, w)
+    samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (n + k, C, h, w)
     if on_gpu:
         samples = samples.gpu()
     return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])

@@ -10,11 +10,11 @@ if TYPE_CHECKING:  # DALI's worker processes do without torch, which takes secon
 
 
 class Dataset(Protocol):
-    """Samples of several frames each: the input, and the targets of every step of a forecast."""
+    """Samples of several frames each: the n of the input, oldest first, and the targets of every step of a forecast."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of one sample of this rank: (steps + 1, C, h, w)."""
+        """Shape of one sample of this rank: (n + steps, C, h, w)."""
 
     def __len__(self) -> int:
         """Count the samples."""
@@ -26,7 +26,7 @@ class Dataset(Protocol):
         """Read a sample, or its first frames, into `out`, contiguous float32."""
 
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
-        """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s]."""
+        """The dates at which `steps` steps start, (len(indices), steps) datetime64[s]: from the present frame on."""
 
     def check_finite(self, index: int) -> None:
         """Raise UsageError, naming the place, where a sample has a value that is not finite."""

@@ -27,7 +27,8 @@ class Order(NamedTuple):
     """Samples of a rank in each iteration: its equal part of the samples of all ranks.
 
     batch_size: of this rank. seed: of training; None for validation, which takes the samples in their order, and fills
-    up the last batch from the start. stages: the steps of a forecast, as (first iteration, steps), from 0 on.
+    up the last batch from the start. stages: the steps of a forecast, as (first iteration, steps), from 0 on. inputs:
+    frames of the input.
     """
 
     num_samples: int
@@ -36,6 +37,7 @@ class Order(NamedTuple):
     ranks: int
     seed: int | None = None
     stages: Sequence[tuple[int, int]] = ((0, 1),)
+    inputs: int = 1
 
     def samples(self, iteration: int) -> np.ndarray:
         """The numbers of the samples of an iteration, (batch_size,)."""
@@ -49,6 +51,10 @@ class Order(NamedTuple):
         if self.seed is None:
             return max(steps for _, steps in self.stages)
         return [steps for first, steps in self.stages if first <= iteration][-1]
+
+    def frames(self, iteration: int) -> int:
+        """The frames of a sample: those of the input, and one for each step."""
+        return self.inputs + self.steps(iteration)
 
     def counts(self) -> list[int]:
         """How many samples of each validation batch are new: every rank has as many batches, and a count may be 0."""

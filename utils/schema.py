@@ -23,6 +23,7 @@ Seconds = Annotated[int, Field(ge=1, le=10**7)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 MOST_STEPS = 1000  # of a forecast in training
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Frames = Annotated[int, Field(ge=1, le=64)]
 Stage = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 Method = Literal["gather", "ring", "all_to_all"]
 TIMED_FORCINGS = ("hour", "day")  # the local hour, the day of the year: a cosine and a sine of each
@@ -80,6 +81,7 @@ class Config(BaseModel):
     img_size: list[Size] = key("points: latitude longitude", affects="model", min_length=2, max_length=3)
     n_in_channels: Size = key("channels of the input, the first ones of the file", affects="model")
     n_out_channels: Size = key("channels to forecast, the first ones of the file", affects="model")
+    input_frames: Frames = key("frames of the input: the present one, then one dt earlier, ...", 1, "model")
     dt: PositiveInt = key("forecast lead, in time steps of the file", affects="model")
     forcings: list[Name] = key(
         "further inputs: hour (local), day (of the year), latitude, or fields of the files: orography", [], "model",
@@ -110,7 +112,16 @@ class Config(BaseModel):
     warmup: NonNegativeInt = key("iterations of linear warmup, at most half of num_iters", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)
     ema: float | None = key("validate and forecast with averaged weights: decay, 0.999", None, "training", ge=0, lt=1)
-    init_from: Text | None = key("start with the weights of this run or checkpoint, as iteration 0", None, "training")
+    init_from: Text | None = key(
+        "start with the weights of this run or checkpoint, or of a file of another program",
+        None,
+        "training",
+    )
+    init_map: Text | None = key("init_from FILE: YAML of regular expressions, its names -> ours", None, "training")
+    init_missing: Literal["error", "draw"] = key(
+        "init_from FILE: weights that it lacks are an error, or drawn as without it", "error", "training"
+    )
+    freeze: list[Text] = key("weights that are not trained, by patterns of their names: [backbone.*]", [], "training")
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
     loss: Literal["relative_l2", "squared_error"] = key(
         "of forecasts: of whole images, or of channels and points by their weights", "relative_l2", "training"
@@ -176,9 +187,14 @@ class Config(BaseModel):
     profile_steps: PositiveInt = key("steps in the window", 10, "speed")
 
     @property
+    def state_channels(self) -> int:
+        """Channels of the frames that the model takes: those of the present one first."""
+        return self.input_frames * self.n_in_channels
+
+    @property
     def model_in_channels(self) -> int:
-        """Channels that the model takes: those of the state and the forcings of one step."""
-        return self.n_in_channels + sum(count_forcings(self.forcings))
+        """Channels that the model takes: those of its frames and the forcings of one step."""
+        return self.state_channels + sum(count_forcings(self.forcings))
 
     @property
     def rollout_stages(self) -> tuple[tuple[int, int], ...]:

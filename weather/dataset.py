@@ -1,6 +1,7 @@
 """Samples on disk: frames from year files, and the statistics of their channels.
 
-A sample is the frame at t and the frames dt, 2 dt, ... later in the same file, read directly into the caller's buffer.
+A sample is the frame at t, earlier ones if the model takes several, and the frames dt, 2 dt, ... later in the same
+file. They are read directly into the caller's buffer.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class FieldDataset:
     channels: how many channels to read, from the first. img_size: (H, W), the first rows and columns of the files.
     dt: frames from one step of a forecast to the next. limit: use only this many samples, from the first.
     rows, columns: read only this part of the image (slices of [0, H) and of [0, W)).
-    steps: the most of a forecast; a sample has one frame more, the input.
+    steps: the most of a forecast. inputs: frames before the first of these steps, dt apart, which a model takes.
     Raises UsageError if the folder or a file does not hold such data.
     """
 
@@ -37,8 +38,10 @@ class FieldDataset:
         rows: slice | None = None,
         columns: slice | None = None,
         steps: int = 1,
+        inputs: int = 1,
     ):
         self.folder, self.channels, self.dt, self.steps = Path(folder), channels, dt, steps
+        self.inputs, self.span = inputs, (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
         self.paths = self._find_files(img_size)
@@ -53,7 +56,7 @@ class FieldDataset:
         except UsageError:
             self.close()
             raise
-        lengths = [file.shape[0] - steps * dt for file in self.files]
+        lengths = [file.shape[0] - self.span for file in self.files]
         self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
@@ -71,8 +74,9 @@ class FieldDataset:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of one sample: (steps + 1, C, h, w), the input frame and the target frames."""
-        return self.steps + 1, self.channels, self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        """Shape of one sample: (inputs + steps, C, h, w), the input frames, oldest first, and the target frames."""
+        height, width = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        return self.inputs + self.steps, self.channels, height, width
 
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
@@ -89,8 +93,8 @@ class FieldDataset:
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
         located = [self._locate(index) for index in indices]
-        span = steps * self.dt
-        return np.array([self.times[number][first : first + span : self.dt] for number, first in located])
+        first, last = (self.inputs - 1) * self.dt, (self.inputs - 1 + steps) * self.dt
+        return np.array([self.times[number][frame + first : frame + last : self.dt] for number, frame in located])
 
     def _locate(self, index: int) -> tuple[int, int]:
         """(number of the file, frame in it) of the first frame of a sample."""
@@ -142,10 +146,11 @@ class FieldDataset:
             raise UsageError(f"{file.path}: has {channels} channels, {self.channels} were asked for")
         if height < img_size[0] or width < img_size[1]:
             raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
-        if frames <= self.steps * self.dt:
+        if frames <= self.span:
             steps = f" x {self.steps} steps of a rollout" if self.steps > 1 else ""
-            need = self.steps * self.dt + 1
-            raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt}{steps} needs at least {need}")
+            inputs = f" with {self.inputs} input frames" if self.inputs > 1 else ""
+            need = self.span + 1
+            raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt}{steps}{inputs} needs at least {need}")
 
 
 class Statistics(NamedTuple):

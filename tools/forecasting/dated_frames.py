@@ -47,8 +47,9 @@ def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits
 class DatedFrames:
     """The normalised frames of a folder of year files, cropped to this rank's part of the image.
 
-    Attributes: times, (T,) datetime64[s], increasing, of all files; interval, hours between frames; statistics of the
-    channels; dataset, the FieldDataset with the names of the channels and the coordinates.
+    Attributes: times, (T,) datetime64[s], increasing, of all files; interval, hours between frames; input_leads, hours
+    of the frames that a model takes (0, -6, ...); statistics of the channels; dataset, the FieldDataset with the names
+    of the channels and the coordinates.
     Raises UsageError if the folder holds no such data, or if its dates are unknown.
     """
 
@@ -65,6 +66,7 @@ class DatedFrames:
         if (steps <= 0 * HOUR).any():
             raise UsageError(f"{folder}: the dates of its files, in the order of their names, do not increase")
         self.interval = int(steps.min() / HOUR)
+        self.input_leads = [-i * config.dt * self.interval for i in range(config.input_frames)]  # hours
         if self.interval * HOUR != steps.min():
             raise UsageError(f"{folder}: its frames are {steps.min()} apart, which is no whole number of hours")
 
@@ -77,16 +79,16 @@ class DatedFrames:
             file.read(frame, out[None], self.dataset.rows, self.dataset.columns)
         return (torch.from_numpy(frames).to(self.device) - self.means) / self.stds
 
-    def with_forcings(self, state: Tensor, times: np.ndarray) -> Tensor:
-        """The input of the model: the channels of a state, (B, C, h, w), and the forcings of its dates, (B,)."""
+    def with_forcings(self, frames: Tensor, times: np.ndarray) -> Tensor:
+        """The input of the model: the latest frames, (B, n C, h, w), and the forcings of the present dates, (B,)."""
         if not self.forcings:
-            return state
-        return torch.cat([state, self.forcings(times[:, None])], 1)
+            return frames
+        return torch.cat([frames, self.forcings(times[:, None])], 1)
 
     def starts(self, leads: Sequence[int]) -> np.ndarray:
-        """The dates that are followed by a frame at every lead time of `leads` (hours): (N,) datetime64[s]."""
-        followed = [np.isin(self.times + lead * HOUR, self.times) for lead in leads]
-        return self.times[np.logical_and.reduce(followed)]
+        """The dates with all input frames, and a frame at every lead time (hours): (N,) datetime64[s]."""
+        there = [np.isin(self.times + lead * HOUR, self.times) for lead in (*self.input_leads, *leads)]
+        return self.times[np.logical_and.reduce(there)]
 
     def describe(self) -> str:
         """The range of dates as text."""

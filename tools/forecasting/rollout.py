@@ -81,12 +81,13 @@ def roll_out(
     with torch.no_grad(), autocast(config, frames.device):
         for batch, count in enumerate(order.counts()):
             dates = starts[order.samples(batch)]
-            start = frames.read(dates)
-            persistence, kept, truths = whole(start[:, :n_out])[:count], [], []
-            state, made = start[:, :n_in], rollout_of(config, frames.device)
+            read = [frames.read(dates + lead * HOUR) for lead in frames.input_leads]
+            latest, made = torch.cat([frame[:, :n_in] for frame in read], 1), rollout_of(config, frames.device)
+            persistence, kept, truths = whole(read[0][:, :n_out])[:count], [], []
             for step, lead in enumerate(leads):
-                x = frames.with_forcings(state[:, :n_in], dates + (lead - leads[0]) * HOUR)
+                x = frames.with_forcings(latest, dates + (lead - leads[0]) * HOUR)
                 (state,) = made.steps(parallel.model, x, 1)
+                latest = made.moved_on(latest, state)
                 forecast, truth = whole(state)[:count], whole(frames.read(dates + lead * HOUR)[:, :n_out])[:count]
                 skill.update(step, persistence, forecast, truth)
                 spectra.update(step, forecast, truth)

@@ -106,10 +106,10 @@ def expected_slowest(ranks: int) -> float:
 
 
 def sample_bytes(config: Config) -> int:
-    """Bytes of a sample in year files: its state, and what follows it for the target, in float32."""
+    """Bytes of a sample in year files: its frames, and what follows it for the target, in float32."""
     points = math.prod(config.img_size)
     targets = config.n_out_channels * config.longest_rollout if config.task == "forecast" else 0
-    return 4 * points * (config.n_in_channels + targets)
+    return 4 * points * (config.state_channels + targets)
 
 
 def at_scale(plan: Plan) -> Plan:

@@ -49,7 +49,17 @@ class Trained(Task):
         n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
         channels = max(n_in, n_out)
         train, valid = (
-            FieldDataset(folder, channels, config.img_size, config.dt, limit, rows, columns, config.longest_rollout)
+            FieldDataset(
+                folder,
+                channels,
+                config.img_size,
+                config.dt,
+                limit,
+                rows,
+                columns,
+                config.longest_rollout,
+                config.input_frames,
+            )
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),
                 (config.valid_data_path, config.limit_nsamples_val),
@@ -64,7 +74,7 @@ class Trained(Task):
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
         shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings
-        return [Loader(dataset, *shared, config.rollout_stages) for dataset in (train, valid)]
+        return [Loader(dataset, *shared, config.rollout_stages, config.input_frames) for dataset in (train, valid)]
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """A forecast of as many steps as y has."""

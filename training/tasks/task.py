@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
 Shape = tuple[int, ...]
 FORECAST_KEYS = (
     "forcings",
+    "input_frames",
     "predict",
     "rollout_steps",
     "rollout_schedule",

@@ -1,0 +1,165 @@
+"""Weights that another program has written, taken into a model of any layout: `--init_from FILE`.
+
+A file is mapped into memory, and each rank copies from it only its own part of each tensor. Names are matched exactly,
+after `--init_map` has changed them. Pickled files are read as tensors alone: no code in them is run.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from distributed.split import Split
+from distributed.weight_shards import fill_weights
+from training.checkpoint_files import MARKER
+from training.model import build_model, initial_weights
+from utils.config import parse_yaml
+from utils.errors import UsageError, first_line
+from utils.files import read_text
+from utils.schema import Config
+
+NESTED = "state_dict", "model_state_dict", "model", "module"  # where training programs keep the weights in their files
+SHOWN = 6  # names of a list
+
+
+class Weights(NamedTuple):
+    """Tensors of a file by their names in the model, and what does not fit.
+
+    partly: weights of convolutions with other input channels, of which the first ones are taken.
+    missing, unexpected, reshaped: names of the model and of the file.
+    """
+
+    whole: dict[str, Tensor]
+    partly: dict[str, Tensor]
+    missing: list[str]
+    unexpected: list[str]
+    reshaped: list[str]
+
+    def misfits(self) -> list[str]:
+        """A line for each kind of name that does not fit."""
+        kinds = {
+            "missing": self.missing, "unexpected": self.unexpected, "of another shape": [*self.partly, *self.reshaped],
+        }  # fmt: skip
+        return [f"{kind} ({len(names)}): {_listed(names)}" for kind, names in kinds.items() if names]
+
+
+def is_foreign(path: Path | str) -> bool:
+    """Tell whether a path holds weights of another program: a file, or a folder of .safetensors without a marker."""
+    path = Path(path)
+    return path.is_file() or (any(path.glob("*.safetensors")) and not (path / MARKER).exists())
+
+
+def match_weights(config: Config) -> Weights:
+    """The weights of `config.init_from`, matched with the model of the config.
+
+    Raises UsageError where the file cannot be read, a pattern of `init_map` matches nothing, nothing fits, or where
+    something does not fit and init_missing is `error`.
+    """
+    path = Path(config.init_from or "")
+    stored = _renamed(read_tensors(path), config.init_map)
+    first: dict[int, str] = {}  # of a parameter that several modules share
+    model = build_model(config)
+    wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    known = {name: first.setdefault(id(value), name) for name, value in wanted.items()}
+    found = Weights({}, {}, [], [name for name in stored if name not in known], [])
+    for name, value in stored.items():
+        if name not in known:
+            continue
+        shape = wanted[name].shape
+        if value.shape == shape:
+            found.whole[known[name]] = value
+        elif value.dim() == len(shape) > 3 and (value.shape[0], value.shape[2:]) == (shape[0], shape[2:]):
+            found.partly[known[name]] = value
+        else:
+            found.reshaped.append(name)
+    there = {*found.whole, *found.partly, *found.reshaped}
+    found.missing.extend(name for name in dict.fromkeys(known.values()) if name not in there)
+    if not found.whole:
+        raise UsageError(
+            f"{path}: none of its tensors ({_listed(list(stored))}) fits model {config.model} "
+            f"({_listed(list(wanted))}): --init_map gives them other names"
+        )
+    if config.init_missing == "error" and (problems := found.misfits()):
+        title = f"{path}: does not fit model {config.model} (--init_missing draw takes what fits):"
+        raise UsageError("\n  ".join([title, *problems]))
+    return found
+
+
+def load_foreign_weights(model: nn.Module, split: Split, config: Config, found: Weights) -> None:
+    """Copy this rank's parts of the weights that were found into its part of the model. Nothing is communicated."""
+    fill_weights(model, found.whole.items(), split)
+    if found.partly:
+        fill_weights(model, _with_new_channels(config, found.partly), split)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """{name: tensor} of a file, or of all .safetensors of a folder, mapped into memory. Raises UsageError."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
+        except Exception as error:  # whatever a parser says of bytes that are none of its own
+            raise UsageError(f"{file}: cannot be read as weights: {first_line(error)}") from None
+    return tensors
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError:  # the format before torch 1.6 cannot be mapped
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    for name in (None, *NESTED):
+        inner = content if name is None else content.get(name)
+        tensors = {key: value for key, value in inner.items() if isinstance(value, Tensor)} if inner else {}
+        if tensors:
+            return tensors
+    raise ValueError(f"it holds no tensors by name, here or in {', '.join(NESTED)}")
+
+
+def _renamed(tensors: dict[str, Tensor], path: str | None) -> dict[str, Tensor]:
+    """The tensors by the names that a YAML file of {pattern: replacement} gives them; null leaves a tensor out."""
+    if path is None:
+        return tensors
+    try:
+        patterns = parse_yaml(read_text(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    if not isinstance(patterns, dict):
+        raise UsageError(f"{path}: expected a mapping of regular expressions to replacements, like '^net\\.': ''")
+    for pattern, replacement in patterns.items():
+        renamed: dict[str, Tensor] = {}
+        matches = 0
+        for name, value in tensors.items():
+            try:
+                matching = re.search(pattern, name)
+                new = re.sub(pattern, replacement or "", name)
+            except (re.error, TypeError) as error:
+                raise UsageError(f"{path}: '{pattern}: {replacement}': {error}") from None
+            matches += matching is not None
+            if matching and replacement is None:
+                continue
+            if new in renamed:
+                raise UsageError(f"{path}: '{pattern}: {replacement}' gives two tensors the name '{new}'")
+            renamed[new] = value
+        if not matches:
+            raise UsageError(f"{path}: '{pattern}' matches none of {_listed(list(tensors))}")
+        tensors = renamed
+    return tensors
+
+
+def _with_new_channels(config: Config, partly: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of weights of convolutions: the stored input channels, and behind them those that are drawn."""
+    for name, drawn in initial_weights(config):
+        if name in partly:
+            stored = partly[name][:, : drawn.shape[1]].to(drawn.dtype)
+            yield name, torch.cat([stored, drawn.detach()[:, stored.shape[1] :]], 1)
+
+
+def _listed(names: list[str]) -> str:
+    more = f", ... {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
