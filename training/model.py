@@ -165,7 +165,8 @@ def examine(config: Config) -> Facts:
 
 
 def _run(model, x):
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    model.requires_grad_(False)  # instead of no_grad, in which the counter fails where a parameter is an argument
+    with FlopCounterMode(display=False) as counter:
         return model.eval()(x), counter.get_total_flops()
 
 

@@ -1,0 +1,129 @@
+"""Microsoft's Aurora (Bodnar et al. 2025, Nature 641, 1180; `pip install microsoft-aurora`) on this trainer's data.
+
+Aurora takes and gives a Batch: dictionaries of surface, static and atmospheric variables, with a history of frames. This
+adapter makes one from the channels of an input, and channels from Aurora's answer; whether they are split over devices
+neither of the two asks. The data are normalised before, so Aurora does not do it again: with published weights, the
+statistics of the data have to be Aurora's (aurora.normalisation).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import aurora
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+DATE = datetime(2020, 1, 1, tzinfo=UTC)  # of every sample: this trainer tells a model no dates, but see `forcings`
+
+NO_NUMBERS = {Tensor.__bool__: True, Tensor.__float__: 0.0}  # what is read of a tensor that has none
+
+
+class Forecaster(nn.Module):
+    """Aurora from channels to channels: (B, frames C + statics, H, W) -> (B, C, H, W).
+
+    channels: names of the C channels of a frame, in their order. Those of an atmospheric variable are the variable's
+    name and a level, like z500, at every one of `levels` (hPa); all others are surface variables. static_vars: names of
+    further input channels, the fixed `forcings` of the config in their order; without any, zeros take their place.
+    sizes: other arguments of aurora.Aurora.
+    """
+
+    def __init__(
+        self,
+        img_size: Sequence[int],
+        channels: Sequence[str],
+        atmos_vars: Sequence[str],
+        levels: Sequence[int],
+        static_vars: Sequence[str] = (),
+        patch_size: int = 4,
+        embed_dim: int = 512,
+        num_heads: int = 16,
+        **sizes: Any,
+    ):
+        super().__init__()
+        self.channels, self.levels, self.patch_size, self.static_vars = channels, levels, patch_size, static_vars
+        self.at_levels = {name: [channels.index(f"{name}{level}") for level in levels] for name in atmos_vars}
+        atmospheric = {index for indices in self.at_levels.values() for index in indices}
+        self.at_surface = {name: i for i, name in enumerate(channels) if i not in atmospheric}
+        height, width = img_size
+        self.register_buffer("latitude", torch.linspace(90, -90, height + 1)[:height], persistent=False)
+        self.register_buffer("longitude", torch.arange(width) * (360 / width), persistent=False)
+        with NumbersOnHost():
+            self.aurora = NormalisedAurora(
+                surf_vars=tuple(self.at_surface), static_vars=tuple(static_vars) or ("lsm",), atmos_vars=tuple(atmos_vars),
+                patch_size=patch_size, embed_dim=embed_dim, num_heads=num_heads,
+                **{key: tuple(size) if isinstance(size, list) else size for key, size in sizes.items()},
+            )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: the present frame, the earlier ones, and the static fields."""
+        count = len(self.channels)
+        frames = [x[:, i : i + count] for i in range(0, x.shape[1] - len(self.static_vars), count)]
+        history = torch.stack(frames[::-1], 1)  # (B, T, C, H, W), the oldest first
+        fields = x[0, len(frames) * count :]
+        statics = dict(zip(self.static_vars, fields, strict=True)) or {"lsm": torch.zeros_like(x[0, 0])}
+        batch = aurora.Batch(
+            surf_vars={name: history[:, :, i] for name, i in self.at_surface.items()},
+            static_vars=statics,
+            atmos_vars={
+                name: torch.stack([history[:, :, i] for i in indices], 2) for name, indices in self.at_levels.items()
+            },
+            metadata=None,
+        )
+        with NumbersOnHost():
+            metadata = aurora.Metadata(self.latitude, self.longitude, (DATE,) * len(x), tuple(self.levels))
+            answer = self.aurora(replace(batch, metadata=metadata))
+        of_channel = {i: answer.surf_vars[name][:, 0] for name, i in self.at_surface.items()}
+        for name, indices in self.at_levels.items():
+            of_channel |= {index: answer.atmos_vars[name][:, 0, level] for level, index in enumerate(indices)}
+        return torch.stack([of_channel[i] for i in range(count)], 1)
+
+
+class NormalisedBatch(aurora.Batch):
+    """A Batch whose variables are normalised already."""
+
+    def normalise(self, surf_stats: Any) -> "NormalisedBatch":
+        """The same."""
+        return self
+
+    unnormalise = normalise
+
+    def type(self, t: Any) -> "NormalisedBatch":
+        """Convert everything to a dtype."""
+        return normalised(super().type(t))
+
+
+def normalised(batch: aurora.Batch) -> NormalisedBatch:
+    """The same variables, of which Aurora takes the scale as it is."""
+    return NormalisedBatch(batch.surf_vars, batch.static_vars, batch.atmos_vars, batch.metadata)
+
+
+class NormalisedAurora(aurora.Aurora):
+    """Aurora for variables that are normalised already."""
+
+    def _pre_norm_hook(self, batch: aurora.Batch) -> NormalisedBatch:
+        return normalised(batch)
+
+    def _post_decoder_hook(self, batch: aurora.Batch, pred: aurora.Batch) -> NormalisedBatch:
+        return normalised(pred)
+
+
+class NumbersOnHost(TorchFunctionMode):
+    """Inside, Aurora can be built and planned with tensors that have a shape and no numbers.
+
+    It asserts that coordinates are in range: without numbers they are. It reads drop rates and the lead time from
+    tensors of its own.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.linspace:
+            kwargs.setdefault("device", "cpu")
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if func not in NO_NUMBERS or args[0].numel() > 1:
+                raise
+            return NO_NUMBERS[func]
