@@ -1,9 +1,9 @@
 """Microsoft's Aurora (Bodnar et al. 2025, Nature 641, 1180; `pip install microsoft-aurora`) on this trainer's data.
 
-Aurora takes and gives a Batch: dictionaries of surface, static and atmospheric variables, with a history of frames. This
-adapter makes one from the channels of an input, and channels from Aurora's answer; whether they are split over devices
-neither of the two asks. The data are normalised before, so Aurora does not do it again: with published weights, the
-statistics of the data have to be Aurora's (aurora.normalisation).
+Aurora takes and gives a Batch: dictionaries of surface, static and atmospheric variables, with a history of frames.
+This adapter makes one from the channels of an input, and channels from Aurora's answer. Neither of the two knows
+whether tensors are split over devices. The data are normalised before, so Aurora does not do it again: with published
+weights, the statistics of the data have to be Aurora's (aurora.normalisation).
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ class Forecaster(nn.Module):
         self.register_buffer("longitude", torch.arange(width) * (360 / width), persistent=False)
         with NumbersOnHost():
             self.aurora = NormalisedAurora(
-                surf_vars=tuple(self.at_surface), static_vars=tuple(static_vars) or ("lsm",), atmos_vars=tuple(atmos_vars),
-                patch_size=patch_size, embed_dim=embed_dim, num_heads=num_heads,
+                surf_vars=tuple(self.at_surface), static_vars=tuple(static_vars) or ("lsm",), patch_size=patch_size,
+                atmos_vars=tuple(atmos_vars), embed_dim=embed_dim, num_heads=num_heads,
                 **{key: tuple(size) if isinstance(size, list) else size for key, size in sizes.items()},
             )  # fmt: skip
 
@@ -72,7 +72,7 @@ class Forecaster(nn.Module):
             },
             metadata=None,
         )
-        with NumbersOnHost():
+        with ChecksHold():
             metadata = aurora.Metadata(self.latitude, self.longitude, (DATE,) * len(x), tuple(self.levels))
             answer = self.aurora(replace(batch, metadata=metadata))
         of_channel = {i: answer.surf_vars[name][:, 0] for name, i in self.at_surface.items()}
@@ -111,18 +111,19 @@ class NormalisedAurora(aurora.Aurora):
 
 
 class NumbersOnHost(TorchFunctionMode):
-    """Inside, Aurora can be built and planned with tensors that have a shape and no numbers.
-
-    It asserts that coordinates are in range: without numbers they are. It reads drop rates and the lead time from
-    tensors of its own.
-    """
+    """Inside, Aurora can be built on the meta device: it reads its drop rates from a tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.linspace:
-            kwargs.setdefault("device", "cpu")
+        options = {"device": "cpu"} if func is torch.linspace else {}
+        return func(*args, **options | (kwargs or {}))
+
+
+class ChecksHold(TorchFunctionMode):
+    """Inside, Aurora runs without numbers, as in a plan: whether coordinates are in range, it reads as true."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         except RuntimeError:
             if func not in NO_NUMBERS or args[0].numel() > 1:
                 raise

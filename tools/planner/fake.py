@@ -220,10 +220,10 @@ class Replica(nn.Module):
 
 
 class FakeTracker(Tracker):
-    """A Tracker for real and fake tensors: `.item()` of a fake one, which has no value to read, gives 0."""
+    """A Tracker for real and fake tensors. A fake one has no value: `.item()` gives 0, a truth value is true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run and note an operation."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0.0
+            return float(args[0].dtype == torch.bool)
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -110,12 +110,13 @@ def _trace(config, layout, rank, device_type):
         if autocast and config.activation_checkpointing == "step":
             model.forward = autocast(model.forward)
         apply_speed_options(config, device, model)
+        task = build_task(config)  # out here: it tries the model on the meta device
         with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
             parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
             optimizer = build_optimizer(config, model, device)
             for group in optimizer.param_groups if device_type != "cpu" else ():
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
-            step = TrainingStep(config, device, parallel, optimizer, build_task(config))
+            step = TrainingStep(config, device, parallel, optimizer, task)
             x, y = random_batch(step.task, device)
             with FakeTracker():
                 step(0, x, y)  # from now on the optimizer has a state
