@@ -13,13 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
+from tests.support.refusals import refusal
 from tools.benchmarks import ladder
 from tools.benchmarks.loaders import PlainDataset
 from tools.instruments.team import Rank
 from tools.tables import format_table, installed
 from training.model import build_model
 from training.tasks import build_task
-from utils.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -128,7 +128,7 @@ def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_options, monkeypatch)
 
 def test_a_step_that_fails_is_named(tiny_options, sample_folder):
     words = tiny_options(train_data_path=sample_folder / "nowhere")
-    with pytest.raises(UsageError, match="nowhere: no such data folder"):
+    with refusal("nowhere: no such data folder"):
         ladder.run(words, steps=1, rounds=1)
 
 

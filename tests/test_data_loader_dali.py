@@ -16,11 +16,11 @@ import torch
 
 import train
 from tests.support import programs
+from tests.support.refusals import refusal
 from tests.support.workers import NAME
 from tests.test_data_loader import write_years
 from training.tasks import build_task
 from training.tasks.forecast import loader_class
-from utils.errors import UsageError
 from weather.dataset import FieldDataset, Statistics
 
 CPU = torch.device("cpu")
@@ -118,9 +118,8 @@ def test_a_file_truncated_after_the_start_is_named(tmp_path, sample_folder, load
     shutil.copytree(sample_folder / "train", tmp_path / "train")
     loader, _ = loaders(train_data_path=str(tmp_path / "train"), num_data_workers=num_data_workers)
     os.truncate(tmp_path / "train/1980.h5", 100_000)
-    with pytest.raises(UsageError, match="1980.h5: .*cannot be read") as caught:
+    with refusal("1980.h5: .*cannot be read"):
         list(loader.train(0, 0, 20))
-    assert "\n" not in str(caught.value)
     assert workers() == set()
 
 
@@ -135,7 +134,7 @@ def test_a_lost_process_is_an_error_that_ends_the_others(loaders):
     time.sleep(0.2)
     next(batches)
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(UsageError, match="a data worker ended with exit code -9"):
+    with refusal("a data worker ended with exit code -9"):
         list(batches)
     assert workers() == set()
 
@@ -204,9 +203,8 @@ def test_signals_to_the_whole_group_let_the_trainer_save(trainer, tmp_path, numb
 def test_without_dali_one_line_says_what_to_install_before_anything_is_read(tiny_options, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     monkeypatch.delitem(sys.modules, "utils.data_loader_dali", raising=False)
-    with pytest.raises(UsageError, match="pip install -r requirements-dali.txt") as caught:
+    with refusal("pip install -r requirements-dali.txt"):
         train.main(tiny_options(data_loader_config="dali", train_data_path="nowhere"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.gpu

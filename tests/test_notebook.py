@@ -18,9 +18,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from docs import notebooks
 from tests.support import programs
+from tests.support.refusals import refusal
 from tools import tensorboard_server
 from tools.tensorboard_server import find_log_folder
-from utils.errors import UsageError
 
 NOTEBOOK = Path("start_tensorboard.ipynb")
 
@@ -121,14 +121,14 @@ def test_the_committed_notebook_has_no_outputs():
 def test_the_log_folder_is_found_by_each_rule(tmp_path, monkeypatch, no_settings):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tensorboard_server, "ROOT", tmp_path)
-    with pytest.raises(UsageError, match="example_logs: no such log folder"):
+    with refusal("example_logs: no such log folder"):
         find_log_folder()
     for folder in ("example_logs", "logs", "expdir", "log_dir", "logdir", "given"):
         Path(folder).mkdir()
         if folder.endswith("dir"):
             monkeypatch.setenv(folder.upper(), folder)
         assert find_log_folder("given" if folder == "given" else None) == tmp_path / folder
-    with pytest.raises(UsageError, match="nowhere: no such log folder"):
+    with refusal("nowhere: no such log folder"):
         find_log_folder("nowhere")
 
 

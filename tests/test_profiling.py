@@ -11,7 +11,7 @@ import pytest
 import train
 from docs.examples import read_trace
 from tests.support import programs
-from utils.errors import UsageError
+from tests.support.refusals import refusal
 from utils.launch import VARIABLES
 
 WINDOW = {"profile": "torch", "profile_start": 3, "profile_steps": 4}
@@ -90,15 +90,15 @@ def test_the_trace_of_a_gpu_is_read_by_its_kernels(tmp_path, capsys):
 def test_a_trace_that_is_not_there_or_not_of_training_is_one_line(tmp_path):
     with gzip.open(tmp_path / "other.json.gz", "wt") as file:
         json.dump({"traceEvents": []}, file)
-    with pytest.raises(UsageError, match="no range 'step' in it"):
+    with refusal("no range 'step' in it"):
         read_trace.main([str(tmp_path / "other.json.gz")])
-    with pytest.raises(UsageError, match=r"trace.json.gz: no such file"):
+    with refusal(r"trace.json.gz: no such file"):
         read_trace.main(["trace.json.gz"])
 
 
 def test_a_window_beyond_the_last_iteration_is_refused(tiny_options):
     line = r"profile window: steps 5 to 12 of this process, but only 12 are left to num_iters"
-    with pytest.raises(UsageError, match=line):
+    with refusal(line):
         train.main(tiny_options(profile="torch", profile_start=5, profile_steps=8))
 
 

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.refusals import refusal
 from training import run_owner
 from training.run_folder import next_run_num
 from training.run_owner import FILE, Owner, RunOwner, this_process
-from utils.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def holder(tmp_path):
 
 
 def test_a_folder_in_use_is_refused_and_its_owner_named(tmp_path, holder):
-    with pytest.raises(UsageError, match=rf"is in use: process {holder.pid} on .* trains in it; .*--run_num"):
+    with refusal(rf"is in use: process {holder.pid} on .* trains in it; .*--run_num"):
         RunOwner(tmp_path)
     assert owner_of(tmp_path).process == holder.pid
 
@@ -72,7 +72,7 @@ def test_the_folder_of_a_killed_process_is_free(tmp_path, holder):
 
 def test_a_stopped_process_still_owns_its_folder(tmp_path, holder):
     holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(UsageError, match="is in use"):
+    with refusal("is in use"):
         RunOwner(tmp_path)
 
 
@@ -90,7 +90,7 @@ def test_an_owner_elsewhere_is_alive_while_its_heart_beats(tmp_path, monkeypatch
         for beats in range(1, 30):
             time.sleep(0.02)
             write(tmp_path, beats, host="elsewhere", job="7")
-        with pytest.raises(UsageError, match="job 7, process .* on elsewhere trains in it"):
+        with refusal("job 7, process .* on elsewhere trains in it"):
             second.result()
 
 

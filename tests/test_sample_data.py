@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.errors import UsageError
+from tests.support.refusals import refusal
 from weather import atmosphere, grid, year_files
 from weather.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
 from weather.channels import CHANNELS
@@ -255,7 +255,7 @@ def test_another_training_year_renews_the_statistics(tmp_path):
 def test_other_settings_are_refused(tmp_path, change):
     make_sample_data(tmp_path, **SMALL)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    with pytest.raises(UsageError, match="or of other settings: choose another folder, or remove it"):
+    with refusal("or of other settings: choose another folder, or remove it"):
         make_sample_data(tmp_path, **{**SMALL, **change})
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 
@@ -265,7 +265,7 @@ def test_data_of_others_is_never_touched(tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir()
     path.write_bytes(b"observations")
-    with pytest.raises(UsageError, match="choose another folder"):
+    with refusal("choose another folder"):
         make_sample_data(tmp_path, **SMALL)
     assert path.read_bytes() == b"observations"
 
@@ -281,7 +281,7 @@ def test_data_of_others_is_never_touched(tmp_path, name):
     ],
 )
 def test_bad_settings_write_nothing(tmp_path, change, message):
-    with pytest.raises(UsageError, match=message):
+    with refusal(message):
         make_sample_data(tmp_path / "new", **{**SMALL, **change})
     assert not (tmp_path / "new").exists()
 
@@ -289,5 +289,5 @@ def test_bad_settings_write_nothing(tmp_path, change, message):
 def test_years_are_read_as_ranges_and_lists():
     assert parse_years("1979-1981, 1985") == (1979, 1980, 1981, 1985)
     for text in ("", "1980-1979", "1979-", "79", "1979--1980", "all"):
-        with pytest.raises(UsageError, match="years"):
+        with refusal("years"):
             parse_years(text)

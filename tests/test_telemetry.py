@@ -13,6 +13,7 @@ import torch
 import train
 from tests.support import programs
 from tests.support.layout_parity import build, own_part
+from tests.support.refusals import refusal
 from tests.test_training import scalars, stop_after
 from tools.planner.trace import trace_step
 from training import flops
@@ -21,7 +22,7 @@ from training.step import TrainingStep
 from training.tasks import build_task
 from training.timing import PHASES
 from utils import comm
-from utils.errors import NonFiniteLossError, UsageError
+from utils.errors import NonFiniteLossError
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -235,7 +236,7 @@ def leveldb_records(log):
 def test_a_missing_package_is_one_line(run, monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda found: None)
     line = f"--tracker {name}: this package is not installed: pip install -r requirements-trackers.txt"
-    with pytest.raises(UsageError, match=line):
+    with refusal(line):
         run(tracker=name)
 
 

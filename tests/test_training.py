@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from tests.support.marks import slow_but
+from tests.support.refusals import refusal
 from training.optimizer import learning_rate
 from training.results import print_result
 from training.step import TrainingStep
 from utils.config import read_named_config
-from utils.errors import NonFiniteLossError, UsageError
+from utils.errors import NonFiniteLossError
 
 
 @pytest.fixture
@@ -279,7 +280,7 @@ def test_the_command_to_try_next_is_that_of_this_run_and_one_change(tiny_config,
 
 def test_a_finished_run_refuses_options_that_it_was_not_made_with(run):
     run(num_data_workers=0)
-    with pytest.raises(UsageError, match=r"finished run, made with other options: num_data_workers \(0 there, 1 now\)"):
+    with refusal(r"finished run, made with other options: num_data_workers \(0 there, 1 now\)"):
         run(num_data_workers=1)
     assert run(num_data_workers=0, log_every=3).status is None  # of no account
 
