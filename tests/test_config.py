@@ -136,8 +136,8 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (2, ["--task=classfy"], r"task 'classfy' \(did you mean 'classify'\?\): there are classify, forecast"),
         (
             2,
-            ["--model=vti"],
-            r"model 'vti'.*: give one of vit, .*, or package.module:Class",
+            ["--model=unnet"],
+            r"model 'unnet' \(did you mean 'unet'\?\): give one of vit, .*, or package.module:Class",
         ),
         (2, ["--model=networks.vit:Vit"], "model 'networks.vit:Vit': cannot be imported: .*Vit"),
         (2, ["--model=no.where:Model"], "model 'no.where:Model': cannot be imported: No module named 'no'"),

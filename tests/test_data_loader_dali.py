@@ -16,6 +16,7 @@ import torch
 
 import train
 from tests.support import programs
+from tests.support.launch import alive, wait_until
 from tests.support.refusals import refusal
 from tests.support.workers import NAME
 from tests.test_data_loader import write_years
@@ -59,13 +60,6 @@ def assert_same_batches(got, expected, atol=1e-5):
 
 def workers():
     return {process.pid for process in multiprocessing.active_children() if not process.name.startswith(NAME)}
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @needs_dali
@@ -150,13 +144,6 @@ def test_closing_in_mid_epoch_ends_the_processes(tiny_config):
 
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 OF_PROGRAM = pytest.mark.slow("processes of a training program, and how they end with it")

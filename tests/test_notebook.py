@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from docs import notebooks
 from tests.support import programs
+from tests.support.launch import wait_until
 from tests.support.refusals import refusal
 from tools import tensorboard_server
 from tools.tensorboard_server import find_log_folder
@@ -45,14 +45,6 @@ def get(url):
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def wait_for(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-    return value
 
 
 def servers(kernel):
@@ -85,7 +77,7 @@ def test_the_notebook_serves_the_runs_to_its_user_alone_and_leaves_nothing_behin
         site = f"http://127.0.0.1:{port}"
 
         assert get(f"{site}/{token}/")[0] == 200
-        wait_for(lambda: json.loads(get(f"{site}/{token}/data/runs")[1]) == ["quick/00"])
+        wait_until(lambda: json.loads(get(f"{site}/{token}/data/runs")[1]) == ["quick/00"])
         for path in ("", "/", "/data/runs", "/data/plugin/scalars/tags", f"/{token[:-1]}/", f"/{token}x/data/runs"):
             status, body = get(site + path)
             assert status == 404 and "quick" not in body and token not in body
@@ -104,10 +96,10 @@ def test_the_notebook_serves_the_runs_to_its_user_alone_and_leaves_nothing_behin
         [server] = servers(kernel)
         assert token not in again
         run(start)  # a second start takes the place of the first
-        wait_for(lambda: is_gone(server))
+        wait_until(lambda: is_gone(server))
         [server] = servers(kernel)
         kernel.kill()
-        wait_for(lambda: is_gone(server))
+        wait_until(lambda: is_gone(server))
 
 
 def test_the_committed_notebook_has_no_outputs():

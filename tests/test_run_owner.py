@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.launch import wait_until
 from tests.support.refusals import refusal
 from training import run_owner
 from training.run_folder import next_run_num
@@ -137,9 +138,7 @@ def test_of_several_one_takes_a_folder_over(tmp_path):
         for _ in range(4)
     ]
     time.sleep(0.1)
-    deadline = time.monotonic() + 120
-    while sum(p.poll() is None for p in processes) > 1 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: sum(p.poll() is None for p in processes) <= 1, 120)
     left = [p for p in processes if p.poll() is None]
     for process in left:
         process.kill()
@@ -157,8 +156,6 @@ def test_who_has_lost_a_folder_ends(tmp_path, holder):
 def test_a_file_that_was_tidied_up_comes_back(tmp_path):
     owner = RunOwner(tmp_path)
     (tmp_path / FILE).unlink()
-    deadline = time.monotonic() + 60
-    while not ((tmp_path / FILE).exists() and (tmp_path / FILE).read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / FILE).exists() and (tmp_path / FILE).read_text())
     assert isinstance(owner_of(tmp_path), Owner)
     owner.release()

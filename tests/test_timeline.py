@@ -122,7 +122,7 @@ def test_a_trace_that_is_damaged_is_one_line(tmp_path, damage):
             "odd events": gzip.compress(b'{"distributedInfo": {"rank": 1, "world_size": 3}, "traceEvents": [7]}'),
         }[damage]  # fmt: skip
         path.write_bytes(content)
-    with refusal("", path):
+    with refusal(".", path):
         timeline.main([str(tmp_path)])
 
 
