@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,6 +84,8 @@ def test_every_step_adds_to_the_one_before_but_dali(tiny_config):
 def test_who_waits_for_a_turn_holds_only_its_model(tiny_config, monkeypatch):
     """So all steps fit one GPU: the cache is emptied last, and the products of the probe count for no step."""
     done = []
+    gpu = SimpleNamespace(reset_peak_memory_stats=lambda _: done.append("reset"))
+    monkeypatch.setattr(ladder, "library", lambda *_: gpu)
     monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: done.append("peak"))
     monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: done.append("products"))
     monkeypatch.setattr(ladder, "empty_cache", lambda _: done.append("emptied"))
@@ -90,7 +93,7 @@ def test_who_waits_for_a_turn_holds_only_its_model(tiny_config, monkeypatch):
     ladder._start(rank, tiny_config())
     ladder._turn(rank, 1)
     ladder._end(rank)
-    assert done == ["emptied", "peak", "products", "emptied"]
+    assert done == ["emptied", "peak", "products", "emptied", "reset"]
 
 
 def test_a_step_that_fails_is_named(tiny_options, sample_folder):

@@ -151,7 +151,7 @@ def test_a_strategy_may_have_options_of_its_own():
     whole = rows[INDEPENDENT]["memory"]["activations"]
     assert max(every_second, selective) < whole
     assert rows[names[8]]["memory"]["activations"] < 0.6 * whole  # of one of two micro-batches
-    assert rows[names[4]]["messages"]["backward"] == {"all_reduce": [1, values / 2]}
+    assert rows[names[4]]["messages"]["backward"] == {"all_reduce": (1, values / 2)}
 
 
 def test_where_memory_runs_out_the_sweep_goes_on(capsys):
