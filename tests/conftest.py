@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors; processes of a test must no
 os.environ["SLURM_GPUS_ON_NODE"] = "1"
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,25 +31,32 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="session")
-def sample_folder(tmp_path_factory):
-    """16 x 32 points; 2 training years, 1 validation and 1 test year of 5 days (20 frames) each."""
-    folder = tmp_path_factory.mktemp("data")
+def make_data(folder):
+    """Make sample data of 16 x 32 points: 2 training years, 1 validation and 1 test year of 5 days (20 frames) each.
+
+    Returns the config keys that point to them.
+    """
     make_sample_data(
         folder, img_size=IMG_SIZE, train_years=[1979, 1980], valid_years=[1981], test_years=[1982], days=5, seed=1
     )
-    return folder
+    return {
+        "train_data_path": str(folder / "train"),
+        "valid_data_path": str(folder / "valid"),
+        "inf_data_path": str(folder / "test"),
+        **{f"{k}_path": str(folder / f"stats/{k}.npy") for k in ("global_means", "global_stds", "time_means")},
+    }
 
 
 @pytest.fixture(scope="session")
-def data_keys(sample_folder):
-    """The config keys that point to the sample data."""
-    return {
-        "train_data_path": str(sample_folder / "train"),
-        "valid_data_path": str(sample_folder / "valid"),
-        "inf_data_path": str(sample_folder / "test"),
-        **{f"{k}_path": str(sample_folder / f"stats/{k}.npy") for k in ("global_means", "global_stds", "time_means")},
-    }
+def data_keys(tmp_path_factory):
+    """The config keys that point to sample data."""
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def sample_folder(data_keys):
+    """The folder of the sample data."""
+    return Path(data_keys["train_data_path"]).parent
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.conftest import TINY, make_data, words_of
 from tests.support.launch import losses, rank_pids, torchrun
 from tests.support.programs import finish, start_ranks
-from weather.sample_data import make_sample_data
 
-ITERATIONS, EVERY = 240, 10
+ITERATIONS = 240
 CHECKPOINT_BYTES = 600_000  # of the tiny model below, generously
 
 
@@ -37,18 +37,13 @@ def by_fork(words):
 
 
 class Run:
-    """One training run of two ranks, in a folder of its own. launch: by_torchrun or by_fork."""
+    """One training run of two ranks, in a folder of its own. data: config keys. launch: by_torchrun or by_fork."""
 
     def __init__(self, data, folder, launch):
         self.folder, self.launch = Path(folder), launch
         self.checkpoints = self.folder / "logs/quick/00/checkpoints"
-        self.words = [
-            "--config=quick", "--device=cpu", "--img_size", "16", "32", "--embed_dim=32", "--depth=2", "--num_heads=2",
-            "--global_batch_size=4", f"--num_iters={ITERATIONS}", "--warmup=5", f"--checkpoint_every={EVERY}",
-            "--validate_every=4", "--num_data_workers=1", "--comm_timeout=60", f"--expdir={self.folder}/logs",
-            f"--train_data_path={data}/train", f"--valid_data_path={data}/valid", f"--inf_data_path={data}/test",
-            *(f"--{name}_path={data}/stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")),
-        ]  # fmt: skip
+        often = {"warmup": 5, "checkpoint_every": 10, "validate_every": 4, "comm_timeout": 60}
+        self.words = words_of(TINY | data | often | {"num_iters": ITERATIONS, "expdir": self.folder / "logs"})
 
     def start(self):
         return self.launch(self.words)
@@ -228,13 +223,11 @@ def _unusable(checkpoints):
 
 
 def prepare(folder, launch=by_torchrun):
-    """Sample data, and the losses of an undisturbed run."""
-    make_sample_data(
-        folder / "data", img_size=(16, 32), train_years=[1979, 1980], valid_years=[1981], test_years=[1982], days=5
-    )
-    run = Run(folder / "data", folder / "undisturbed", launch)
+    """Config keys of sample data, and the losses of an undisturbed run."""
+    data = make_data(folder / "data")
+    run = Run(data, folder / "undisturbed", launch)
     run.finish()
-    return folder / "data", run.losses()
+    return data, run.losses()
 
 
 def main():

@@ -1,10 +1,8 @@
 """Benchmarks measure what they say, on tiny sizes."""
 
-import contextlib
 import json
 import math
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,13 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
+from tests.support.refusals import refusal
 from tools.benchmarks import ladder
 from tools.benchmarks.loaders import PlainDataset
 from tools.instruments.team import Rank
 from tools.tables import format_table, installed
 from training.model import build_model
 from training.tasks import build_task
-from utils.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -83,52 +81,24 @@ def test_every_step_adds_to_the_one_before_but_dali(tiny_config):
     assert names[:3] == ["0 workers", "3 workers", "DALI"] and names[-1] == "CUDA graphs"
 
 
-class OneGpu:
-    """80 GiB that several processes share, each with a model of 2 GiB that needs 50 more while it trains."""
-
-    def __init__(self, monkeypatch):
-        self.held, self.peak, self.current = {}, {}, None
-        monkeypatch.setattr(
-            ladder, "Teams", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(call=self.process()))
-        )
-        monkeypatch.setattr(ladder, "select_device", lambda _: CPU)
-        monkeypatch.setattr(
-            ladder, "build_task", lambda _: SimpleNamespace(build_loaders=lambda _: [mock.MagicMock()] * 2)
-        )
-        monkeypatch.setattr(ladder, "build_step", lambda config, *_: mock.MagicMock(config=config))
-        monkeypatch.setattr(ladder, "_train", lambda *_: self.hold(52) or 0.1)
-        monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: self.hold(8 + self.held[self.current]) or 1e12)
-        monkeypatch.setattr(torch, "stack", lambda _: torch.ones(1))
-        monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: self.peak[self.current])
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.peak.pop(self.current))
-        monkeypatch.setattr("tools.instruments.clock.synchronize", lambda _: None)
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: self.hold(2))
-
-    def process(self):
-        rank = Rank(torch.device("cuda"))
-
-        def call(_size, function, *args):
-            self.current = rank
-            return [function(rank, *args)]
-
-        return call
-
-    def hold(self, gib):
-        self.held[self.current] = gib
-        self.peak[self.current] = max(gib, self.peak.get(self.current, 0))
-        assert sum(self.held.values()) <= 80, "out of memory"
-
-
-def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_options, monkeypatch):
-    gpu = OneGpu(monkeypatch)
-    steps = ladder.run(tiny_options(), steps=1, rounds=2)["steps"]
-    assert len(gpu.held) > 5 and set(gpu.held.values()) == {2}
-    assert {step["gib"] * 2**30 for step in steps} == {52}  # of the training, without the product of the probe
+def test_who_waits_for_a_turn_holds_only_its_model(tiny_config, monkeypatch):
+    """So all steps fit one GPU: the cache is emptied last, and the products of the probe count for no step."""
+    done = []
+    gpu = SimpleNamespace(reset_peak_memory_stats=lambda _: done.append("reset"))
+    monkeypatch.setattr(ladder, "library", lambda *_: gpu)
+    monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: done.append("peak"))
+    monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: done.append("products"))
+    monkeypatch.setattr(ladder, "empty_cache", lambda _: done.append("emptied"))
+    rank = Rank(CPU)
+    ladder._start(rank, tiny_config())
+    ladder._turn(rank, 1)
+    ladder._end(rank)
+    assert done == ["emptied", "peak", "products", "emptied", "reset"]
 
 
 def test_a_step_that_fails_is_named(tiny_options, sample_folder):
     words = tiny_options(train_data_path=sample_folder / "nowhere")
-    with pytest.raises(UsageError, match="nowhere: no such data folder"):
+    with refusal("nowhere: no such data folder"):
         ladder.run(words, steps=1, rounds=1)
 
 

@@ -17,6 +17,7 @@ from distributed.data_parallel import DataParallelOptions
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
 from networks.vit import ViT
+from tests.support.refusals import refusal
 from tests.test_compute import batch, build, losses_and_weights
 from training import run as run_module
 from training.cuda_graphs import DDP_WARMUP_STEPS, WARMUP_STEPS, CapturedStep, check_capture
@@ -27,18 +28,17 @@ from training.step import TrainingStep
 from training.tasks import build_task
 from utils import comm
 from utils.device import capture_stream, on_capture_stream
-from utils.errors import UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_cuda_graphs_on_the_cpu_are_refused(tiny_config):
-    with pytest.raises(UsageError, match="--enable_cuda_graphs needs a GPU with CUDA or ROCm; this run is on cpu"):
+    with refusal("--enable_cuda_graphs needs a GPU with CUDA or ROCm; this run is on cpu"):
         build(tiny_config(enable_cuda_graphs=True))
 
 
 def test_cuda_graphs_with_fp16_need_the_fused_optimizer(tiny_config):
-    with pytest.raises(UsageError, match="enable_cuda_graphs with amp_mode fp16 needs enable_fused"):
+    with refusal("enable_cuda_graphs with amp_mode fp16 needs enable_fused"):
         tiny_config(enable_cuda_graphs=True, amp_mode="fp16")
 
 
@@ -58,7 +58,7 @@ def test_cuda_graphs_with_fp16_need_the_fused_optimizer(tiny_config):
 )
 def test_what_cannot_be_captured_is_refused(tiny_config, monkeypatch, sizes, options, line):
     monkeypatch.setattr(comm, "get_size", lambda name: sizes.get(name, 1))
-    with pytest.raises(UsageError, match=f"--enable_cuda_graphs {line}"):
+    with refusal(f"--enable_cuda_graphs {line}"):
         check_capture(tiny_config(enable_cuda_graphs=True, **options), CUDA, nn.Linear(2, 2))
 
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_captured_is_refused(tiny_config, monkeypatch, sizes, opt
 def test_replicas_tensor_and_context_parallel_ranks_are_captured(tiny_config, monkeypatch, sizes):
     monkeypatch.setattr(comm, "get_size", lambda name: sizes.get(name, 1))
     check_capture(tiny_config(enable_cuda_graphs=True, activation_checkpointing="full"), CUDA, nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="dropout"):
+    with refusal("dropout"):
         check_capture(tiny_config(enable_cuda_graphs=True, activation_checkpointing="full"), CUDA, nn.Dropout(0.1))
 
 
@@ -136,7 +136,7 @@ def test_a_step_that_cannot_be_captured_ends_in_one_line(fake_cuda):
         return x.sum()
 
     captured = CapturedStep()
-    with pytest.raises(UsageError, match="cannot be captured: CUDA error: operation not permitted.*capturing$"):
+    with refusal("cannot be captured: CUDA error: operation not permitted.*capturing$"):
         for _ in range(WARMUP_STEPS + 1):
             captured(step, torch.zeros(2))
 

@@ -15,6 +15,7 @@ from tests.support.layout_parity import (
     collectives_of_a_step,
     local,
     overflow_on_the_last_rank,
+    ranks_and_options,
     train,
     train_serially,
 )
@@ -53,8 +54,9 @@ VARIANTS = {
 
 
 def layout(strategy, size):
-    """Number of ranks, and options; hsdp shares parameters out in two groups."""
-    return size, {"data_parallel": strategy} | ({"dp_shard": size // 2} if strategy == "hsdp" else {})
+    """The name of a layout; hsdp shares parameters out in two groups."""
+    groups = f",dp_shard={size // 2}" if strategy == "hsdp" else ""
+    return f"dp{size},data_parallel={strategy}{groups}"
 
 
 # Quick are all variants of one copied and one sharded strategy, and of the others accumulation, which has all that the
@@ -129,7 +131,8 @@ def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):
     options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.1}
-    serial, config = train_serially(tiny_config, options, 10), tiny_config(**options, **layout(strategy, size)[1])
+    _, own = ranks_and_options(layout(strategy, size))
+    serial, config = train_serially(tiny_config, options, 10), tiny_config(**options, **own)
     assert_nearly_same_training(ranks(size, train, config), serial, config, tolerance=0.02)
 
 

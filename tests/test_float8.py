@@ -11,6 +11,7 @@ import torch
 from networks.vit import ViT
 from tests.support.compilation import TRACED, compile_by
 from tests.support.layout_parity import CPU, build, train, train_serially
+from tests.support.refusals import refusal
 from tests.test_data_parallel import assert_nearly_same_training
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
@@ -18,7 +19,6 @@ from tools.planner.textbook import textbook_traces
 from tools.planner.trace import trace_step
 from training.assembly import build_step
 from training.float8 import has_float8, use_float8
-from utils.errors import UsageError
 
 torchao = pytest.mark.skipif(
     find_spec("torchao") is None and "CI" not in environ, reason="pip install -r requirements-fp8.txt"
@@ -81,7 +81,7 @@ def test_sizes_that_the_kernels_do_not_take_stay_or_are_refused():
     model = ViT((16, 32), 4, 20, 20, 64, 1, 4, mlp_ratio=1.1)  # 70 hidden features
     use_float8(list(model.blocks), CPU)
     assert type(model.blocks[0].mlp.fc1).__name__ == "Linear" != type(model.blocks[0].attn.qkv).__name__
-    with pytest.raises(UsageError, match="no linear layer in a block has sizes that are multiples of 16"):
+    with refusal("no linear layer in a block has sizes that are multiples of 16"):
         use_float8(list(ViT((16, 32), 4, 20, 20, 36, 1, 4).blocks), CPU)
 
 
@@ -105,12 +105,12 @@ def test_the_capability_says_whether_a_gpu_has_it(monkeypatch, capability, hip, 
     monkeypatch.setattr(torch.version, "hip", hip)
     assert has_float8(torch.device("cuda")) is there
     if not there:
-        with pytest.raises(UsageError, match=r"amp_mode fp8: cuda has no 8-bit products .*: use --amp_mode bf16"):
+        with refusal(r"amp_mode fp8: cuda has no 8-bit products .*: use --amp_mode bf16"):
             use_float8([], torch.device("cuda"))
 
 
 def test_other_accelerators_are_refused():
-    with pytest.raises(UsageError, match="amp_mode fp8: xpu has no 8-bit products"):
+    with refusal("amp_mode fp8: xpu has no 8-bit products"):
         use_float8([], torch.device("xpu"))
 
 
@@ -127,5 +127,5 @@ def test_the_planner_takes_the_rate_of_8_bits_where_the_gpu_has_one(tiny_config)
     small = {"embed_dim": 64, "depth": 1}
     traced = [trace_step(tiny_config(**small, amp_mode=mode), tiny_config().layout(1)) for mode in ("bf16", "fp8")]
     assert traced[0] == traced[1]  # torchao is not needed
-    with pytest.raises(UsageError, match="amp_mode fp8: a100-40gb has no 8-bit products"):
+    with refusal("amp_mode fp8: a100-40gb has no 8-bit products"):
         plan("fp8", "a100-40gb")

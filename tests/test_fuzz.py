@@ -41,7 +41,7 @@ def test_files_without_damage_are_taken(folder, monkeypatch):
 
 
 def test_what_a_reader_lets_through_is_noticed(folder, monkeypatch):
-    monkeypatch.setattr(fuzz, "read_strange_environment", lambda *_: [].pop())
+    monkeypatch.setattr(fuzz, "read_strange_environment", lambda _: [].pop())
     monkeypatch.setattr(random.Random, "choice", lambda _, kinds: kinds[0])
     with pytest.raises(IndexError):
         fuzz.fuzz_readers(random.Random(0), folder)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.programs import launch_variables
 from tests.support.workers import free_port
 from utils.config import ROOT
 
@@ -65,13 +66,13 @@ def test_programs_print_no_line_of_a_library(tiny_options):
 
 
 def test_ranks_print_no_line_of_a_library(tiny_options):
-    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "train.py", *tiny_options(num_iters=2, warmup=0, data_parallel="fsdp")], cwd=ROOT,
-            env=os.environ | launch | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.DEVNULL,
+            env=os.environ | launch_variables(rank, 2, port), stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True,
         )
-        for rank in "01"
+        for rank in (0, 1)
     ]  # fmt: skip
     assert [(rank.communicate(timeout=200)[1], rank.returncode) for rank in ranks] == [("", 0), ("", 0)]

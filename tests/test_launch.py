@@ -124,7 +124,7 @@ def test_settings_that_only_one_rank_cannot_read_end_all_and_name_the_rank(tiny_
 def test_a_rank_that_cannot_tell_the_others_says_what_is_wrong_itself(tiny_options):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        (rank,) = start_ranks(["train.py", *tiny_options(config="qick")], started=1, MASTER_PORT=port)
+        (rank,) = start_ranks(["train.py", *tiny_options(config="qick")], only=[0], port=port)
         status, output = finish(rank, timeout=60)
     assert status == 2 and output.count("\n") == 1 and output.startswith("error: rank 0: config/ViT.yaml: no config")
 
@@ -166,7 +166,7 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_named(
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_path):
-    (rank,) = start_ranks(["train.py", *tiny_options(comm_timeout=3)], started=1)
+    (rank,) = start_ranks(["train.py", *tiny_options(comm_timeout=3)], only=[0])
     status, output = finish(rank, timeout=60)
     assert status == 2
     assert "error: rank 0: the 2 ranks could not connect within 3 s through 127.0.0.1:" in output

@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.errors import UsageError
+from tests.support.refusals import refusal
 from utils.launch import Launch, read_launch
 
 TORCHRUN = {
@@ -35,7 +35,7 @@ def test_srun_alone():
 def test_srun_on_nodes_whose_names_do_not_resolve_uses_the_address_of_srun():
     env = SRUN | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "no-such-node-[1-2]"}
     assert read_launch(env | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}).master_addr == "10.0.0.7"
-    with pytest.raises(UsageError, match="no address for rank 0 of the nodes 'no-such-node"):
+    with refusal("no address for rank 0 of the nodes 'no-such-node"):
         read_launch(env)
 
 
@@ -61,5 +61,5 @@ def test_exported_variables_inside_srun():
     ],
 )
 def test_missing_and_contradictory_variables_are_named(env, line):
-    with pytest.raises(UsageError, match=line):
+    with refusal(line):
         read_launch(env)

@@ -7,17 +7,14 @@ import pytest
 
 import plan
 from tests.support.layout_faults import FAULTS
-from tests.support.layout_parity import compare_in_double, record_in_double
+from tests.support.layout_parity import compare_in_double, ranks_and_options, record_in_double
+from tests.support.refusals import refusal
 from tools.planner.validate import build_cases
-from utils.errors import UsageError
 
-LAYOUTS = {
-    "hsdp": (4, {"data_parallel": "hsdp", "dp_shard": 2}),
-    "tp x cp, sequence parallel": (4, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}),
-    "pp x dp": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2}),
-    "domain x tp": (4, {"domain_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}),
-    "uneven tiles": (6, {"domain_parallel": "2x3"}),
-}
+LAYOUTS = [
+    "dp4,data_parallel=hsdp,dp_shard=2", "tp2xcp2,sequence_parallel", "pp2xdp2", "domain2xtp2,data_parallel=fsdp",
+    "domain2x3",
+]  # fmt: skip
 
 
 def compare_faulty(config, file, fault):
@@ -26,7 +23,8 @@ def compare_faulty(config, file, fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(ranks, tiny_config, tmp_path, fault):
-    _, size, options, stage, name, cause, shared = FAULTS[fault]
+    _, layout, stage, name, cause, shared = FAULTS[fault]
+    size, options = ranks_and_options(layout)
     record_in_double(tiny_config(**shared), tmp_path / "one.pt")
     of_ranks = ranks(size, compare_faulty, tiny_config(**shared | options), tmp_path / "one.pt", fault)
     result = of_ranks[0]
@@ -37,7 +35,7 @@ def test_a_planted_fault_is_named(ranks, tiny_config, tmp_path, fault):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_right_layout_is_equal_in_everything_that_is_compared(ranks, tiny_config, tmp_path, layout):
-    size, options = LAYOUTS[layout]
+    size, options = ranks_and_options(layout)
     record_in_double(tiny_config(global_batch_size=8), tmp_path / "one.pt")
     result = ranks(size, compare_in_double, tiny_config(global_batch_size=8, **options), tmp_path / "one.pt")[0]
     assert result.equal and result.error < 1e-9 and not result.skipped, result
@@ -79,5 +77,5 @@ def test_the_command_prints_what_differs_and_ends_with_a_status(tiny_options, tm
     ],
 )
 def test_what_cannot_be_compared_is_one_line(tiny_options, words, line):
-    with pytest.raises(UsageError, match=line):
+    with refusal(line):
         plan.main(["check", *tiny_options(), *words])

@@ -7,9 +7,9 @@ import xarray
 from scores.continuous import mse, rmse
 from scores.functions import create_latitude_weights
 
+from tests.support.refusals import refusal
 from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics, latitude_weights
-from utils.errors import UsageError
 
 
 def test_relative_l2_loss_is_the_mean_of_ratios_of_norms():
@@ -97,5 +97,5 @@ def test_the_weighted_squared_error_is_the_mean_over_the_sphere_and_the_channels
 )
 def test_channel_weights_that_cannot_be_used_are_refused(tiny_config, weights, error):
     config = tiny_config(n_out_channels=2, loss="squared_error", channel_weights=weights)
-    with pytest.raises(UsageError, match=error):
+    with refusal(error):
         loss_weights(config, ["u10", "z500"], np.linspace(80, -80, 16))

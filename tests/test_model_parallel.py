@@ -15,6 +15,7 @@ from tests.support.layout_parity import (
     check_training,
     collectives_of_a_step,
     overflow_on_the_last_rank,
+    ranks_and_options,
     train,
 )
 from tests.support.marks import slow_but
@@ -33,55 +34,18 @@ SIZES = {
 }
 
 
-LAYOUTS = {
-    "tp2": (2, {"tensor_parallel": 2}),
-    "tp4": (4, {"tensor_parallel": 4}),
-    "tp2 sequence": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
-    "tp2 dtensor": (2, {"tensor_parallel": 2, "tp_backend": "dtensor"}),
-    "cp2": (2, {"context_parallel": 2}),
-    "cp3": (3, {"context_parallel": 3}),
-    "cp4": (4, {"context_parallel": 4}),
-    "cp4 ring": (4, {"context_parallel": 4, "cp_method": "ring"}),
-    "cp4 all-to-all": (4, {"context_parallel": 4, "cp_method": "all_to_all"}),
-    "cp3 ring": (3, {"context_parallel": 3, "cp_method": "ring"}),
-    "cp2 all-to-all": (2, {"context_parallel": 2, "cp_method": "all_to_all"}),
-    "tp2 x cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}),
-    "tp2 x cp2 sequence ring": (
-        4, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True, "cp_method": "ring"},
-    ),
-    "tp2 x dp2": (4, {"tensor_parallel": 2}),
-    "tp2 x dp2, dp adjacent": (4, {"tensor_parallel": 2, "parallel_order": "dp-tp"}),
-    "tp2 x zero1": (4, {"tensor_parallel": 2, "data_parallel": "zero1"}),
-    "tp2 x fsdp": (4, {"tensor_parallel": 2, "data_parallel": "fsdp"}),
-    "tp2 sequence x fsdp": (4, {"tensor_parallel": 2, "sequence_parallel": True, "data_parallel": "fsdp"}),
-    "tp2 dtensor x fsdp": (4, {"tensor_parallel": 2, "tp_backend": "dtensor", "data_parallel": "fsdp"}),
-    "cp2 x dp2": (4, {"context_parallel": 2}),
-    "cp2 x fsdp": (4, {"context_parallel": 2, "data_parallel": "fsdp"}),
-    "cp2 x zero2": (4, {"context_parallel": 2, "data_parallel": "zero2"}),
-    "pp2 gpipe": (2, {"pipeline_parallel": 2, "pp_schedule": "gpipe", "gradient_accumulation": 4}),
-    "pp2": (2, {"pipeline_parallel": 2, "gradient_accumulation": 4}),
-    "pp2 interleaved": (2, {"pipeline_parallel": 2, "pp_schedule": "interleaved", "gradient_accumulation": 4}),
-    "pp4": (4, {"pipeline_parallel": 4, "gradient_accumulation": 4}),
-    "pp2 x dp2": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2}),
-    "pp2 x fsdp": (4, {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp"}),
-    "tp2 x pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "gradient_accumulation": 2}),
-    "pp2 interleaved x dp2": (4, {"pipeline_parallel": 2, "pp_schedule": "interleaved", "gradient_accumulation": 2}),
-    "pp2 interleaved x fsdp": (
-        4,
-        {"pipeline_parallel": 2, "pp_schedule": "interleaved", "gradient_accumulation": 2, "data_parallel": "fsdp"},
-    ),
-    "pp2 x fsdp by size": (
-        4,
-        {"pipeline_parallel": 2, "gradient_accumulation": 2, "data_parallel": "fsdp", "wrap_policy": "size",
-         "wrap_min_params": 20_000},
-    ),
-    "tp2 x hsdp": (4, {"tensor_parallel": 2, "data_parallel": "hsdp", "dp_shard": 1}),
-    "cp2 x hsdp": (4, {"context_parallel": 2, "data_parallel": "hsdp", "dp_shard": 1}),
-    "tp2 x pp2 sequence": (
-        4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "gradient_accumulation": 2},
-    ),
-    "cp2 x pp2": (4, {"context_parallel": 2, "pipeline_parallel": 2, "gradient_accumulation": 2}),
-}  # fmt: skip
+LAYOUTS = [
+    "tp2", "tp4", "tp2,sequence_parallel", "tp2,tp_backend=dtensor", "cp2", "cp3", "cp4", "cp4,cp_method=ring",
+    "cp4,cp_method=all_to_all", "cp3,cp_method=ring", "cp2,cp_method=all_to_all", "tp2xcp2",
+    "tp2xcp2,sequence_parallel,cp_method=ring", "tp2xdp2", "tp2xdp2,parallel_order=dp-tp",
+    "tp2xdp2,data_parallel=zero1", "tp2xdp2,data_parallel=fsdp", "tp2xdp2,sequence_parallel,data_parallel=fsdp",
+    "tp2xdp2,tp_backend=dtensor,data_parallel=fsdp", "cp2xdp2", "cp2xdp2,data_parallel=fsdp",
+    "cp2xdp2,data_parallel=zero2", "pp2,pp_schedule=gpipe", "pp2", "pp2,pp_schedule=interleaved", "pp4", "pp2xdp2",
+    "pp2xdp2,data_parallel=fsdp", "tp2xpp2", "pp2xdp2,pp_schedule=interleaved",
+    "pp2xdp2,pp_schedule=interleaved,data_parallel=fsdp",
+    "pp2xdp2,data_parallel=fsdp,wrap_policy=size,wrap_min_params=20000", "tp2xdp2,data_parallel=hsdp,dp_shard=1",
+    "cp2xdp2,data_parallel=hsdp,dp_shard=1", "tp2xpp2,sequence_parallel", "cp2xpp2",
+]  # fmt: skip
 
 
 def sizes(name):
@@ -91,61 +55,66 @@ def sizes(name):
 
 # Each kind of parallelism with each of its methods and schedules, and beside each of the others.
 QUICK = [
-    "tp2", "tp2 sequence", "tp2 dtensor", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x cp2", "tp2 x dp2, dp adjacent",
-    "tp2 x fsdp", "cp2 x fsdp", "pp2 gpipe", "pp2", "pp2 interleaved", "pp2 x fsdp", "tp2 x pp2",
+    "tp2", "tp2,sequence_parallel", "tp2,tp_backend=dtensor", "cp3", "cp3,cp_method=ring", "cp2,cp_method=all_to_all",
+    "tp2xcp2", "tp2xdp2,parallel_order=dp-tp", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
+    "pp2,pp_schedule=gpipe", "pp2", "pp2,pp_schedule=interleaved", "pp2xdp2,data_parallel=fsdp", "tp2xpp2",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other combinations of the same"))
 def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout))
+    check_training(ranks, tiny_config, layout, sizes(layout))
 
 
 CLIPPED = [
-    "tp2", "tp2 sequence", "tp2 dtensor", "tp2 dtensor x fsdp", "cp2", "tp2 x fsdp", "pp2", "tp2 x pp2", "pp2 x fsdp",
+    "tp2,tp_backend=dtensor", "tp2xdp2,data_parallel=fsdp", "pp2", "tp2", "tp2,sequence_parallel",
+    "tp2xdp2,tp_backend=dtensor,data_parallel=fsdp", "cp2", "tp2xpp2", "pp2xdp2,data_parallel=fsdp",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", slow_but(["tp2 dtensor", "tp2 x fsdp", "pp2"], CLIPPED, "the norm in other layouts"))
+@pytest.mark.parametrize("layout", slow_but(CLIPPED[:3], CLIPPED, "the norm in other layouts"))
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout) | {"clip_grad_norm": 0.05}, steps=4)
+    check_training(ranks, tiny_config, layout, sizes(layout) | {"clip_grad_norm": 0.05}, steps=4)
 
 
-MIXED = ["tp2", "tp2 sequence", "cp3", "cp3 ring", "cp2 all-to-all", "tp2 x fsdp", "pp2"]
+MIXED = [
+    "tp2xdp2,data_parallel=fsdp", "pp2", "tp2", "tp2,sequence_parallel", "cp3", "cp3,cp_method=ring",
+    "cp2,cp_method=all_to_all",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", slow_but(["tp2 x fsdp", "pp2"], MIXED, "half precision in other layouts"))
+@pytest.mark.parametrize("layout", slow_but(MIXED[:2], MIXED, "half precision in other layouts"))
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
-    check_mixed_precision(ranks, tiny_config, LAYOUTS[layout], sizes(layout), amp_mode)
+    check_mixed_precision(ranks, tiny_config, layout, sizes(layout), amp_mode)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 dtensor x fsdp"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2xdp2,tp_backend=dtensor,data_parallel=fsdp"])
 def test_a_fused_optimizer_takes_what_a_rank_holds(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout), enable_fused=True)
+    check_training(ranks, tiny_config, layout, sizes(layout), enable_fused=True)
 
 
 def test_a_fused_optimizer_takes_what_the_scaler_of_several_ranks_found(ranks, tiny_config):
-    check_mixed_precision(ranks, tiny_config, LAYOUTS["tp2"], SIZES | {"enable_fused": True}, "fp16")
+    check_mixed_precision(ranks, tiny_config, "tp2", SIZES | {"enable_fused": True}, "fp16")
 
 
-SEVERAL = ["tp2", "tp2 sequence", "cp3", "tp2 x fsdp", "pp2"]
+SEVERAL = ["tp2,sequence_parallel", "pp2", "tp2", "cp3", "tp2xdp2,data_parallel=fsdp"]
 
 
-@pytest.mark.parametrize("layout", slow_but(["tp2 sequence", "pp2"], SEVERAL, "recomputation in other layouts"))
+@pytest.mark.parametrize("layout", slow_but(SEVERAL[:2], SEVERAL, "recomputation in other layouts"))
 def test_recomputed_activations_change_no_number(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout), **RECOMPUTED)
+    check_training(ranks, tiny_config, layout, sizes(layout), **RECOMPUTED)
 
 
 @pytest.mark.slow("compiled layers of models that are split by tensor, context and pipeline parallelism")
 @pytest.mark.parametrize("layout", SEVERAL)
 def test_compiled_layers_change_no_number(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], sizes(layout), backend=TRACED, **COMPILED)
+    check_training(ranks, tiny_config, layout, sizes(layout), backend=TRACED, **COMPILED)
 
 
 @pytest.mark.slow("the code that is generated for layers of split models")
 def test_generated_code_changes_no_number(ranks, tiny_config):
-    check_training(ranks, tiny_config, LAYOUTS["tp2 x fsdp"], SIZES, **COMPILED)
+    check_training(ranks, tiny_config, "tp2xdp2,data_parallel=fsdp", SIZES, **COMPILED)
 
 
 def batches_read(config):
@@ -221,12 +190,12 @@ def test_shared_weights_stay_equal_to_the_bit(ranks, tiny_config, options):
         assert torch.equal(value, other[name]), name
 
 
-DROPPED = ["tp2", "tp2 sequence", "cp2", "tp2 x cp2"]
+DROPPED = ["tp2,sequence_parallel", "cp2", "tp2", "tp2xcp2"]
 
 
-@pytest.mark.parametrize("layout", slow_but(["tp2 sequence", "cp2"], DROPPED, "dropout in other layouts"))
+@pytest.mark.parametrize("layout", slow_but(DROPPED[:2], DROPPED, "dropout in other layouts"))
 def test_dropout_replays_and_keeps_shared_weights_equal(ranks, tiny_config, layout):
-    size, options = LAYOUTS[layout]
+    size, options = ranks_and_options(layout)
     config = tiny_config(**SIZES, **options, dropout=0.2, activation_checkpointing="full")
     first, again = (ranks(size, losses_and_shared_weights, config, 5) for _ in range(2))
     without = ranks(size, losses_and_shared_weights, tiny_config(**SIZES, **options), 5)
@@ -237,21 +206,14 @@ def test_dropout_replays_and_keeps_shared_weights_equal(ranks, tiny_config, layo
             assert torch.equal(value, first[0][1][name]), name
 
 
-OTHERS = {"serial": (1, {}), "dp4": (4, {}), "fsdp4": (4, {"data_parallel": "fsdp"})}
-CHAINS = {
-    "tp2 x cp2 -> dp4 -> tp4 -> serial": ["tp2 x cp2", "dp4", "tp4", "serial"],
-    "serial -> tp2 x fsdp -> tp4 -> cp3": ["serial", "tp2 x fsdp", "tp4", "cp3"],
-    "pp2 x fsdp -> tp2 x pp2 -> fsdp4 -> tp2 dtensor x fsdp": [
-        "pp2 x fsdp",
-        "tp2 x pp2",
-        "fsdp4",
-        "tp2 dtensor x fsdp",
-    ],
-    "tp2 x zero1 -> pp2 interleaved -> tp2 x fsdp": ["tp2 x zero1", "pp2 interleaved", "tp2 x fsdp", "serial"],
-}
+CHAINS = [
+    "tp2xcp2 -> dp4 -> tp4 -> serial",
+    "serial -> tp2xdp2,data_parallel=fsdp -> tp4 -> cp3",
+    "pp2xdp2,data_parallel=fsdp -> tp2xpp2 -> dp4,data_parallel=fsdp -> tp2xdp2,tp_backend=dtensor,data_parallel=fsdp",
+    "tp2xdp2,data_parallel=zero1 -> pp2,pp_schedule=interleaved -> tp2xdp2,data_parallel=fsdp -> serial",
+]
 
 
-@pytest.mark.parametrize("chain", slow_but(list(CHAINS)[:1], CHAINS, "other layouts before and after a checkpoint"))
+@pytest.mark.parametrize("chain", slow_but(CHAINS[:1], CHAINS, "other layouts before and after a checkpoint"))
 def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, chain):
-    layouts = LAYOUTS | OTHERS
-    check_chain(ranks, tiny_config, [layouts[name] for name in CHAINS[chain]], sizes(chain), tmp_path)
+    check_chain(ranks, tiny_config, chain.split(" -> "), sizes(chain), tmp_path)

@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from networks.classifier import Classifier
 from networks.neighborhood import attend_windows, neighborhood_attention
 from networks.unet import UNet
+from networks.vit import ViT
 
 SMALL = {"in_channels": 3, "num_classes": 7, "embed_dim": 16, "depth": 2, "num_heads": 4}
 MODELS = {
+    "vit": lambda: ViT((8, 12), 4, 3, 5, 16, 2, 4),
     "classifier": lambda: Classifier((8, 12), 4, **SMALL),
     "unet": lambda: UNet((8, 12), 3, 2, width=8),
 }
@@ -37,18 +39,6 @@ def test_the_classifier_of_the_lesson():
     assert (len(model.blocks), model.norm.weight.numel(), model.blocks[0].attn.head_dim) == (16, 768, 128)
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"img_size": (8, 13)}, r"img_size \[8, 13\] cannot be cut into patches of \[4, 4\]"),
-        ({"num_heads": 3}, "embed_dim 16 is not a multiple of num_heads 3"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(change, line):
-    with pytest.raises(ValueError, match=line):
-        Classifier(**({"img_size": (8, 12), "patch_size": 4} | SMALL | change))
-
-
 # ---- convolutional network
 
 
@@ -60,7 +50,7 @@ def test_the_unet_commutes_with_a_shift_in_longitude():
     assert not torch.allclose(model(x.roll(4, 2)), y.roll(4, 2))
 
 
-# ---- weights of both
+# ---- weights of all
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,9 +17,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from docs import notebooks
 from tests.support import programs
+from tests.support.launch import wait_until
+from tests.support.refusals import refusal
 from tools import tensorboard_server
 from tools.tensorboard_server import find_log_folder
-from utils.errors import UsageError
 
 NOTEBOOK = Path("start_tensorboard.ipynb")
 
@@ -45,14 +45,6 @@ def get(url):
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def wait_for(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-    return value
 
 
 def servers(kernel):
@@ -85,7 +77,7 @@ def test_the_notebook_serves_the_runs_to_its_user_alone_and_leaves_nothing_behin
         site = f"http://127.0.0.1:{port}"
 
         assert get(f"{site}/{token}/")[0] == 200
-        wait_for(lambda: json.loads(get(f"{site}/{token}/data/runs")[1]) == ["quick/00"])
+        wait_until(lambda: json.loads(get(f"{site}/{token}/data/runs")[1]) == ["quick/00"])
         for path in ("", "/", "/data/runs", "/data/plugin/scalars/tags", f"/{token[:-1]}/", f"/{token}x/data/runs"):
             status, body = get(site + path)
             assert status == 404 and "quick" not in body and token not in body
@@ -104,10 +96,10 @@ def test_the_notebook_serves_the_runs_to_its_user_alone_and_leaves_nothing_behin
         [server] = servers(kernel)
         assert token not in again
         run(start)  # a second start takes the place of the first
-        wait_for(lambda: is_gone(server))
+        wait_until(lambda: is_gone(server))
         [server] = servers(kernel)
         kernel.kill()
-        wait_for(lambda: is_gone(server))
+        wait_until(lambda: is_gone(server))
 
 
 def test_the_committed_notebook_has_no_outputs():
@@ -121,14 +113,14 @@ def test_the_committed_notebook_has_no_outputs():
 def test_the_log_folder_is_found_by_each_rule(tmp_path, monkeypatch, no_settings):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tensorboard_server, "ROOT", tmp_path)
-    with pytest.raises(UsageError, match="example_logs: no such log folder"):
+    with refusal("example_logs: no such log folder"):
         find_log_folder()
     for folder in ("example_logs", "logs", "expdir", "log_dir", "logdir", "given"):
         Path(folder).mkdir()
         if folder.endswith("dir"):
             monkeypatch.setenv(folder.upper(), folder)
         assert find_log_folder("given" if folder == "given" else None) == tmp_path / folder
-    with pytest.raises(UsageError, match="nowhere: no such log folder"):
+    with refusal("nowhere: no such log folder"):
         find_log_folder("nowhere")
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plan
+from tests.support.refusals import refusal
 from tools.instruments import collective_speed, operation_speed
 from tools.instruments.rank_case import seconds_of
 from tools.instruments.team import Teams
@@ -23,7 +24,6 @@ from tools.planner.plan import plan_layout
 from tools.planner.step_time import step_time
 from tools.planner.trace import Trace, trace_step
 from utils.config import ROOT, SCRIPTS, load_config
-from utils.errors import UsageError
 
 CPU = torch.device("cpu")
 # Sizes of tensors that are measured in seconds, where all of them take a minute.
@@ -191,7 +191,7 @@ def test_a_stage_that_works_alone_is_as_fast_as_one_rank_alone():
 
 def test_collectives_that_were_not_measured_are_named_with_the_remedy():
     config, layout = settings_of("--config=quick", ranks=2)
-    with pytest.raises(UsageError, match="alone: all_reduce .* was not measured, .* 1 rank.*: .* torchrun"):
+    with refusal("alone: all_reduce .* was not measured, .* 1 rank.*: .* torchrun"):
         plan_layout(config, layout, gpu_of("alone", made(ranks=1)))
 
 
@@ -214,7 +214,7 @@ def test_a_plan_rests_on_an_entry_by_its_name_and_says_of_what_machine(folder, c
     ],
 )
 def test_options_that_cannot_be_used_are_refused(words, message, folder):
-    with pytest.raises(UsageError, match=message):
+    with refusal(message):
         plan.main(words)
     assert not list(folder.iterdir())
 

@@ -8,11 +8,11 @@ import pytest
 
 import plan as program
 from tests.support import programs
+from tests.support.refusals import refusal
 from tools.planner import compare as comparison
 from tools.planner.compare import compare
 from tools.planner.plan import OF_THE_LAYOUT
 from utils.config import SCRIPTS, load_config, write_config
-from utils.errors import UsageError
 
 PLANNED = {"forward_s": 0.010, "backward_s": 0.020, "pipeline_s": 0.030, "update_s": 0.005}
 A100 = "NVIDIA A100-SXM4-40GB"
@@ -57,14 +57,14 @@ def test_the_chosen_layout_is_submitted(slurm, tiny_options, capsys):
     ],
 )
 def test_what_cannot_be_submitted_is_one_line_and_leaves_nothing(slurm, tiny_options, tmp_path, words, line):
-    with pytest.raises(UsageError, match=line):
+    with refusal(line):
         program.main([*tiny_options(), *words])
     assert not (tmp_path / "words").exists()
 
 
 def test_without_slurm_nothing_is_submitted(tiny_options, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="--submit: there is no sbatch here"):
+    with refusal("--submit: there is no sbatch here"):
         program.main([*tiny_options(), "--gpus=1", "--submit"])
 
 
@@ -145,17 +145,17 @@ def test_only_the_last_start_counts(folder):
 
 
 def test_a_run_that_is_not_finished_or_has_no_readings_is_one_line(folder, tmp_path):
-    with pytest.raises(UsageError, match="nowhere: has no summary.json: no run has finished here"):
+    with refusal("nowhere: has no summary.json: no run has finished here"):
         program.main(["compare", str(tmp_path / "nowhere")])
     run = folder(device="cpu")
-    with pytest.raises(UsageError, match="cpu: config/hardware.yaml has no such device: give --gpu NAME"):
+    with refusal("cpu: config/hardware.yaml has no such device: give --gpu NAME"):
         compare(run)
     for readings in ("half a li", None):
         (run / "metrics-rank0.jsonl").write_text(readings) if readings else (run / "metrics-rank0.jsonl").unlink()
-        with pytest.raises(UsageError, match="has no readings"):
+        with refusal("has no readings"):
             program.main(["compare", str(run)])
     (run / "summary.json").write_text("[1]")
-    with pytest.raises(UsageError, match="summary.json: is not the summary of a run"):
+    with refusal("summary.json: is not the summary of a run"):
         compare(run)
 
 

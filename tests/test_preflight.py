@@ -11,13 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.programs import finish, run_ranks, start
-from tests.support.workers import free_port
+from tests.support.programs import finish, run_ranks, start_ranks
 from tools.preflight import __main__ as preflight
 from tools.preflight import checks
 from tools.preflight.rendezvous import CheckResult, Rendezvous, limited, merge, shortened
 from utils import device
-from utils.errors import UsageError
 from utils.launch import Launch
 
 
@@ -49,23 +47,6 @@ def check(capsys):
 
 def lines_of(output, what):
     return [line for line in output if re.match(rf"(ok|warn|FAIL) +{what} ", line)]
-
-
-def started(ranks, of, words, port):
-    """Start some ranks, without a launcher that would end the others."""
-    common = {"WORLD_SIZE": str(of), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        start(
-            ["-m", "tools.preflight", *words], merged=True,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in ranks
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def port():
-    return free_port()
 
 
 def test_one_process_finds_nothing_wrong_and_leaves_nothing(check, words, tmp_path):
@@ -184,24 +165,27 @@ def test_gpus_are_counted_with_their_memory(monkeypatch):
     assert re.match(r"\d+ x cuda .*, \d+ of \d+ GiB free, (CUDA|ROCm) .*", result.found), result.found
 
 
-def test_a_rank_that_does_not_come_is_named_in_time(words, port):
+PREFLIGHT = ["-m", "tools.preflight"]
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(words):
     began = time.monotonic()
-    outputs = [finish(process) for process in started([0, 1], 3, [*words, "--timeout", "4"], port)]
+    outputs = [finish(process) for process in start_ranks([*PREFLIGHT, *words, "--timeout", "4"], 3, only=[0, 1])]
     assert time.monotonic() - began < 60
     for status, output in outputs:
         assert status == 1 and "rank 2 (" in output and "did not come within 4 s" in output, output
         assert "Traceback" not in output
 
 
-def test_a_rank_0_that_does_not_come_is_named_as_well(words, port):
-    (process,) = started([1], 2, [*words, "--timeout", "2"], port)
+def test_a_rank_0_that_does_not_come_is_named_as_well(words):
+    (process,) = start_ranks([*PREFLIGHT, *words, "--timeout", "2"], only=[1])
     status, output = finish(process)
-    assert status == 1 and re.search(rf"rank 0 \(.*\) cannot be met at 127.0.0.1:{port} from ", output)
+    assert status == 1 and re.search(r"rank 0 \(.*\) cannot be met at 127.0.0.1:\d+ from ", output)
 
 
 @pytest.mark.slow("a rank that is lost between two checks, which the others wait for")
-def test_a_rank_that_comes_and_then_is_gone_is_named(words, port):
-    processes = started([0, 1, 2], 3, [*words, "--timeout", "6"], port)
+def test_a_rank_that_comes_and_then_is_gone_is_named(words):
+    processes = start_ranks([*PREFLIGHT, *words, "--timeout", "6"], 3)
     while not processes[0].said():
         assert processes[0].poll() is None
         time.sleep(0.02)
@@ -217,7 +201,7 @@ def test_a_port_in_use_and_an_unknown_address_are_named(words, monkeypatch, chec
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        (process,) = started([0], 2, [*words, "--timeout", "2"], taken.getsockname()[1])
+        (process,) = start_ranks([*PREFLIGHT, *words, "--timeout", "2"], only=[0], port=taken.getsockname()[1])
         status, output = finish(process)
     assert status == 1 and "cannot be met" in output and "another program, have MASTER_PORT" in output
     ranks = Rendezvous(Launch(0, 0, 2, 1, "no.such.host.invalid", 1), 1)
@@ -306,9 +290,3 @@ def test_wrong_options_of_all_ranks_are_one_line():
     (status, first), (other, second) = run_ranks(["-m", "tools.preflight", "--timeout", "0"])
     assert (status, other, second) == (2, 2, "")
     assert first == "error: rank 0: argument --timeout: 0 is not within 0.1 to 1000000.0 (see --help)\n"
-
-
-@pytest.mark.parametrize("words", [["--timeout", "0"], ["--nonsense"]])
-def test_wrong_options_are_usage_errors(words):
-    with pytest.raises(UsageError):
-        preflight.main(words)

@@ -24,9 +24,9 @@ from tests.support.era5_examples import (
     wb2_hourly,
     wb2_regridded,
 )
+from tests.test_sample_data import check_year_file
 from weather import prepare_era5, year_files
 from weather.atmosphere import GRAVITY
-from weather.channels import CHANNELS
 from weather.dataset import FieldDataset, read_statistics
 from weather.era5_store import relative_humidity
 from weather.prepare_era5 import Era5
@@ -47,15 +47,7 @@ def test_every_kind_of_store_gives_the_same_year_files(tmp_path, source):
     for year in YEARS:
         assert np.array_equal(read(out, year), TRUTH[year])
     with h5py.File(out / "train" / "1980.h5") as file:
-        fields = file["fields"]
-        assert fields.dtype == np.float32 and fields.chunks is None
-        assert [fields.dims[i][0].name for i in range(4)] == ["/time", "/channel", "/latitude", "/longitude"]
-        assert np.array_equal(file["latitude"], 90 - 22.5 * np.arange(H))
-        assert np.array_equal(file["longitude"], 22.5 * np.arange(W))
-        assert file["time"][0] * 3600 == np.datetime64("1980-01-01", "s").astype(int)
-        assert np.all(np.diff(file["time"]) == 6)
-        assert list(file["channel"].asstr()) == list(C)
-        assert list(file["channel_units"].asstr()) == [channel.units for channel in CHANNELS]
+        check_year_file(file, 1980)
 
 
 @pytest.mark.parametrize(

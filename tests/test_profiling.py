@@ -4,14 +4,14 @@ import gzip
 import json
 import os
 import sys
-from collections import Counter
 
 import pytest
 
 import train
 from docs.examples import read_trace
 from tests.support import programs
-from utils.errors import UsageError
+from tests.support.refusals import refusal
+from tests.test_timeline import event
 from utils.launch import VARIABLES
 
 WINDOW = {"profile": "torch", "profile_start": 3, "profile_steps": 4}
@@ -40,65 +40,64 @@ def test_the_torch_profile_holds_exactly_the_window(tiny_options, tmp_path, caps
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
-def test_a_trace_is_read_as_time_of_each_kind_and_messages_that_are_hidden():
-    def op(name, start, stop, thread=1):
-        return {"cat": "cpu_op", "name": name, "ts": start, "dur": stop - start, "tid": thread}
+def rows_of(events, folder, capsys):
+    """The tables that are printed of a trace, as words."""
+    with gzip.open(folder / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    read_trace.main([str(folder / "trace.json.gz")])
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
 
-    pieces = read_trace.own_time(
-        [op("outer", 0, 10), op("aten::mm", 2, 5), op("leaf", 5, 6), op("wait_tensor", 12, 20)]
-    )
-    own = Counter()
-    for piece in pieces:
-        own[piece.name] += piece.stop - piece.start
-    assert own == {"outer": 6, "aten::mm": 3, "leaf": 1, "wait_tensor": 8}
-    assert [read_trace.kind(piece) for piece in pieces if piece.name == "aten::mm"] == ["matrix products"]
-    message, step = read_trace.Span("gloo:all_reduce", 4, 14), read_trace.Span("step", 0, 20)
-    others = [read_trace.Span("", *span) for span in ((0, 4), (2, 6), (25, 26))]
-    assert read_trace.hidden([read_trace.Span("", *span) for span in ((0, 10), (5, 10), (20, 30))], others) == 0.35
-    *_, row = read_trace.message_table([message], pieces, [step]).splitlines()
-    assert row.split("|")[2:5] == ["      1 ", "         0.01 ", "                      60% "]  # not while it waits
+
+def test_the_trace_of_a_cpu_is_read_by_operations_without_those_that_they_call(tmp_path, capsys):
+    """An all-reduce from 4 to 14 ms, in which the rank computes for 6 ms, idles and waits."""
+    ranges = ("step", 0, 20), ("forward", 0, 20), ("gloo:all_reduce", 4, 14)
+    operations = ("outer", 0, 10), ("aten::mm", 2, 5), ("leaf", 5, 6), ("wait_tensor", 12, 20)
+    events = [*(event("user_annotation", *r) for r in ranges), *(event("cpu_op", *op) for op in operations)]
+    rows = rows_of(events, tmp_path, capsys)
+    for kind, time, share in (
+        ("matrix products", "3.00", "15.0%"),
+        ("other", "7.00", "35.0%"),
+        ("waiting for messages", "8.00", "40.0%"),
+        ("no operation", "2.00", "10.0%"),
+    ):
+        assert [kind, "0.00", time, "0.00", "0.00", share] in rows
+    assert ["gloo:all_reduce", "1", "10.00", "60%"] in rows
 
 
 def test_the_trace_of_a_gpu_is_read_by_its_kernels(tmp_path, capsys):
-    """Kernels of two streams, an all-reduce half under a matrix product, in each of two steps of 100 us."""
-
-    def span(cat, name, start, stop):
-        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": stop - start, "tid": 7}
-
+    """Kernels of two streams, an all-reduce half under a matrix product, in each of two steps of 100 ms."""
     events = []
     for begin in (0, 1000):
-        events += [span("gpu_user_annotation", "step", begin, begin + 100)]
-        events += [span("gpu_user_annotation", "nccl:all_reduce", begin + 50, begin + 70)]
-        events += [span("gpu_user_annotation", "forward", begin, begin + 40)]
-        events += [span("gpu_user_annotation", "backward", begin + 40, begin + 90)]
-        events += [
-            span("kernel", "sm90_xmma_gemm", begin + 5, begin + 25),
-            span("cpu_op", "aten::mm", begin, begin + 9),
-        ]
-        events += [span("kernel", "sm90_xmma_gemm", begin + 40, begin + 60)]
-        events += [span("kernel", "elementwise", begin + 50, begin + 60)]  # on another stream: covers nothing more
-        events += [span("kernel", "ncclDevKernel_AllReduce_Sum_f32", begin + 50, begin + 70)]
-    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
-    read_trace.main([str(tmp_path / "trace.json.gz")])
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
-    assert ["matrix products", "0.00", "0.02", "0.02", "0.00", "40.0%"] in rows
-    assert ["no operation", "0.00", "0.02", "0.03", "0.00", "50.0%"] in rows
-    assert ["ncclDevKernel_AllReduce_Sum_f32", "1", "0.02", "50%"] in rows
+        for category, name, start, stop in (
+            ("gpu_user_annotation", "step", 0, 100),
+            ("gpu_user_annotation", "nccl:all_reduce", 50, 70),
+            ("gpu_user_annotation", "forward", 0, 40),
+            ("gpu_user_annotation", "backward", 40, 90),
+            ("cpu_op", "aten::mm", 0, 9),
+            ("kernel", "sm90_xmma_gemm", 5, 25),
+            ("kernel", "sm90_xmma_gemm", 40, 60),
+            ("kernel", "elementwise", 50, 60),  # on another stream: covers nothing more
+            ("kernel", "ncclDevKernel_AllReduce_Sum_f32", 50, 70),
+        ):
+            events.append(event(category, name, begin + start, begin + stop))
+    rows = rows_of(events, tmp_path, capsys)
+    assert ["matrix products", "0.00", "20.00", "20.00", "0.00", "40.0%"] in rows
+    assert ["no operation", "0.00", "20.00", "30.00", "0.00", "50.0%"] in rows
+    assert ["ncclDevKernel_AllReduce_Sum_f32", "1", "20.00", "50%"] in rows
 
 
 def test_a_trace_that_is_not_there_or_not_of_training_is_one_line(tmp_path):
     with gzip.open(tmp_path / "other.json.gz", "wt") as file:
         json.dump({"traceEvents": []}, file)
-    with pytest.raises(UsageError, match="no range 'step' in it"):
+    with refusal("no range 'step' in it"):
         read_trace.main([str(tmp_path / "other.json.gz")])
-    with pytest.raises(UsageError, match=r"trace.json.gz: no such file"):
+    with refusal(r"trace.json.gz: no such file"):
         read_trace.main(["trace.json.gz"])
 
 
 def test_a_window_beyond_the_last_iteration_is_refused(tiny_options):
     line = r"profile window: steps 5 to 12 of this process, but only 12 are left to num_iters"
-    with pytest.raises(UsageError, match=line):
+    with refusal(line):
         train.main(tiny_options(profile="torch", profile_start=5, profile_steps=8))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.layout_parity import build, check_training, collectives_of_a_step, own_part
+from tests.support.layout_parity import build, check_training, collectives_of_a_step, own_part, ranks_and_options
 from tests.support.marks import slow_but
 from training.averaged_weights import AveragedWeights
 from training.rollout import Rollout
@@ -13,51 +13,43 @@ STEPS = {
     "global_batch_size": 8, "depth": 2, "num_heads": 4, "optimizer": "AdamW", "num_iters": 50, "rollout_steps": 3,
     "forcings": ["hour", "latitude", "day"], "predict": "change", "input_frames": 2,
 }  # fmt: skip
-LAYOUTS = {
-    "ddp": (2, {}),
-    "ddp accumulation": (2, {"gradient_accumulation": 2}),
-    "zero1": (2, {"data_parallel": "zero1"}),
-    "zero2": (2, {"data_parallel": "zero2"}),
-    "fsdp": (2, {"data_parallel": "fsdp"}),
-    "fsdp recomputed steps": (2, {"data_parallel": "fsdp", "activation_checkpointing": "step"}),
-    "hsdp": (4, {"data_parallel": "hsdp", "dp_shard": 2}),
-    "tp2": (2, {"tensor_parallel": 2}),
-    "tp2 sequence": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
-    "cp3": (3, {"context_parallel": 3}),
-    "cp2 ring": (2, {"context_parallel": 2, "cp_method": "ring"}),
-    "tp2 x cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}),
-    "domain3": (3, {"domain_parallel": 3}),
-    "domain 2x2": (4, {"domain_parallel": "2x2"}),
-    "domain2 x fsdp": (4, {"domain_parallel": 2, "data_parallel": "fsdp"}),
-    "domain2 recomputed steps": (2, {"domain_parallel": 2, "activation_checkpointing": "step"}),
-}
-QUICK = ("ddp", "zero2", "fsdp recomputed steps", "tp2 sequence", "cp3", "domain3")
+QUICK = [
+    "dp2", "dp2,data_parallel=zero2", "dp2,data_parallel=fsdp,activation_checkpointing=step", "tp2,sequence_parallel",
+    "cp3", "domain3",
+]  # fmt: skip
+LAYOUTS = [
+    *QUICK, "dp2,gradient_accumulation=2", "dp2,data_parallel=zero1", "dp2,data_parallel=fsdp",
+    "dp4,data_parallel=hsdp,dp_shard=2", "tp2", "cp2,cp_method=ring", "tp2xcp2", "domain2x2",
+    "domain2xdp2,data_parallel=fsdp", "domain2,activation_checkpointing=step",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other combinations of the same"))
 def test_ten_steps_over_three_equal_those_of_one_device(ranks, tiny_config, layout):
-    check_training(ranks, tiny_config, LAYOUTS[layout], STEPS)
+    check_training(ranks, tiny_config, layout, STEPS)
 
 
-@pytest.mark.parametrize("layout", slow_but(("cp3",), ("cp3", "domain3", "ddp"), "other kinds of parts"))
+@pytest.mark.parametrize("layout", slow_but(["cp3"], ["cp3", "domain3", "dp2"], "other kinds of parts"))
 def test_weighted_squared_error_equals_that_of_one_device(ranks, tiny_config, layout):
     weighted = {"loss": "squared_error", "pressure_weights": True, "channel_weights": {"u10": 0.1}}
-    check_training(ranks, tiny_config, LAYOUTS[layout], STEPS | weighted, steps=4)
+    check_training(ranks, tiny_config, layout, STEPS | weighted, steps=4)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", "tp2", "cp2 ring"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "dp2,data_parallel=zero2", "dp2,data_parallel=fsdp", "tp2", "cp2,cp_method=ring"]
+)
 def test_messages_of_the_model_come_once_a_step_and_those_of_the_loss_once(ranks, tiny_config, layout):
-    size, own = LAYOUTS[layout]
+    size, own = ranks_and_options(layout)
     configs = [tiny_config(**STEPS | own | {"rollout_steps": steps}) for steps in (1, 3)]
     one, three = (ranks(size, collectives_of_a_step, config)[0][0] for config in configs)
     units = STEPS["depth"] + 1
-    if layout == "ddp":
+    if layout == "dp2":
         assert one == three == {"all_reduce": 1}
-    elif layout in ("zero2", "fsdp"):  # gradients of all steps are added up before they are reduced
-        gathers = units * (1 if layout == "zero2" else 2)
+    elif "dp2" in layout:  # gradients of all steps are added up before they are reduced
+        gathers = units * (1 if "zero2" in layout else 2)
         assert one == {"all_gather": gathers, "reduce_scatter": units}
         assert three == {"all_gather": 3 * gathers, "reduce_scatter": units}
-    elif layout == "cp2 ring":  # norms of the loss, and gradients: once
+    elif "cp2" in layout:  # norms of the loss, and gradients: once
         assert three["all_reduce"] == one["all_reduce"] == 2
         assert three["all_to_all"] == 3 * one["all_to_all"]
     else:

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.launch import wait_until
+from tests.support.refusals import refusal
 from training import run_owner
 from training.run_folder import next_run_num
 from training.run_owner import FILE, Owner, RunOwner, this_process
-from utils.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def holder(tmp_path):
 
 
 def test_a_folder_in_use_is_refused_and_its_owner_named(tmp_path, holder):
-    with pytest.raises(UsageError, match=rf"is in use: process {holder.pid} on .* trains in it; .*--run_num"):
+    with refusal(rf"is in use: process {holder.pid} on .* trains in it; .*--run_num"):
         RunOwner(tmp_path)
     assert owner_of(tmp_path).process == holder.pid
 
@@ -72,7 +73,7 @@ def test_the_folder_of_a_killed_process_is_free(tmp_path, holder):
 
 def test_a_stopped_process_still_owns_its_folder(tmp_path, holder):
     holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(UsageError, match="is in use"):
+    with refusal("is in use"):
         RunOwner(tmp_path)
 
 
@@ -90,7 +91,7 @@ def test_an_owner_elsewhere_is_alive_while_its_heart_beats(tmp_path, monkeypatch
         for beats in range(1, 30):
             time.sleep(0.02)
             write(tmp_path, beats, host="elsewhere", job="7")
-        with pytest.raises(UsageError, match="job 7, process .* on elsewhere trains in it"):
+        with refusal("job 7, process .* on elsewhere trains in it"):
             second.result()
 
 
@@ -137,9 +138,7 @@ def test_of_several_one_takes_a_folder_over(tmp_path):
         for _ in range(4)
     ]
     time.sleep(0.1)
-    deadline = time.monotonic() + 120
-    while sum(p.poll() is None for p in processes) > 1 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: sum(p.poll() is None for p in processes) <= 1, 120)
     left = [p for p in processes if p.poll() is None]
     for process in left:
         process.kill()
@@ -157,8 +156,6 @@ def test_who_has_lost_a_folder_ends(tmp_path, holder):
 def test_a_file_that_was_tidied_up_comes_back(tmp_path):
     owner = RunOwner(tmp_path)
     (tmp_path / FILE).unlink()
-    deadline = time.monotonic() + 60
-    while not ((tmp_path / FILE).exists() and (tmp_path / FILE).read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / FILE).exists() and (tmp_path / FILE).read_text())
     assert isinstance(owner_of(tmp_path), Owner)
     owner.release()

@@ -80,11 +80,8 @@ def masked_cases(size, method):
 
 
 def check_method(size, method, make=cases):
-    set_attention_method(method)
-    try:
-        check_all(make(size, method))
-    finally:
-        set_attention_method("gather")
+    set_attention_method(method)  # the next call begins with "gather": tests/support/workers.py
+    check_all(make(size, method))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -113,14 +110,11 @@ def test_a_mask_goes_with_the_samples_heads_and_tokens_of_a_rank(ranks, size, me
 def check_tiles(method):
     set_attention_method(method)
     mask = masks(15, "rows")
-    try:
-        for sizes in (None, {0: (1, 2), 1: (5, 0)}):
-            for splits in ((3, 4), (4, 3), (3, None), (None, 4)):
-                x = X((2, 12, 8, 3, 5), splits, sizes if splits == (3, 4) else None)
-                for keywords in ({}, {"is_causal": True}, {"attn_mask": mask}):
-                    check(Case(attend_tiles, (x,), mesh=(2, 2), keywords=keywords))
-    finally:
-        set_attention_method("gather")
+    for sizes in (None, {0: (1, 2), 1: (5, 0)}):
+        for splits in ((3, 4), (4, 3), (3, None), (None, 4)):
+            x = X((2, 12, 8, 3, 5), splits, sizes if splits == (3, 4) else None)
+            for keywords in ({}, {"is_causal": True}, {"attn_mask": mask}):
+                check(Case(attend_tiles, (x,), mesh=(2, 2), keywords=keywords))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -130,10 +124,7 @@ def test_tokens_of_tiles_attend_as_whole_ones(ranks, method):
 
 def errors_of(method):
     set_attention_method(method)
-    try:
-        return errors(Case(attend, (X((2, 4, 33, 16), (2,)),) * 3, dtype=torch.bfloat16))
-    finally:
-        set_attention_method("gather")
+    return errors(Case(attend, (X((2, 4, 33, 16), (2,)),) * 3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -151,11 +142,8 @@ def refused():
     with pytest.raises(ValueError, match="no method 'magic'"):
         set_attention_method("magic")
     set_attention_method("ring")
-    try:
-        with pytest.raises(ValueError, match="ring attention cannot drop out"):
-            attend(q, q, q, dropout_p=0.1)
-    finally:
-        set_attention_method("gather")
+    with pytest.raises(ValueError, match="ring attention cannot drop out"):
+        attend(q, q, q, dropout_p=0.1)
 
 
 def test_what_cannot_be_is_refused(ranks):

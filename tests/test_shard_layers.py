@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from distributed.shard.spec import part_of
 from distributed.shard_tensor import ShardTensor, local
 from tests.support.parity import error
-from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, split
-from tools.instruments.counting import CollectiveCounter
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, messages, split
 from training.losses import relative_l2
 
 SPLITS = [X((3, 6, 5, 4), (2,)), X((3, 6, 5, 4), (2,), {0: (5, 0)}), X((3, 6, 5, 4), (1,)), X((3, 6, 5, 4), (0,)),
@@ -80,11 +79,8 @@ def test_relative_l2_loss_is_that_of_the_whole(ranks):
 def counted(code, x, mesh):
     """Calls of the forward and of the backward pass, and bytes of the forward pass."""
     part = split(draw(x.shape, torch.float32, 0), x, domain_mesh(mesh))
-    with CollectiveCounter() as forward:
-        out = evaluate(part, code=code, **LOSS).sum()
-    with CollectiveCounter() as backward:
-        local(out).backward()
-    return dict(forward.calls), dict(backward.calls), sum(forward.bytes.values())
+    forward, sent, backward, _ = messages(partial(evaluate, code=code, **LOSS), part)
+    return forward, backward, sum(sent.values())
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distributed.shard_tensor import local
-from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
-from tools.instruments.counting import CollectiveCounter
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, messages, split
 
 MODES = ("bilinear", "nearest", "bicubic")
 PADDINGS = ("zeros", "border", "reflection")
@@ -70,16 +68,12 @@ def test_samples_near_and_far_are_those_of_the_whole_image(ranks, world):
     ranks(world, check_all, [*cases(world), *volumes(world)])
 
 
-def messages(function, *args, splits=(2,), sizes=None, mesh=()):
+def counted(function, *args, splits=(2,), sizes=None, mesh=()):
     """Calls and bytes of function(x, y, *args), and calls of its backward pass. x: an image (1, 2, 32, 8)."""
     x = split(draw((1, 2, 32, 8), torch.float32, 0), X((1, 2, 32, 8), splits, sizes), domain_mesh(mesh))
     y = X((1, 32, 8, 2), tuple(d - 1 for d in splits), sizes)
     y = split(torch.zeros(y.shape).requires_grad_(), y, domain_mesh(mesh))
-    with CollectiveCounter() as forward:
-        out = function(x, y, *args)
-    with CollectiveCounter() as backward:
-        local(out).sum().backward()
-    return dict(forward.calls), dict(forward.bytes), dict(backward.calls)
+    return messages(function, x, y, *args)[:3]
 
 
 ROW, NUMBERS = 2 * 8 * 4, 2 * 8  # bytes: a row of the image; two numbers for each rank
@@ -87,20 +81,20 @@ EXCHANGE = {"all_to_all": 1}
 
 
 def test_near_places_cost_two_numbers_and_the_rows_that_they_reach(ranks):
-    first, second = ranks(2, messages, shifted, sizes={0: (20, 12)})
-    assert first == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "all_to_all": 2 * ROW}, EXCHANGE)
-    assert second == ({"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "all_to_all": 3 * ROW}, EXCHANGE)
+    first, second = ranks(2, counted, shifted, sizes={0: (20, 12)})
+    assert first == [{"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "all_to_all": 2 * ROW}, EXCHANGE]
+    assert second == [{"all_gather": 1} | EXCHANGE, {"all_gather": NUMBERS, "all_to_all": 3 * ROW}, EXCHANGE]
 
 
 def test_on_tiles_one_message_agrees_on_rows_and_columns(ranks):
-    for forward, sent, _ in ranks(4, messages, shifted, splits=(2, 3), mesh=(2, 2)):
+    for forward, sent, _ in ranks(4, counted, shifted, splits=(2, 3), mesh=(2, 2)):
         assert forward["all_gather"] == 1 and sent["all_gather"] == 3 * 2 * NUMBERS  # to three other ranks
         assert forward["all_to_all"] in (1, 2) and sent["all_to_all"] < 4 * ROW
 
 
 def test_far_places_gather_the_image(ranks):
-    for forward, sent, backward in ranks(2, messages, turned):
+    for forward, sent, backward in ranks(2, counted, turned):
         assert forward == {"all_gather": 2} and sent == {"all_gather": 16 * ROW + NUMBERS}
         assert backward == {"all_reduce": 1}
-    for forward, sent, _ in ranks(2, messages, moved, 0.0, "bicubic"):  # needs no numbers
+    for forward, sent, _ in ranks(2, counted, moved, 0.0, "bicubic"):  # needs no numbers
         assert forward == {"all_gather": 1} and sent == {"all_gather": 16 * ROW}

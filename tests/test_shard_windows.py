@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from distributed.shard.rules.attention import set_attention_method
-from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
-from tools.instruments.counting import CollectiveCounter
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, messages, split
 
 
 def windows(x, size, channels_last=True):
@@ -73,29 +70,20 @@ def window_cases(world):
             yield Case(merge, (x,), (), mesh, torch.float64)
 
 
-def check_windows(cases):
-    set_attention_method("gather")  # whatever the models of other tests have left
-    check_all(cases)
-
-
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_windows_that_the_pieces_do_not_fit_give_what_the_whole_gives(ranks, world):
-    ranks(world, check_windows, list(window_cases(world)))
+    ranks(world, check_all, list(window_cases(world)))
 
 
-def messages(sizes):
+def counted(sizes):
     x = split(draw((1, sum(sizes), 8, 4), torch.float32, 0), X((1, sum(sizes), 8, 4), (1,), {0: sizes}), domain_mesh())
-    with CollectiveCounter() as forward:
-        y = windows(x, 4).sum()
-    with CollectiveCounter() as backward:
-        y.to_local().backward()
-    return dict(forward.calls), dict(backward.calls)
+    return messages(windows, x, 4)[::2]
 
 
 def test_only_pieces_that_do_not_fit_cost_one_all_to_all(ranks):
     one = {"all_to_all": 1}
-    assert ranks(2, messages, (8, 4))[0] == ({}, {})
-    assert ranks(2, messages, (7, 5))[0] == (one, one)
+    assert ranks(2, counted, (8, 4))[0] == [{}, {}]
+    assert ranks(2, counted, (7, 5))[0] == [one, one]
 
 
 def classify(x, token, positions, qkv, registers=0):
@@ -140,14 +128,15 @@ def test_a_class_token_ahead_of_tokens_of_tiles(ranks, world):
     ranks(world, check_all, list(token_cases(world)))
 
 
+def with_a_class_token(x, token):
+    y = torch.cat([token, x.flatten(1, 2)], 1)
+    return y[:, 1:].unflatten(1, (4, 6)) + x
+
+
 def messages_of_a_class_token():
     x = split(draw((1, 4, 6, 4), torch.float32, 0), X((1, 4, 6, 4), (1, 2)), domain_mesh((2, 2)))
-    token = nn.Parameter(torch.ones(1, 1, 4))
-    with CollectiveCounter() as counter:
-        y = torch.cat([token, x.flatten(1, 2)], 1)
-        (y[:, 1:].unflatten(1, (4, 6)) + x).sum().to_local().backward()
-    return dict(counter.calls)
+    return messages(with_a_class_token, x, torch.ones(1, 1, 4, requires_grad=True))[::2]
 
 
 def test_a_class_token_costs_no_message(ranks):
-    assert ranks(4, messages_of_a_class_token) == [{}] * 4
+    assert ranks(4, messages_of_a_class_token) == [[{}, {}]] * 4

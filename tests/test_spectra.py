@@ -1,4 +1,4 @@
-"""Power spectra by lead time: against a plain formula, a pure wave, and over several ranks."""
+"""Power spectra by lead time: against a plain formula, and of a pure wave."""
 
 import numpy as np
 import pytest
@@ -57,21 +57,3 @@ def test_a_broken_or_empty_spectrum_is_still_drawn(recwarn, tmp_path):
     figure.savefig(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size and not recwarn.list
     assert figure.axes[0].xaxis_inverted()
-
-
-def part_of(fields, grid):
-    """Ratio and power over the fields of all ranks; each has other ones, the last has none."""
-    from utils import comm
-
-    n, rank = comm.world_size(), comm.rank()
-    own = fields[:, rank :: n - 1] if rank < n - 1 else fields[:, :0]
-    found = spectra_of(*own, grid, [1.0, 2.0])
-    return found.ratio(), found.power["model"]
-
-
-def test_spectra_are_means_over_the_samples_of_all_ranks(ranks):
-    fields, grid = torch.randn(2, 5, 2, 16, 32), Grid(latitudes(16), longitudes(32))
-    expected = spectra_of(*fields, grid, [1.0, 2.0])
-    for ratio, power in ranks(3, part_of, fields, grid):  # 3, 2 and 0 samples
-        np.testing.assert_allclose(ratio, expected.ratio(), rtol=1e-5)
-        np.testing.assert_allclose(power, expected.power["model"], rtol=1e-5)

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +9,17 @@ import torch
 
 import train
 from tests.support import programs
+from tests.support.launch import wait_until
 from tests.support.layout_parity import build, own_part
+from tests.support.refusals import refusal
 from tests.test_training import scalars, stop_after
-from tools.planner.trace import trace_step
 from training import flops
 from training.loggers import Logger, Loggers, MetricsFile, read_metrics
 from training.step import TrainingStep
 from training.tasks import build_task
 from training.timing import PHASES
 from utils import comm
-from utils.errors import NonFiniteLossError, UsageError
+from utils.errors import NonFiniteLossError
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -128,11 +126,9 @@ def test_a_resumed_run_has_each_iteration_once(run, monkeypatch):
 
 def test_lines_survive_kill_9(tiny_options, tmp_path):
     program = programs.start(["train.py", *tiny_options(log_every=1, num_iters=10_000, validate_every=10_000)])
-    file, end = tmp_path / "logs/quick/00/metrics-rank0.jsonl", time.monotonic() + 100
-    while not (file.exists() and file.read_bytes().count(b"\n") > 5):
-        assert time.monotonic() < end and program.poll() is None
-        time.sleep(0.05)
-    os.kill(program.pid, signal.SIGKILL)
+    file = tmp_path / "logs/quick/00/metrics-rank0.jsonl"
+    wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") > 5)
+    program.kill()
     program.wait()
     found = read_metrics(file)
     assert iterations(found) == list(range(1, len(found) + 1)) and len(found) > 5
@@ -235,17 +231,8 @@ def leveldb_records(log):
 def test_a_missing_package_is_one_line(run, monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda found: None)
     line = f"--tracker {name}: this package is not installed: pip install -r requirements-trackers.txt"
-    with pytest.raises(UsageError, match=line):
+    with refusal(line):
         run(tracker=name)
-
-
-def test_the_count_of_flop_is_that_of_the_planner(tiny_config):
-    config = tiny_config()
-    (trace,) = trace_step(config, config.layout(1), "cpu")
-    planned = sum(operation.flops * calls for operation, calls in trace.operations.items())
-    counted = flops.training_flops(config) * config.global_batch_size
-    # The step needs no gradient of its input, and its attention computes the scores once more.
-    assert counted == pytest.approx(planned, rel=0.07)
 
 
 @pytest.mark.parametrize(

@@ -12,45 +12,40 @@ SERIAL = {"all_reduce": 2}
 SEQUENCE = {"all_gather": 2, "reduce_scatter": 2}
 
 
-def block_counts(sequence_parallel, compiled=False, dtype=torch.float32, autocast=False, grid=parity.EVEN):
-    """Collectives and bytes of one block, forward and backward; dtypes of output and input gradient."""
-    mesh = parity.make_mesh(tp=2)
-    model, _ = parity.parallel_vit(parity.serial_vit(grid, dtype), mesh, sequence_parallel=sequence_parallel)
-    return parity.count_block(model, mesh, compiled, autocast, sequence_parallel)
-
-
 BY_COMPILER = pytest.mark.slow("what the compiler makes of the collectives of tensor parallelism")
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=BY_COMPILER)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_collectives_a_pair_forward_and_backward_compiled_or_not(ranks, sequence_parallel, compiled):
-    forward, backward, *_ = ranks(2, block_counts, sequence_parallel, compiled, grid=parity.UNEVEN)[0]
+    options = {"sequence_parallel": sequence_parallel, "compiled": compiled, "grid": parity.UNEVEN}
+    forward, backward, *_ = ranks(2, parity.count_block, 2, **options)[0]
     expected = SEQUENCE if sequence_parallel else SERIAL
     assert (forward.calls, backward.calls) == (expected, expected)
 
 
 def test_sequence_parallelism_sends_the_same_bytes(ranks):
-    plain, split = ranks(2, block_counts, False)[0], ranks(2, block_counts, True)[0]
+    plain, split = (ranks(2, parity.count_block, 2, sequence_parallel=sequence)[0] for sequence in (False, True))
     tensor = 2 * 48 * 32 * 4  # (B, N, D) of float32
     for ours, theirs in zip(plain[:2], split[:2], strict=True):
         assert ours.bytes.total() == theirs.bytes.total() == 2 * tensor  # 2 all-reduces, each 2 (tp - 1) / tp tensors
 
 
 def test_half_precision_stays_half_also_on_the_way(ranks):
-    full = ranks(2, block_counts, False)[0][0].bytes.total()
+    full = ranks(2, parity.count_block, 2)[0][0].bytes.total()
     for sequence_parallel in (False, True):
-        forward, backward, *dtypes = ranks(2, block_counts, sequence_parallel, dtype=torch.bfloat16)[0]
+        count = {"sequence_parallel": sequence_parallel}
+        forward, backward, *dtypes = ranks(2, parity.count_block, 2, **count, dtype=torch.bfloat16)[0]
         assert dtypes == [torch.bfloat16, torch.bfloat16]
         assert forward.bytes.total() == backward.bytes.total() == full / 2
-        forward, backward, *dtypes = ranks(2, block_counts, sequence_parallel, autocast=True)[0]
+        forward, backward, *dtypes = ranks(2, parity.count_block, 2, **count, autocast=True)[0]
         assert dtypes == [torch.float32, torch.float32]  # of the residual
         assert forward.bytes.total() == backward.bytes.total() == full / 2
 
 
 def dropout_masks(sequence_parallel):
     mesh = parity.make_mesh(tp=2)
-    model, _ = parity.parallel_vit(parity.serial_vit(dropout=0.5), mesh, sequence_parallel=sequence_parallel)
+    model = parity.split_vit(mesh, sequence_parallel=sequence_parallel, dropout=0.5)
     if sequence_parallel:
         torch.manual_seed(mesh["tp"].get_local_rank())
     block, ones = model.blocks[0], torch.ones(100, 1000)
@@ -81,7 +76,7 @@ def test_dropout_differs_where_activations_are_split_and_agrees_where_they_are_w
 
 def replayed_dropout(sequence_parallel):
     mesh = parity.make_mesh(tp=2)
-    model, _ = parity.parallel_vit(parity.serial_vit(dropout=0.5), mesh, sequence_parallel=sequence_parallel)
+    model = parity.split_vit(mesh, sequence_parallel=sequence_parallel, dropout=0.5)
     block, results = model.blocks[0], []
     n = shard_sizes(90, 2)[mesh["tp"].get_local_rank()] if sequence_parallel else 90
     for recompute in (False, True):

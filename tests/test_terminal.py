@@ -10,8 +10,8 @@ import train
 from tests.support import programs
 from tests.support.launch import popen, summary, wait_for
 from tests.support.marks import slow_but
+from tests.support.refusals import refusal
 from training.checkpoint import CheckpointFolder, first_whole
-from utils.errors import UsageError
 
 
 def shell(line, words, **variables):
@@ -64,6 +64,6 @@ def test_a_lost_connection_stops_a_run_as_a_warning_does_but_not_under_nohup(tin
 
 @pytest.mark.parametrize("run_num", ["../..", "/tmp/elsewhere", "a/b", ".", "..", ""])
 def test_a_run_stays_in_its_folder(tiny_options, tmp_path, run_num):
-    with pytest.raises(UsageError, match="run_num: "):
+    with refusal("run_num: "):
         train.main(tiny_options(run_num=run_num))
     assert not (tmp_path / "logs").exists()

@@ -12,7 +12,7 @@ import pytest
 import train
 from tests.support import programs
 from tests.support.launch import losses, wait_for
-from utils.errors import UsageError
+from tests.support.refusals import refusal
 from weather import year_files
 
 
@@ -66,9 +66,8 @@ def refused(tiny_options, tmp_path):
     """Assert that train.py refuses options with a line, at once, and leaves no run folder."""
 
     def check(line, leaves_run=False, **overrides):
-        with pytest.raises(UsageError, match=line) as caught:
+        with refusal(line):
             train.main(tiny_options(**overrides))
-        assert "\n" not in str(caught.value)
         assert leaves_run or not (tmp_path / "logs").exists()
 
     return check
@@ -80,7 +79,6 @@ def test_bad_settings_are_refused_before_anything_is_written(refused):
     refused(r"quick: img_size \[16, 32\] cannot be cut into patches of \[5, 5\]", patch_size=5)
     refused("quick: embed_dim 32 is not a multiple of num_heads 3", num_heads=3)
     refused("global_batch_size 39 is larger than the training data", global_batch_size=39)
-    refused("num_iters: 0 should be greater than or equal to 1", num_iters=0)
     refused("device 'tpu9000': not a device torch knows", device="tpu9000")
     refused("device '.*': not on this machine", device="xla")
     refused("missing.npy: No such file", global_means_path="missing.npy")
@@ -98,7 +96,6 @@ def test_a_rollout_that_cannot_be_trained_is_refused(refused, tmp_path, sample_f
     refused("predict change: n_out_channels must not exceed n_in_channels", predict="change", n_in_channels=18)
     refused("1979.h5: no field 'land' .lat, lon. of numbers; it has orography", forcings="land")
     refused(r"forcings \['hour', 'hour'\]: one is named twice", forcings=["hour", "hour"])
-    refused("channel_weights: no channel 'z51'", loss="squared_error", channel_weights="{z51: 2}")
     refused("channel_weights and pressure_weights belong to loss squared_error", pressure_weights=True)
     shutil.copytree(sample_folder / "stats", tmp_path / "stats")
     (tmp_path / "stats/change_stds.npy").unlink()
@@ -135,7 +132,7 @@ def test_statistics_of_the_change_are_made_for_data_that_came_without(tmp_path, 
     years = [h5py.File(path, locking=False)["fields"][:].astype(float) for path in (sample_folder / "train").iterdir()]
     squares = [np.square(np.diff(year, axis=0)) for year in years]
     np.testing.assert_allclose(expected[0, :, 0, 0], np.sqrt(np.concatenate(squares).mean((0, 2, 3))), rtol=1e-6)
-    with pytest.raises(UsageError, match="nothing: holds no .h5, .nc or .zarr"):
+    with refusal("nothing: holds no .h5, .nc or .zarr"):
         year_files.main([str(tmp_path / "nothing"), str(tmp_path)])
 
 

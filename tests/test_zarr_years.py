@@ -1,5 +1,6 @@
 """Years in Zarr stores give the samples of year files, are trained to the same weights, and are refused as clearly."""
 
+import re
 import shutil
 from contextlib import closing
 
@@ -12,10 +13,10 @@ import zarr
 from docs.examples import zarr_years
 from tests.support import programs
 from tests.support.launch import losses
+from tests.support.refusals import refusal
 from tests.test_data_loader import CPU, read_all
 from tests.test_data_loader_dali import assert_same_batches, needs_dali
 from training.tasks import build_task
-from utils.errors import UsageError
 from weather import year_files
 from weather.dataset import FieldDataset
 from weather.year_data import file_times
@@ -89,7 +90,7 @@ def test_a_netcdf_file_is_a_year_file(tmp_path, sample_folder):
     np.testing.assert_array_equal(read_all(ours), read_all(theirs))
     assert ours.description.names[0] == "u10"
     shutil.copytree(sample_folder / "train", tmp_path / "train", dirs_exist_ok=True)
-    with pytest.raises(UsageError, match="holds 1979.h5 and 1979.nc: the same year twice"):
+    with refusal("holds 1979.h5 and 1979.nc: the same year twice"):
         FieldDataset(tmp_path / "train", 20, (16, 32))
 
 
@@ -108,13 +109,8 @@ def attributes(name, values):
 DAMAGE = {
     "a chunk is absent": (lambda _, path: (path / "fields/7.0.0.0").unlink(), "1 chunks of 'fields' were never"),
     "no fields": (lambda group, _: group.__delitem__("fields"), "expected 'fields' [time, channel, lat, lon]"),
-    "three dimensions": (attributes("fields", np.ones((4, 16, 32), "f4")), "it has float32 (4, 16, 32)"),
     "whole numbers": (attributes("fields", np.ones((4, 20, 16, 32), "i4")), "it has int32 (4, 20, 16, 32)"),
-    "other channels": (attributes("channel", np.array(["v10"] * 20)), "channel 0 is 'v10' and not 'u10'"),
     "channels are numbers": (attributes("channel", np.arange(20)), "'channel' cannot be read: int64 is not text"),
-    "other units": (attributes("channel_units", np.array(["K"] * 20)), "the unit of channel 0 is 'K' and not 'm s-1'"),
-    "no degrees": (attributes("latitude", np.full(16, np.nan)), "'latitude' is not in degrees"),
-    "another grid": (attributes("latitude", np.linspace(-60, 60, 16)), "latitude is -60 to 60"),
     "another size": (attributes("longitude", np.ones(3)), "'longitude' has shape (3,), the fields need (32,)"),
     "no store": (lambda _, path: (path / ".zgroup").unlink(), "Zarr cannot be read"),
     "metadata": (lambda _, path: (path / "fields/.zarray").write_text("{"), "Zarr cannot be read"),
@@ -126,9 +122,8 @@ def test_a_store_that_is_damaged_or_other_is_named_in_one_line(stores, tmp_path,
     shutil.copytree(stores["plain 2"] / "train", tmp_path / "train")
     path, (change, line) = tmp_path / "train/1980.zarr", DAMAGE[damage]
     edited(path, change)
-    with pytest.raises(UsageError) as error:
+    with refusal(re.escape(line), path):
         FieldDataset(tmp_path / "train", 20, (16, 32))
-    assert str(error.value).startswith(f"{path}: ") and line in str(error.value) and "\n" not in str(error.value)
 
 
 def test_shards_are_refused_and_what_is_no_number_is_named(stores, tmp_path):
@@ -137,11 +132,11 @@ def test_shards_are_refused_and_what_is_no_number_is_named(stores, tmp_path):
     group = zarr.open_group(store, mode="r+")
     fields = group["fields"][:]
     group["fields"][5, 2, 1, 1] = np.nan
-    with pytest.raises(UsageError, match=r"1979.zarr: frame 5: channel 2 \(t2m\) holds nan"):
+    with refusal(r"1979.zarr: frame 5: channel 2 \(t2m\) holds nan"):
         FieldDataset(tmp_path / "train", 20, (16, 32)).check_finite(4)
     del group["fields"]
     group.create_array("fields", data=fields, chunks=(1, 20, 16, 32), shards=(4, 20, 16, 32))
-    with pytest.raises(UsageError, match="in shards: write it without"):
+    with refusal("in shards: write it without"):
         FieldDataset(tmp_path / "train", 20, (16, 32))
 
 
@@ -164,5 +159,5 @@ def test_a_conversion_goes_on_where_it_was_interrupted(sample_folder, tmp_path, 
     zarr_years.main([str(sample_folder), str(tmp_path / "data")])
     assert capsys.readouterr().out == ""
     assert len(FieldDataset(tmp_path / "data/train", 20, (16, 32))) == 38
-    with pytest.raises(UsageError, match="its folders hold no year files"):
+    with refusal("its folders hold no year files"):
         zarr_years.main([str(tmp_path / "data"), str(tmp_path / "again")])

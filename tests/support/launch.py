@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 import unittest.mock
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from tests.support.programs import launch_variables
 from utils import comm
 from utils.errors import run_main
 
@@ -56,6 +58,23 @@ def wait_for(path, text, process):
         time.sleep(0.02)
 
 
+def wait_until(condition, seconds=60):
+    """Return what a condition gives as soon as it gives something."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return value
+
+
+def alive(pid):
+    """Whether a process runs, and is not merely waited for by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def rank_pids(process):
     """Process ids of the ranks that torchrun started: its children that train."""
     pids = []
@@ -69,13 +88,10 @@ def rank_pids(process):
 
 def outcome(script, words):
     """Exit status of a script on this rank, which a launcher is pretended to have started, and what it says."""
-    launcher = {
-        "RANK": comm.rank(), "LOCAL_RANK": comm.rank(), "WORLD_SIZE": comm.world_size(), "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 1,
-    }  # fmt: skip
+    launcher = launch_variables(comm.rank(), comm.world_size())
     said, main = io.StringIO(), importlib.import_module(script).main
     with (
-        unittest.mock.patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}),
+        unittest.mock.patch.dict(os.environ, launcher),
         unittest.mock.patch.object(comm, "init", return_value=torch.device("cpu")),
         contextlib.redirect_stderr(said),
         pytest.raises(SystemExit) as end,

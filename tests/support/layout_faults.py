@@ -151,100 +151,97 @@ def no_broadcast_of_updates():
 
 
 class Fault(NamedTuple):
-    """ranks, options: the layout. shared: options of one device too. name, cause: regular expressions."""
+    """layout: its name. shared: options of one device too. name, cause: regular expressions."""
 
     plant: object
-    ranks: int
-    options: dict
+    layout: str
     stage: str
     name: str
     cause: str
     shared: dict = {}  # noqa: RUF012
 
 
-TP, CP, PP = {"tensor_parallel": 2}, {"context_parallel": 2}, {"pipeline_parallel": 2, "gradient_accumulation": 2}
-DOMAIN, FSDP = {"domain_parallel": 2}, {"data_parallel": "fsdp"}
-SP, CONV = TP | {"sequence_parallel": True}, {"model": "tests.support.own_models:GroupNormNet"}
+CONV = {"model": "tests.support.own_models:GroupNormNet"}
 NORMS = {"model": "tests.support.own_models:BatchNormNet"}
 TIED = {"model": "tests.support.own_models:Tied"}
-LAYERS, WHOLE = "distributed.layers", r"of what it should be|not (added up|averaged)"
+LAYERS = "distributed.layers"
 FAULTS = {
     "tp: a sum is left out": Fault(
-        patched(f"{LAYERS}.reduce_from_region", identity), 2, TP,
+        patched(f"{LAYERS}.reduce_from_region", identity), "tp2",
         "forward pass", r"blocks.0.attn.proj$", r"not added up over tp"),
     "tp: a sum is taken twice": Fault(
-        patched(f"{LAYERS}.reduce_from_region", twice(collectives.reduce_from_region)), 2, TP,
+        patched(f"{LAYERS}.reduce_from_region", twice(collectives.reduce_from_region)), "tp2",
         "forward pass", r"blocks.0.attn.proj$", r"^2 times .* over tp"),
     "tp: a sum is left out backward": Fault(
-        patched(f"{LAYERS}.copy_to_region", identity), 2, TP,
+        patched(f"{LAYERS}.copy_to_region", identity), "tp2",
         "gradient", r"blocks.1.norm2", r"not added up over tp"),
     "sp: partial gradients are not summed": Fault(
-        patched("distributed.parallel_model.reduce_partial_gradients", identity), 2, SP,
+        patched("distributed.parallel_model.reduce_partial_gradients", identity), "tp2,sequence_parallel",
         "gradient", r"^norm.bias", r"not added up over tp"),
     "tp: another eps": Fault(
-        after(model_parallel, "tensor_parallel", large_eps), 2, TP, "forward pass", r"blocks.0.norm1$", r"eps"),
+        after(model_parallel, "tensor_parallel", large_eps), "tp2", "forward pass", r"blocks.0.norm1$", r"eps"),
     "tp: another seed": Fault(
-        weights_of_another_seed, 2, TP, "initial weights", r"", r"^rank 1 alone: other initial weights: its seed"),
+        weights_of_another_seed, "tp2", "initial weights", r"", r"^rank 1 alone: other initial weights: its seed"),
     "cp: own keys alone": Fault(
-        lambda: mock.patch.dict("distributed.context_parallel.METHODS", gather=own_tokens), 2, CP,
+        lambda: mock.patch.dict("distributed.context_parallel.METHODS", gather=own_tokens), "cp2",
         "forward pass", r"blocks.0.attn", r"attention does not see the keys and values of all ranks"),
     "cp: a ring of one block": Fault(
-        patched("distributed.attention._blocks", own_block), 2, CP | {"cp_method": "ring"},
+        patched("distributed.attention._blocks", own_block), "cp2,cp_method=ring",
         "forward pass", r"blocks.0.attn", r"attention does not see the keys and values of all ranks"),
     "cp: positions of another band": Fault(
-        after(model_parallel, "context_parallel", from_token_0), 2, CP,
+        after(model_parallel, "context_parallel", from_token_0), "cp2",
         "forward pass", r"pos_embed$", r"^rank 1 alone: its PositionEmbedding works with another position"),
     "cp: a loss of parts": Fault(
-        patched("training.losses.l2_norms", own_norms), 2, CP, "loss", r"of step 1", r"outputs are equal, the loss is"),
+        patched("training.losses.l2_norms", own_norms), "cp2", "loss", r"of step 1", r"outputs are equal, the loss is"),
     "cp: the mean of parts of a sum": Fault(
-        patched("distributed.collectives._times_size", identity), 2, CP,
+        patched("distributed.collectives._times_size", identity), "cp2",
         "gradient", r"head.proj.bias", r"^1/2 of what it should be"),
     "domain: the mean of parts of a sum": Fault(
-        patched("distributed.collectives._times_size", identity), 2, DOMAIN,
+        patched("distributed.collectives._times_size", identity), "domain2",
         "gradient", r"head.proj.bias", r"^1/2 of what it should be"),
     "domain: a loss of uneven parts": Fault(
-        patched("training.losses.l2_norms", own_norms), 3, {"domain_parallel": 3},
+        patched("training.losses.l2_norms", own_norms), "domain3",
         "loss", r"of step 1", r"outputs are equal, the loss is not"),
     "domain: an empty halo": Fault(
-        no_halo, 2, DOMAIN, "forward pass", r"", r"only rows beside a cut differ: the halo", CONV),
+        no_halo, "domain2", "forward pass", r"", r"only rows beside a cut differ: the halo", CONV),
     "domain: a norm of a part": Fault(
-        norm_of_a_part, 2, DOMAIN, "forward pass", r"^1$", r"a norm: statistics of a rank's part", CONV),
+        norm_of_a_part, "domain2", "forward pass", r"^1$", r"a norm: statistics of a rank's part", CONV),
     "dp: gradients are not reduced": Fault(
-        nullcontext, 2, {"noddp": True}, "gradient", r"head.proj.bias", r"not averaged over the data-parallel ranks"),
+        nullcontext, "dp2,noddp", "gradient", r"head.proj.bias", r"not averaged over the data-parallel ranks"),
     "dp: a sum for a mean": Fault(
-        scaled_gradients(2), 2, {}, "gradient", r"head.proj.bias", r"^2 times .* dp .* its reduction is not"),
+        scaled_gradients(2), "dp2", "gradient", r"head.proj.bias", r"^2 times .* dp .* its reduction is not"),
     "dp: the mean is taken twice": Fault(
-        scaled_gradients(0.5), 2, {}, "gradient", r"head.proj.bias", r"^1/2 of .* dp .* its reduction is not"),
+        scaled_gradients(0.5), "dp2", "gradient", r"head.proj.bias", r"^1/2 of .* dp .* its reduction is not"),
     "dp: samples of another rank": Fault(
-        samples_of_rank_0, 2, {}, "batch", r"input", r"^rank 1 alone: other samples"),
+        samples_of_rank_0, "dp2", "batch", r"input", r"^rank 1 alone: other samples"),
     "dp: another learning rate": Fault(
-        lambda: learning_rate(lambda: 1 + comm.rank()), 2, {},
+        lambda: learning_rate(lambda: 1 + comm.rank()), "dp2",
         "weights after step 1", r"", r"^rank 1 alone: its learning rate"),
     "dp: another learning rate on all ranks": Fault(
-        lambda: learning_rate(comm.world_size), 2, {},
+        lambda: learning_rate(comm.world_size), "dp2",
         "weights after step 1", r"", r"gradients are equal: the optimizer or its learning rate"),
     "dp: moments of a rank are lost": Fault(
-        after(step, "set_learning_rate", on_rank_1(forgotten_moments)), 2, {},
+        after(step, "set_learning_rate", on_rank_1(forgotten_moments)), "dp2",
         "weights after step 2", r"", r"^rank 1 alone: its optimizer state"),
     "dp: BatchNorm of own samples": Fault(
-        nullcontext, 2, {"sync_batchnorm": False}, "forward pass", r"^1$", r"give --sync_batchnorm", NORMS),
+        nullcontext, "dp2,sync_batchnorm=false", "forward pass", r"^1$", r"give --sync_batchnorm", NORMS),
     "dp: buffers of a rank": Fault(
-        after(ParallelModel, "finish_gradients", on_rank_1(other_buffers)), 2, {},
+        after(ParallelModel, "finish_gradients", on_rank_1(other_buffers)), "dp2",
         "buffers", r"running", r"^rank 1 alone: its buffers", NORMS | {"sync_batchnorm": True}),
     "dp: tied weights come apart": Fault(
-        lambda: mock.patch("distributed.data_parallel.keep_ties", lambda model: nullcontext()), 2, {},
+        lambda: mock.patch("distributed.data_parallel.keep_ties", lambda model: nullcontext()), "dp2",
         "initial weights", r"second.weight", r"a weight that several layers share has come apart", TIED),
     "zero1: updates are not broadcast": Fault(
-        no_broadcast_of_updates, 2, {"data_parallel": "zero1"},
+        no_broadcast_of_updates, "dp2,data_parallel=zero1",
         "weights after step 1", r"", r"alone: its learning rate, or a missing broadcast of updated weights"),
     "fsdp: a sum for a mean": Fault(
-        after(data_parallel, "fully_shard_model", divided_by_one), 2, FSDP,
+        after(data_parallel, "fully_shard_model", divided_by_one), "dp2,data_parallel=fsdp",
         "gradient", r"head.proj.bias", r"^2 times what it should be"),
     "fsdp: clipping by a norm of a part": Fault(
-        lambda: mock.patch.object(ParallelModel, "clip_gradients", clip_by_own_norm), 2, FSDP,
+        lambda: mock.patch.object(ParallelModel, "clip_gradients", clip_by_own_norm), "dp2,data_parallel=fsdp",
         "clipped gradient", r"", r"gradients are equal before they are clipped", {"clip_grad_norm": 0.01}),
     "pp: micro-batches count as batches": Fault(
         lambda: mock.patch.object(step.TrainingStep, "loss", lambda self, prediction, target: self.task.loss(
-            prediction, target, comm.get_group("image"))), 2, PP,
+            prediction, target, comm.get_group("image"))), "pp2,gradient_accumulation=2",
         "loss", r"of step 1", r"^2 times what it should be|the loss is not"),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from distributed.collectives import shard
 from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
+from tools.benchmarks.layouts import OPTIONS, parse_layout, split_words
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.team import Case
 from tools.layout_check import check
@@ -19,12 +20,30 @@ from training.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.tasks import build_task, task_of
 from utils import comm
+from utils.config import yaml
 
 CPU = torch.device("cpu")
 RECOMPUTED = {"activation_checkpointing": "selective"}
 COMPILED = {"enable_jit": True}
 _serial = {}  # {options and steps: losses, weights, or options: a file}
 _folder = TemporaryDirectory(prefix="one-device-")
+
+
+def ranks_and_options(layout):
+    """Of a layout by the name that `benchmark.py layouts` has for it: "tp2xdp2,data_parallel=fsdp"; or "serial".
+
+    A pipeline has twice as many micro-batches as stages.
+    """
+    if layout == "serial":
+        return 1, {}
+    dims, *words = layout.split(",")
+    sizes, ranks = parse_layout(dims, (*OPTIONS, "dp"), "tp2xdp2")
+    stages = int(sizes["pp"])
+    options = {"gradient_accumulation": 2 * stages} if stages > 1 else {}
+    for word in [*split_words(sizes), *words]:
+        name, _, value = word.removeprefix("--").partition("=")
+        options[name] = yaml().load(value or "true")
+    return ranks, options
 
 
 def build(config):
@@ -113,17 +132,16 @@ def assert_serial(results, serial, tolerance=1e-5):
 def check_training(ranks, tiny_config, layout, options, steps=10, backend=GENERATED, **extra):
     """Losses and weights are those of one device.
 
-    layout: (number of ranks, its options). options: of the layout and of one device. extra: of the layout alone.
-    backend: of torch.compile.
+    layout: its name. options: of the layout and of one device. extra: of the layout alone. backend: of torch.compile.
     """
-    size, own = layout
+    size, own = ranks_and_options(layout)
     results = ranks(size, train, tiny_config(**options, **own, **extra), steps, backend)
     assert_serial(results, train_serially(tiny_config, options, steps))
 
 
 def check_mixed_precision(ranks, tiny_config, layout, options, amp_mode):
     """Losses are those of one device in the same precision; layout and options as in check_training."""
-    (size, own), steps = layout, 4
+    (size, own), steps = ranks_and_options(layout), 4
     mixed = options | {"amp_mode": amp_mode}
     serial, _ = train_serially(tiny_config, mixed, steps)
     results = ranks(size, train, tiny_config(**mixed, **own), steps=steps)
@@ -136,7 +154,7 @@ def check_mixed_precision(ranks, tiny_config, layout, options, amp_mode):
 def check_chain(ranks, tiny_config, layouts, options, folder):
     """Each of the layouts trains three steps from the checkpoint of the one before: the losses are those of one run."""
     losses, serial = [], train_serially(tiny_config, options, 3 * len(layouts))[0]
-    for part, (size, own) in enumerate(layouts):
+    for part, (size, own) in enumerate(map(ranks_and_options, layouts)):
         losses.append(ranks(size, train_from, tiny_config(**options, **own), folder, 3 * part, 3 * part + 3)[0])
     torch.testing.assert_close(torch.cat(losses), serial, rtol=1e-5, atol=0)
 
@@ -208,7 +226,7 @@ def compare_in_double(config, file, plant=nullcontext):
 
 def check_in_double(ranks, tiny_config, layout, options):
     """All that `plan.py check` compares is equal in float64: outputs of modules, gradients, weights, buffers."""
-    key, (size, own) = repr(sorted(options.items())), layout
+    key, (size, own) = repr(sorted(options.items())), ranks_and_options(layout)
     if key not in _serial:
         _serial[key] = f"{_folder.name}/{len(_serial)}.pt"
         record_in_double(tiny_config(**options), _serial[key])

@@ -134,20 +134,26 @@ def run(words, env=None, cwd=None, timeout=PATIENCE_SECONDS):
     return subprocess.CompletedProcess(program.words, program.wait(timeout), *program.communicate())
 
 
-def start_ranks(words, ranks=2, started=None, **variables):
+def launch_variables(rank, size, port=1):
+    """What torchrun tells a rank on a machine of its own."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def start_ranks(words, ranks=2, only=None, port=None, **variables):
     """Start the ranks of a program, without a launcher that would end the others where one fails.
 
-    words: of all ranks, or a function that gives the words of a rank. started: how many of them, all by default.
+    words: of all ranks, or a function that gives the words of a rank. only: the ranks that come, all by default.
     """
-    port = str(free_port())
-    launch = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    port, given = port or free_port(), {name: str(value) for name, value in variables.items()}
     return [
         start(
-            words(rank) if callable(words) else words, merged=True,
-            env=os.environ | {k: str(v) for k, v in (launch | {"RANK": rank, "LOCAL_RANK": rank} | variables).items()},
+            words(rank) if callable(words) else words,
+            os.environ | launch_variables(rank, ranks, port) | given,
+            merged=True,
         )
-        for rank in range(ranks if started is None else started)
-    ]  # fmt: skip
+        for rank in only or range(ranks)
+    ]
 
 
 def finish(process, timeout=PATIENCE_SECONDS):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from distributed.shard.spec import spec_of
 from distributed.shard_tensor import ShardTensor, local, part_of, wrap
 from tests.support.parity import error
+from tools.instruments.counting import CollectiveCounter
 
 TOLERANCE = 1e-5
 _meshes: dict[tuple, Any] = {}
@@ -161,6 +162,15 @@ def close(found, expected, case, what):
         assert error(found, expected) < tolerance(case), f"{what}: error {error(found, expected):.1e}"
     else:
         assert torch.equal(found, expected), what
+
+
+def messages(function, *args):
+    """Calls and bytes, by kind, of this rank's collectives in function(*args), then in its backward pass."""
+    with CollectiveCounter() as forward:
+        y = function(*args)
+    with CollectiveCounter() as backward:
+        local(y).sum().backward()
+    return [dict(found) for counter in (forward, backward) for found in (counter.calls, counter.bytes)]
 
 
 def check_all(cases):
