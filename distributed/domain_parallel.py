@@ -15,6 +15,7 @@ rank holds, updates and saves the rows of its own tokens; no other domain rank h
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,18 +119,18 @@ class OnParts:
         self.transforms: list[Callable[[Callable], Callable]] = []
         self.regions: list[tuple[Spec, Callable]] = []  # (spec of the input, function)
 
-    def __call__(self, x: ShardTensor) -> ShardTensor:
-        """x: the block's input; the output is split as it is."""
+    def __call__(self, x: ShardTensor, *others: Any, **named: Any) -> ShardTensor:
+        """x: the block's input; the output is split as it is. Other arguments are passed on."""
         region = next((region for spec, region in self.regions if spec == x.spec), None)
         if region is None:
             region = partial(self._on_part, x.spec)
             for transform in self.transforms:
                 region = transform(region)
             self.regions.append((x.spec, region))
-        return wrap(region(local(x)), x.spec)
+        return wrap(region(local(x), *others, **named), x.spec)
 
-    def _on_part(self, spec, part):
-        y = self.forward(wrap(part, spec))
+    def _on_part(self, spec, part, *others, **named):
+        y = self.forward(wrap(part, spec), *others, **named)
         if y.spec != spec:
             raise ValueError(
                 f"the output of a checkpointed or compiled block must be split as its input is, {spec}, not {y.spec}"

@@ -57,6 +57,12 @@ class Forecaster(nn.Module):
                 **{key: tuple(size) if isinstance(size, list) else size for key, size in sizes.items()},
             )  # fmt: skip
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Blocks of the Swin transformer: the units of fsdp, of recomputation and of compilation."""
+        layers = *self.aurora.backbone.encoder_layers, *self.aurora.backbone.decoder_layers
+        return nn.ModuleList(block for layer in layers for block in layer.blocks)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: the present frame, the earlier ones, and the static fields."""
         count = len(self.channels)

@@ -102,11 +102,11 @@ def _trace(config, layout, rank, device_type):
             stack.enter_context(autocast.ahead_of_collectives())
             stack.enter_context(patch.object(TrainingStep, "autocast", lambda _: autocast))
         model = build_model(config)
-        split = split_as_configured(model, config)
         for block in getattr(model, "blocks", [model]) if autocast else ():
             if isinstance(getattr(block, "attn", None), Attention):
                 block.attn.dropout = 0.0  # in the fused kernels of a GPU it keeps nothing
             transform_forward(block, autocast)
+        split = split_as_configured(model, config)
         if autocast and config.activation_checkpointing == "step":
             model.forward = autocast(model.forward)
         apply_speed_options(config, device, model)
