@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distributed import collectives
-from distributed.collectives import Sizes, all_to_all, gather_from_region, shard_sizes
+from distributed.collectives import Sizes, all_to_all, gather_from_region
 from distributed.halo import Fetch, bounds
-from distributed.shard.spec import Axis, CannotSplit, Pieces, Spec, merged, over, spec_of, whole
+from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, over, spec_of, whole
 
 
 def redistribute(
@@ -60,9 +60,9 @@ def _change(local, spec, m, target, sizes):
         return collectives.divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
     if target.is_replicate():
         return collectives.reduce_from_region(local, group), without
-    axes, sizes = _new_split(spec, target.dim, m, sizes)
+    new, sizes = _cut(without, target.dim, m, sizes)
     split = collectives.reduce_scatter if source.is_partial() else collectives.scatter_to_region
-    return split(local, target.dim, sizes, group), without.with_axes(target.dim, axes)
+    return split(local, target.dim, sizes, group), new
 
 
 def sizes_over(spec: Spec, m: int) -> Sizes | None:
@@ -70,15 +70,12 @@ def sizes_over(spec: Spec, m: int) -> Sizes | None:
     return next((axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m), None)
 
 
-def _new_split(spec, dim, m, sizes):
-    """(axes, sizes) of a dimension after mesh dimension m splits it."""
-    size = spec.shape[dim]
+def _cut(spec, dim, m, sizes):
+    """(spec, sizes) after mesh dimension m splits a dimension."""
     if over(spec.dims[dim]):
         raise CannotSplit(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
-    sizes = tuple(sizes or shard_sizes(size, spec.mesh.groups[m].size))
-    if sum(sizes) != size:
-        raise ValueError(f"sizes {sizes} do not make up dimension {dim} of {size}")
-    return (Axis(size, m, sizes),), sizes
+    (axis,) = cut_over(spec.mesh, m, spec.shape[dim], sizes)
+    return spec.with_axes(dim, (axis,)), axis.sizes
 
 
 def _gather(local, spec, m):
@@ -121,9 +118,7 @@ def _exchange(local, spec, m, dim, sizes):
     if len(spec.dims[old]) > 1:
         return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
     (before,) = spec.dims[old]
-    unsplit = spec.with_axes(old, whole(before.size))
-    axes, sizes = _new_split(unsplit, dim, m, sizes)
-    new = unsplit.with_axes(dim, axes)
+    new, sizes = _cut(spec.with_axes(old, whole(before.size)), dim, m, sizes)
     if old == dim:
         return Fetch(local, dim, before.sizes, bounds(sizes), group).rows(), new
     blocks, shape = local.split(sizes, dim), new.local_shape

@@ -14,7 +14,7 @@ PyTorch's notes on extending torch describe torch.Tensor.as_subclass and __torch
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, GetSetDescriptorType
 from typing import Any, TypeVar
 
 import torch
@@ -42,14 +42,14 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        rule = RULES.get(func)
+        rule, kwargs = RULES.get(func), kwargs or {}
         try:
-            if rule is None:
-                raise no_rule(func, args, kwargs or {})
+            if rule is None or kwargs.get("out") is not None:
+                raise no_rule(func, args, kwargs, "out= is not supported" if rule else "")
             with LocalTensors():  # in a rule, ShardTensors behave as their local parts
-                return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+                return rule(func, *args, **kwargs)
         except (NoRule, CannotSplit, AttributeError) as error:
-            return _refused(error, func, args, kwargs or {})  # raises it, or computes on whole tensors
+            return _refused(error, func, args, kwargs)  # raises it, or computes on whole tensors
 
     @classmethod
     def from_local(
@@ -141,18 +141,14 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
     return register
 
 
-def composed(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors."""
+def composed(implementation: Callable) -> Callable:
+    """Decorator of a rule: ShardTensors are ShardTensors inside of it, so that it is written as on whole tensors."""
 
-    def register(implementation: Rule) -> Rule:
-        def enabled(func: Callable, *args: Any, **kwargs: Any) -> Any:
-            with AsShardTensors():
-                return implementation(func, *args, **kwargs)
+    def enabled(*args: Any, **kwargs: Any) -> Any:
+        with AsShardTensors():
+            return implementation(*args, **kwargs)
 
-        rule(*functions)(enabled)
-        return implementation
-
-    return register
+    return enabled
 
 
 def _method(implementation, function):
@@ -174,9 +170,13 @@ def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def named(*names: str) -> list[Callable]:
-    """All torch functions with these names, in torch, torch.Tensor, torch.nn.functional and torch.linalg."""
+    """All torch functions with these names, in torch, torch.Tensor, torch.nn.functional and torch.linalg.
+
+    Of an attribute of tensors, such as shape, it is the function that gets it.
+    """
     homes = (torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch._C._nn, torch.linalg, torch.special)
-    return [f for name in names for home in homes if (f := getattr(home, name, None)) is not None]
+    found = [f for name in names for home in homes if (f := getattr(home, name, None)) is not None]
+    return [f.__get__ if isinstance(f, GetSetDescriptorType) else f for f in found]
 
 
 def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:

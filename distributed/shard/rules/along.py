@@ -90,8 +90,8 @@ def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], An
 def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The functions of ALONG. Without dim they see the whole tensor, which every rank gathers."""
     kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
-    if "out" in kwargs or any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
-        raise no_rule(func, (input, *args), kwargs, "of two ShardTensors, or with out=")
+    if any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
+        raise no_rule(func, (input, *args), kwargs, "of two ShardTensors")
     place, dim = ALONG[func.__name__]
     dim = kwargs.get("dim", args[place - 1] if len(args) >= place else dim)
     dims = dims_of(input.spec, dim)
@@ -142,8 +142,6 @@ def fourier(
 
     The last dimension of a real transform comes first, that of the inverse last.
     """
-    if "out" in keywords:
-        raise no_rule(func, (input,), keywords, "out= is not supported")
     name, s = func.__name__.removeprefix("fft_"), keywords.get("n", s)
     if name.endswith("fft"):
         s, dim = None if s is None else (s,), -1 if dim is None else dim

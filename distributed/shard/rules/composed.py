@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
 from distributed.shard.operands import reduced
+from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import kept
 from distributed.shard.rules.windows import Window, spatial
 from distributed.shard.tensor import NoRule, ShardTensor, composed, local, named, no_rule, rule, wrap
@@ -34,17 +35,15 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: (
         F.normalize(x1, dim=dim, eps=eps) * F.normalize(x2, dim=dim, eps=eps)
     ).sum(dim),
+    "normalize": lambda input, p=2.0, dim=1, eps=1e-12, out=None: (
+        input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp(min=eps)
+    ),
     "prelu": lambda input, weight: torch.where(input > 0, input, of_channels(weight, input) * input),
 }
 
 
-def of_channels(weight: Tensor, x: Tensor) -> Tensor:
-    """A weight of one number, or of one for each channel of x (B, C, ...), in a shape that broadcasts."""
-    return weight.view(-1, *[1] * (x.dim() - 2)) if weight.numel() > 1 and x.dim() > 2 else weight
-
-
 def _register(functions, function):
-    composed(*functions)(lambda func, *args, **kwargs: function(*args, **kwargs))
+    rule(*functions)(composed(lambda func, *args, **kwargs: function(*args, **kwargs)))
 
 
 for _names, _formula in FORMULAS.items():
@@ -72,7 +71,8 @@ def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor
     return func(local(input), *args, **kwargs)
 
 
-@composed(torch.meshgrid, torch._VF.meshgrid)  # type: ignore[attr-defined]  # of a list, it is the second
+@rule(torch.meshgrid, torch._VF.meshgrid)  # type: ignore[attr-defined]  # of a list, it is the second
+@composed
 def meshgrid(func: Callable, *tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
     """The coordinates (n_0,), (n_1,), ... of a grid at all its points, each (n_0, n_1, ...); xy: (n_1, n_0, ...)."""
     axes = [x.reshape(-1) for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)]
@@ -82,7 +82,8 @@ def meshgrid(func: Callable, *tensors: Any, indexing: str | None = None) -> tupl
     return tuple([x.view(shape).expand(sizes) for x, shape in zip(axes, shapes, strict=True)])
 
 
-@composed(*named("rot90"))
+@rule(*named("rot90"))
+@composed
 def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     """Turn a plane k times by 90 degrees."""
     first, second = dims
@@ -92,7 +93,8 @@ def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1
     return turned.transpose(first, second) if k % 4 else turned * 1
 
 
-@composed(*named("diff"))
+@rule(*named("diff"))
+@composed
 def diff(
     func: Callable, input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None,
     append: Tensor | None = None,
@@ -106,7 +108,8 @@ def diff(
     return x
 
 
-@composed(*named("trapezoid", "trapz"))
+@rule(*named("trapezoid", "trapz"))
+@composed
 def trapezoid(func: Callable, y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
     """The integral along a dimension, by the trapezoidal rule. x: the places, one for each row or each element."""
     rows, steps = y.shape[dim], cast("Any", dx)
@@ -116,7 +119,8 @@ def trapezoid(func: Callable, y: Tensor, x: Tensor | None = None, *, dx: float =
     return ((y.narrow(dim, 1, rows - 1) + y.narrow(dim, 0, rows - 1)) * steps / 2).sum(dim)
 
 
-@composed(*named("as_strided"))
+@rule(*named("as_strided"))
+@composed
 def as_strided(
     func: Callable, input: ShardTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> ShardTensor:
@@ -153,7 +157,8 @@ def as_strided(
     return expanded
 
 
-@composed(F.unfold)
+@rule(F.unfold)
+@composed
 def unfold(
     func: Callable, input: Tensor, kernel_size: PerAxis, dilation: PerAxis = 1, padding: PerAxis = 0,
     stride: PerAxis = 1,
@@ -165,7 +170,8 @@ def unfold(
     return x.flatten(-2).flatten(-4, -2)
 
 
-@composed(F.fold)
+@rule(F.fold)
+@composed
 def fold(
     func: Callable, input: Tensor, output_size: PerAxis, kernel_size: PerAxis, dilation: PerAxis = 1,
     padding: PerAxis = 0, stride: PerAxis = 1,
@@ -183,7 +189,8 @@ def fold(
     return y.view(*input.shape[:-2], -1, *sizes)
 
 
-@composed(*(getattr(torch, name + end) for name in ("feature_dropout", "feature_alpha_dropout") for end in ("", "_")))
+@rule(*(getattr(torch, name + end) for name in ("feature_dropout", "feature_alpha_dropout") for end in ("", "_")))
+@composed
 def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool) -> Tensor:
     """Drop whole channels, alike on all ranks that hold a part of them; alpha: to the limit of SELU."""
     if p == 0 or not training:

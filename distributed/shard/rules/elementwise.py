@@ -38,11 +38,11 @@ def pointwise_names() -> set[str]:
 BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
 NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "absolute", "negative", "subtract",
-    "multiply", "divide", "floor_divide", "isclose", "complex", "polar", "logsigmoid", "softsign", "tanhshrink",
-    "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag", "angle", "clone", "detach", "detach_", "alias",
-    "contiguous", "cpu", "cuda", "pin_memory", "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_",
-    "copy_", "masked_fill_", "abs_",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__neg__", "__pos__", "__abs__",
+    "absolute", "negative", "subtract", "multiply", "divide", "floor_divide", "isclose", "complex", "polar",
+    "logsigmoid", "softsign", "tanhshrink", "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag",
+    "angle", "clone", "detach", "detach_", "alias", "contiguous", "cpu", "cuda", "pin_memory", "zeros_like",
+    "ones_like", "empty_like", "full_like", "zero_", "fill_", "copy_", "masked_fill_", "abs_",
 )  # fmt: skip
 POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
 IN_PLACE = {
@@ -61,7 +61,7 @@ DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_",
 DRAWN_INTO = set(named("dropout_", "bernoulli_", "normal_", "uniform_"))
 
 
-@rule(*POINTWISE, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__, Tensor.real.__get__, Tensor.imag.__get__)
+@rule(*POINTWISE)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
     spec = None
@@ -75,7 +75,7 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     else:
         if (
             spec is not None
-            and (not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items()))
+            and (not kwargs or not any(isinstance(x, Tensor) for x in kwargs.values()))
             and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
         ):
             out = func(*args, **kwargs)  # the common case: all operands are split in the same way
@@ -90,8 +90,6 @@ def scales(func: Callable, args: Sequence[Any]) -> bool:
 
 def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
     """The general case: reduce partial operands, find the common split, and bring all operands to it."""
-    if "out" in kwargs:
-        raise no_rule(func, args, kwargs, "out= is not supported")
     in_place = func in IN_PLACE
     if in_place and not isinstance(args[0], ShardTensor):
         spec = common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
@@ -159,8 +157,8 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
     if func in DROPOUT and not (drops.get("p", 0.5) and drops.get("training", True) and drops.get("train", True)):
         out = func(x, *args, **kwargs)
         return wrap(out, x.spec) if out is not x else x
-    if "out" in kwargs or kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
-        raise no_rule(func, (x, *args), kwargs, "with out=, a generator, or a tensor of parameters")
+    if kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
+        raise no_rule(func, (x, *args), kwargs, "with a generator, or a tensor of parameters")
     if x.spec.partial and (func in DRAWN_INTO or kwargs.get("inplace") or args[2:] == (True,)):
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
     x = reduced(x)

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, Sizes, gather_from_region
 from distributed.shard.operands import reduced
-from distributed.shard.rules.reductions import Dims, dims_of, gathered, kept, numpy_rule, reduce_by, sharers
+from distributed.shard.rules.reductions import Dims, dims_of, gathered, numpy_rule, reduce_by, reduced_to
 from distributed.shard.spec import part_of
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, wrap
 
@@ -20,9 +19,9 @@ def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool =
     x = reduced(input)
     spec, part = x.spec, local(x)
     dims = dims_of(spec, dim)
-    shared_by = sharers(spec, dims)
+    shared_by = spec.shares(*dims)
     if shared_by is None or not (part.requires_grad and torch.is_grad_enabled()):
-        return reduce_by(x, dims, keepdim, lambda x: reduce(x, dims, True), lambda parts: reduce(parts, 0))
+        return reduce_by(reduce, x, dims, keepdim)
     with torch.no_grad():
 
         def summary(x: Tensor) -> Tensor:
@@ -33,22 +32,22 @@ def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool =
         values, counts = gathered(part, summary, *shared_by, dims).unbind(1)
         value = reduce(values, 0)
         count = torch.where(values == value, counts, 0).sum(0)
-    out = _Shared.apply(part, value.to(part.dtype), count)
-    return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
+    out = _Shared.apply(part, value.to(part.dtype), part == value, count)
+    return reduced_to(out, spec, dims, keepdim)
 
 
 class _Shared(torch.autograd.Function):
-    """The extremum, given as `value`; `count` elements on all ranks are equal to it and share the gradient."""
+    """The extremum, given as `value`, of x; `count` elements on all ranks, those of a mask, share the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, count: Tensor) -> Tensor:
-        ctx.save_for_backward(x, value, count)
+    def forward(ctx: Any, x: Tensor, value: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(mask, count)
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, value, count = ctx.saved_tensors
-        return (x == value) * (grad / count), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, count = ctx.saved_tensors
+        return mask * (grad / count), None, None, None
 
 
 @numpy_rule(*named("max", "min"))
@@ -79,33 +78,15 @@ def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
     x = reduced(x)
     spec, part = x.spec, local(x)
     (dim,) = dims = dims_of(spec, dim)
-    shared_by = sharers(spec, dims)
-    if shared_by is None:
+    if not spec.is_split(dim):
         values, indices = torch.max(part, dim, True) if largest else torch.min(part, dim, True)
     else:
-        places = torch.arange(spec.shape[dim], device=part.device)
-        places = part_of(places, spec.with_dims((spec.dims[dim],)))
-        values, indices = best(part, places, dim, largest, *shared_by)
-    left = kept(spec, dims, keepdim)
+        with torch.no_grad():
+            value = local(reduce_by(torch.amax if largest else torch.amin, x, dims, True))
+            shape = [-1 if d == dim else 1 for d in range(part.dim())]
+            places = part_of(torch.arange(spec.shape[dim], device=part.device).view(shape), spec)
+            found = torch.where((part == value) | part.isnan(), places, spec.shape[dim])
+            indices = local(reduce_by(torch.amin, wrap(found, spec), dims, True))
+        values = _Shared.apply(part, value, places == indices, torch.ones_like(indices))
     kind: Any = torch.return_types.max if largest else torch.return_types.min
-    return kind([wrap(y if keepdim else y.squeeze(dim), left) for y in (values, indices)])
-
-
-def best(x: Tensor, places: Tensor, dim: int, largest: bool, group: Group, counts: Sizes) -> tuple[Tensor, Tensor]:
-    """(values, indices) of the extrema along a split dimension. places: global indices of the elements of x."""
-    choose = torch.max if largest else torch.min
-    if x.shape[dim] == 0:  # a placeholder, which is not sent
-        x, places = x.sum(dim, keepdim=True, dtype=x.dtype), places.new_zeros(1)
-    chosen, index = choose(x, dim, True)
-    sizes = tuple([int(count > 0) for count in counts])
-    mine = sizes[group.rank]
-    values, indices = (
-        gather_from_region(y[None][:mine], 0, sizes, group) for y in (chosen, places[index])
-    )  # (ranks, ...)
-    with torch.no_grad():
-        value = choose(values, 0).values
-        equal = values == value
-        if values.is_floating_point():
-            equal = equal | values.isnan()
-        rank = torch.where(equal, indices, torch.iinfo(indices.dtype).max).argmin(0, keepdim=True)
-    return values.gather(0, rank)[0], indices.gather(0, rank)[0]
+    return kind([reduced_to(y, spec, dims, keepdim) for y in (values, indices)])

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import at_least_float32, reduce_from_region
-from distributed.shard.operands import fitted, reduced, replicated, shared
-from distributed.shard.rules.reductions import Sharers, autocast_dtype, dims_of, kept, moments, sharers
-from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.operands import fitted, reduced, shared
+from distributed.shard.rules.reductions import autocast_dtype, dims_of, kept, moments
+from distributed.shard.spec import Shares
+from distributed.shard.tensor import MaybeTensor, ShardTensor, composed, local, named, rule, wrap, wrap_result
 
 
 class Normal(torch.autograd.Function):
@@ -23,7 +24,7 @@ class Normal(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
-        dims: Sequence[int], shared_by: Sharers,
+        dims: Sequence[int], shared_by: Shares,
     ) -> Tensor:  # fmt: skip
         """Local parts that broadcast against x -> the shape of x. shared_by: the ranks and their parts of dims.
 
@@ -48,7 +49,7 @@ class Normal(torch.autograd.Function):
         sums = torch.stack([(grad * normal).sum(ctx.dims, keepdim=True), grad.sum(ctx.dims, keepdim=True)])
         count = math.prod([x.shape[d] for d in ctx.dims])
         if ctx.shared_by is not None:
-            group, counts = ctx.shared_by
+            counts, group = ctx.shared_by
             sums, count = reduce_from_region(sums, group), sum(counts)
         along, average = (sums / count).unbind()
         back = (grad - normal * along - average) * scale
@@ -60,7 +61,7 @@ def normalized(
 ) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
     """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
     x, dims = reduced(x), tuple(dims)
-    part, shared_by, left = local(x), sharers(x.spec, dims), kept(x.spec, dims, True)
+    part, shared_by, left = local(x), x.spec.shares(*dims), kept(x.spec, dims, True)
     with torch.no_grad():
         mean, deviations, count = moments(at_least_float32(part), dims, shared_by)
         var = deviations / count
@@ -69,16 +70,9 @@ def normalized(
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
 
-def scaled(y: ShardTensor, weight: Tensor | None, bias: Tensor | None, like: Tensor) -> ShardTensor:
-    """Weight and bias of a layer applied to y, in the dtype that it gives for an input `like`."""
-    y = y if weight is None else dispatch(torch.mul, y, weight)
-    y = y if bias is None else dispatch(torch.add, y, bias)
-    return dispatch(Tensor.to, y, autocast_dtype(like))
-
-
-def of_channels(weight: MaybeTensor, x: ShardTensor) -> MaybeTensor:
+def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
-    return None if weight is None else weight.view(-1, *[1] * (len(x.spec.dims) - 2))
+    return None if weight is None else weight.view(-1, *[1] * (x.dim() - 2))
 
 
 @rule(*named("layer_norm"))
@@ -87,32 +81,27 @@ def layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
-    spec = input.spec
-    common = type(input) is ShardTensor is not type(weight) and type(bias) is not ShardTensor and not spec.partial
-    if common and spec.whole_from + len(normalized_shape) <= len(spec.dims):
-        if spec.copies > 1:
-            weight, bias = shared(weight, spec), shared(bias, spec)
-        return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
     x, dims = reduced(input), last_dims(func, input, normalized_shape)
-    if sharers(x.spec, dims) is None and not any(isinstance(w, ShardTensor) for w in (weight, bias)):
-        weight, bias = shared(weight, x.spec), shared(bias, x.spec)
-        return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), x.spec)
-    return normalized(x, dims, eps, weight, bias)[0]
+    if any(map(x.spec.is_split, dims)) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        return normalized(x, dims, eps, weight, bias)[0]
+    weight, bias = shared(weight, x.spec), shared(bias, x.spec)
+    return wrap_result(torch.layer_norm(x, normalized_shape, weight, bias, eps), x.spec)
 
 
 @rule(*named("rms_norm"))
+@composed
 def rms_norm(
     func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
-) -> ShardTensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
     x, dims = reduced(input), last_dims(func, input, normalized_shape)
-    if sharers(x.spec, dims) is None and type(weight) is not ShardTensor:
+    if not any(map(x.spec.is_split, dims)) and not isinstance(weight, ShardTensor):
         return wrap(F.rms_norm(local(x), normalized_shape, shared(weight, x.spec), eps), x.spec)
-    wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
-    square = dispatch(torch.mean, dispatch(torch.square, wide), dims, True)
-    square = dispatch(torch.add, square, torch.finfo(wide.dtype).eps if eps is None else eps)
-    return scaled(dispatch(torch.mul, wide, dispatch(torch.rsqrt, square)), weight, None, input)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    square = wide.square().mean(dims, True) + (torch.finfo(wide.dtype).eps if eps is None else eps)
+    y = wide * square.rsqrt()
+    return (y if weight is None else y * weight).to(autocast_dtype(x))
 
 
 def last_dims(func: Callable, x: ShardTensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
@@ -124,68 +113,61 @@ def last_dims(func: Callable, x: ShardTensor, normalized_shape: Sequence[int]) -
 
 
 @rule(*named("group_norm"))
+@composed
 def group_norm(
-    func: Callable, input: ShardTensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    func: Callable, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, cudnn_enabled: bool = True,
-) -> ShardTensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Normalize groups of channels of (B, C, ...)."""
-    x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))
-    shape = num_groups, -1, *[1] * (len(x.spec.dims) - 3)
+    x: Any = input.unflatten(1, (num_groups, -1))
+    shape = num_groups, -1, *[1] * (x.dim() - 3)
     weight, bias = (None if w is None else w.view(shape) for w in (weight, bias))
-    return dispatch(torch.flatten, normalized(x, range(2, len(x.spec.dims)), eps, weight, bias)[0], 1, 2)
+    return normalized(x, range(2, x.dim()), eps, weight, bias)[0].flatten(1, 2)
 
 
 @rule(F.batch_norm)
+@composed
 def batch_norm(
     func: Callable, input: ShardTensor, running_mean: Any, running_var: Any, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> ShardTensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
-    shape = input.spec.shape
+    shape = input.shape
     if not training:
         scale = (running_var + eps).rsqrt() * (1 if weight is None else weight)
         shift = (0 if bias is None else bias) - running_mean * scale
-        return scaled(input, of_channels(scale, input), of_channels(shift, input), input)
+        return (input * of_channels(scale, input) + of_channels(shift, input)).to(autocast_dtype(input))
     count = shape.numel() // max(shape[1], 1)
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
     scaling = of_channels(weight, input), of_channels(bias, input)
     y, mean, var = normalized(input, (0, *range(2, len(shape))), eps, *scaling)
-    update(running_mean, running_var, mean, dispatch(torch.mul, var, count / (count - 1)), momentum=momentum)
+    if running_mean is not None:
+        update(running_mean, running_var, [mean, var * (count / (count - 1))], momentum)
     return y
 
 
-def update(running_mean: MaybeTensor, running_var: MaybeTensor, *new: ShardTensor, momentum: float) -> None:
-    """Move running statistics (C,), if there are any, towards the new mean and variance, of C elements each."""
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            values = local(replicated(dispatch(torch.stack, new))).flatten(1)  # (2, C)
-            for running, value in zip((running_mean, running_var), values, strict=True):
-                running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+@torch.no_grad()
+def update(running_mean: Tensor | None, running_var: Tensor | None, new: Sequence[Tensor], momentum: float) -> None:
+    """Move running statistics (C,) towards the new mean and variance, of C elements each."""
+    values: Any = torch.stack(list(new))
+    values = values.full_tensor() if isinstance(values, ShardTensor) else values
+    for running, value in zip((running_mean, running_var), values.flatten(1), strict=True):  # (2, C)
+        if running is not None:
+            running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
 @rule(F.instance_norm)
+@composed
 def instance_norm(
-    func: Callable, input: ShardTensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    func: Callable, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
     weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
     eps: float = 1e-5,
-) -> ShardTensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Normalize each channel of each sample of (B, C, ...)."""
     if not use_input_stats:
-        return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is not None:
-        var, mean = dispatch(torch.var_mean, input, range(2, len(input.spec.dims)))
-        update(running_mean, running_var, *(dispatch(torch.mean, x, 0) for x in (mean, var)), momentum=momentum)
-    return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
-
-
-@rule(F.normalize)
-def to_unit_norm(
-    func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
-    out: Tensor | None = None,
-) -> ShardTensor:  # fmt: skip
-    """Divide by the global p-norm along dim, or by eps if that is larger."""
-    if out is not None:
-        raise no_rule(func, (input,), {}, "out= is not supported")
-    size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)
-    return dispatch(torch.div, input, dispatch(torch.clamp, size, min=eps))
+        var, mean = torch.var_mean(input, tuple(range(2, input.dim())))
+        update(running_mean, running_var, [mean.mean(0), var.mean(0)], momentum)
+    return F.group_norm(input, input.shape[1], weight, bias, eps)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from distributed.collectives import Group, Sizes, all_gather, at_least_float32, gather_from_region, tensor_on
 from distributed.shard.operands import reduced
-from distributed.shard.spec import Spec, over
+from distributed.shard.spec import Shares, Spec, over
 from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
-Sharers = tuple[Group, Sizes] | None  # the ranks that share a statistic, and how many of its elements each has
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
@@ -57,16 +56,8 @@ def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     return spec.with_dims(kept(spec, dims, keepdim).dims, tuple(sorted(summed.union(spec.partial))))
 
 
-def sharers(spec: Spec, dims: Sequence[int]) -> Sharers:
-    """(Group, elements of dims on each of its ranks) of the ranks among which dims are split; None if none is split."""
-    if not any(spec.is_split(dim) for dim in dims):
-        return None
-    counts, group = spec.shares(*dims)
-    return group, counts
-
-
 def gathered(
-    x: Tensor, summary: Callable[[Tensor], Tensor], group: Group, counts: Sizes, dims: tuple[int, ...]
+    x: Tensor, summary: Callable[[Tensor], Tensor], counts: Sizes, group: Group, dims: tuple[int, ...]
 ) -> Tensor:
     """summary(local tensor) of each rank that has elements in dims, in rank order: (ranks, ...).
 
@@ -80,14 +71,20 @@ def gathered(
 
 
 def reduce_by(
-    x: ShardTensor, dims: tuple[int, ...], keepdim: bool, summary: Callable[[Tensor], Tensor],
-    combine: Callable[[Tensor], Tensor],
-) -> ShardTensor:  # fmt: skip
-    """Reduce over dims: summary reduces a local tensor to size 1; combine joins all ranks' (ranks, ...) -> (...)."""
+    reduce: Callable[[Tensor, tuple[int, ...], bool], Tensor], x: ShardTensor, dims: tuple[int, ...], keepdim: bool
+) -> ShardTensor:
+    """reduce(part, dims, keepdim) of the local part, and of the results of all ranks if dims are split."""
     x = reduced(x)
-    spec, part = x.spec, local(x)
-    shared_by = sharers(spec, dims)
-    out = summary(part) if shared_by is None else combine(gathered(part, summary, *shared_by, dims))
+    out, shared_by = local(x), x.spec.shares(*dims)
+    if shared_by is None:
+        out = reduce(out, dims, True)
+    else:
+        out = reduce(gathered(out, lambda part: reduce(part, dims, True), *shared_by, dims), (0,), False)
+    return reduced_to(out, x.spec, dims, keepdim)
+
+
+def reduced_to(out: Tensor, spec: Spec, dims: tuple[int, ...], keepdim: bool) -> ShardTensor:
+    """The result of a reduction of dims, in which they have size 1, as a ShardTensor. spec: of what is reduced."""
     return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
 
 
@@ -123,28 +120,26 @@ rule(*named("count_nonzero"))(
 @numpy_rule(*named("any", "all"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
-    reduce, dims = getattr(torch, func.__name__), dims_of(input.spec, dim)
-    return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
+    return reduce_by(getattr(torch, func.__name__), input, dims_of(input.spec, dim), keepdim)
 
 
 @numpy_rule(*named("logsumexp"))
 def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
     """One gather of the maximum of each rank, and of its sum of the exponentials relative to it."""
-    dims = dims_of(input.spec, dim)
-    if sharers(input.spec, dims) is None:
-        return of_values(func, input, dim, keepdim)
+    dims, x = dims_of(input.spec, dim), reduced(input)
+    shared_by = x.spec.shares(*dims)
+    if shared_by is None:
+        return of_values(func, x, dim, keepdim)
 
     def summary(x: Tensor) -> Tensor:
         x = at_least_float32(x)
         top = x.detach().amax(dims, True)
         return torch.stack([top, (x - finite(top)).exp().sum(dims, keepdim=True)])
 
-    def combine(parts: Tensor) -> Tensor:
-        tops, totals = parts.unbind(1)
-        top = finite(tops.amax(0))
-        return (top + (totals * (tops - top).exp()).sum(0).log()).to(input.dtype)
-
-    return reduce_by(input, dims, keepdim, summary, combine)
+    tops, totals = gathered(local(x), summary, *shared_by, dims).unbind(1)
+    top = finite(tops.amax(0))
+    out = top + (totals * (tops - top).exp()).sum(0).log()
+    return reduced_to(out.to(x.dtype), x.spec, dims, keepdim)
 
 
 def finite(x: Tensor) -> Tensor:
@@ -157,15 +152,15 @@ def prod(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
     """One gather of the product of each rank. The product of integers is int64, as in torch."""
-    dims = dims_of(input.spec, dim)
 
-    def product(x: Tensor) -> Tensor:
+    def product(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
         for d in dims:
             x = x.prod(d, keepdim=True)
+        x = x if keepdim else x.squeeze(dims)
         return x if x.is_floating_point() or x.is_complex() else x.long()
 
     input = input if dtype is None else dispatch(Tensor.to, input, dtype)
-    return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))
+    return reduce_by(product, input, dims_of(input.spec, dim), keepdim)
 
 
 @numpy_rule(torch.linalg.vector_norm)
@@ -177,12 +172,14 @@ def vector_norm(
     if ord in (math.inf, -math.inf):
         x = dispatch(torch.abs, x if dtype is None else dispatch(Tensor.to, x, dtype))
         return dispatch(torch.amax if ord > 0 else torch.amin, x, dims_of(x.spec, dim), keepdim)
-    x, dims, norm = reduced(x), dims_of(x.spec, dim), torch.linalg.vector_norm
+    x, dims = reduced(x), dims_of(x.spec, dim)
+
+    def norm(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+        return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
+
     if ord == 0:  # the number of elements that are not 0
-        return wrap(norm(local(x), 0, dims, keepdim, dtype=dtype), reduced_spec(x.spec, dims, keepdim))
-    return reduce_by(
-        x, dims, keepdim, lambda part: norm(part, ord, dims, True, dtype=dtype), lambda parts: norm(parts, ord, 0)
-    )
+        return wrap(norm(local(x), dims, keepdim), reduced_spec(x.spec, dims, keepdim))
+    return reduce_by(norm, x, dims, keepdim)
 
 
 @numpy_rule(*named("norm"))
@@ -191,8 +188,6 @@ def norm(
     dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
 ) -> ShardTensor:  # fmt: skip
     """torch.norm, Tensor.norm and torch.linalg.norm of vectors; norms of matrices have no rule."""
-    if out is not None:
-        raise no_rule(func, (input,), {}, "out= is not supported")
     order = p if ord is None else ord
     if func is torch.linalg.norm and order is not None:
         if not isinstance(dim, int) and len(dim or input.spec.dims) != 1:
@@ -204,7 +199,7 @@ def norm(
     return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
 
 
-def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tensor, Tensor, int]:
+def moments(x: Tensor, dims: tuple[int, ...], shared_by: Shares) -> tuple[Tensor, Tensor, int]:
     """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
 
     dims stay, with size 1. The method of Chan et al. 1979 combines the mean and deviations of each rank. It loses no
@@ -220,8 +215,8 @@ def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tenso
     if shared_by is None:
         mean, deviations = summary(x).unbind()
         return mean, deviations, math.prod([x.shape[d] for d in dims])
-    group, counts = shared_by
-    means, deviations = gathered(x, summary, group, counts, dims).unbind(1)
+    counts, group = shared_by
+    means, deviations = gathered(x, summary, counts, group, dims).unbind(1)
     count, present = sum(counts), [n for n in counts if n]
     weight = tensor_on(x.device, present, x.dtype).view(-1, *[1] * x.dim())
     apart = means - means[:1]
@@ -257,12 +252,11 @@ def var(
     if part.is_complex():
         raise no_rule(func, (input,), {}, "of complex numbers")
     dims = dims_of(spec, dim)
-    average, deviations, count = moments(at_least_float32(part), dims, sharers(spec, dims))
+    average, deviations, count = moments(at_least_float32(part), dims, spec.shares(*dims))
     out = deviations / (count - correction) if count > correction else deviations * math.nan
     if func.__name__ in ("std", "std_mean"):
         out = root(out)
-    left = kept(spec, dims, keepdim)
-    out, average = (wrap((y if keepdim else y.squeeze(dims)).to(part.dtype), left) for y in (out, average))
+    out, average = (reduced_to(y.to(part.dtype), spec, dims, keepdim) for y in (out, average))
     return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
 
 

@@ -167,7 +167,7 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
     return wrap_result(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
 
 
-@rule(Tensor.mT.__get__, *named("t"))
+@rule(*named("mT", "t"))
 def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     """Swap the last two dimensions; a vector stays as it is. t() accepts at most two dimensions."""
     count = len(input.spec.dims)
@@ -176,10 +176,8 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     return input if count < 2 else transpose(func, input, -2, -1)
 
 
-rule(Tensor.T.__get__)(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
-rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))(
-    lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1))
-)
+rule(*named("T"))(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
+rule(*named("H", "mH", "adjoint"))(lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1)))
 rule(*named("ravel"))(lambda func, input: flatten(func, input))
 
 
