@@ -141,14 +141,21 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
     return register
 
 
-def composed(implementation: Callable) -> Callable:
-    """Decorator of a rule: ShardTensors are ShardTensors inside of it, so that it is written as on whole tensors."""
+def composed(*functions: Callable) -> Callable[[Rule], Rule]:
+    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors.
 
-    def enabled(*args: Any, **kwargs: Any) -> Any:
-        with AsShardTensors():
-            return implementation(*args, **kwargs)
+    torch.compile cannot trace such a rule.
+    """
 
-    return enabled
+    def register(implementation: Rule) -> Rule:
+        def enabled(func: Callable, *args: Any, **kwargs: Any) -> Any:
+            with AsShardTensors():
+                return implementation(func, *args, **kwargs)
+
+        rule(*functions)(enabled)
+        return implementation
+
+    return register
 
 
 def _method(implementation, function):

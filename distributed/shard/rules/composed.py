@@ -35,15 +35,12 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: (
         F.normalize(x1, dim=dim, eps=eps) * F.normalize(x2, dim=dim, eps=eps)
     ).sum(dim),
-    "normalize": lambda input, p=2.0, dim=1, eps=1e-12, out=None: (
-        input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp(min=eps)
-    ),
     "prelu": lambda input, weight: torch.where(input > 0, input, of_channels(weight, input) * input),
 }
 
 
 def _register(functions, function):
-    rule(*functions)(composed(lambda func, *args, **kwargs: function(*args, **kwargs)))
+    composed(*functions)(lambda func, *args, **kwargs: function(*args, **kwargs))
 
 
 for _names, _formula in FORMULAS.items():
@@ -71,8 +68,7 @@ def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor
     return func(local(input), *args, **kwargs)
 
 
-@rule(torch.meshgrid, torch._VF.meshgrid)  # type: ignore[attr-defined]  # of a list, it is the second
-@composed
+@composed(torch.meshgrid, torch._VF.meshgrid)  # type: ignore[attr-defined]  # of a list, it is the second
 def meshgrid(func: Callable, *tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
     """The coordinates (n_0,), (n_1,), ... of a grid at all its points, each (n_0, n_1, ...); xy: (n_1, n_0, ...)."""
     axes = [x.reshape(-1) for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)]
@@ -82,8 +78,7 @@ def meshgrid(func: Callable, *tensors: Any, indexing: str | None = None) -> tupl
     return tuple([x.view(shape).expand(sizes) for x, shape in zip(axes, shapes, strict=True)])
 
 
-@rule(*named("rot90"))
-@composed
+@composed(*named("rot90"))
 def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     """Turn a plane k times by 90 degrees."""
     first, second = dims
@@ -93,8 +88,7 @@ def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1
     return turned.transpose(first, second) if k % 4 else turned * 1
 
 
-@rule(*named("diff"))
-@composed
+@composed(*named("diff"))
 def diff(
     func: Callable, input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None,
     append: Tensor | None = None,
@@ -108,8 +102,7 @@ def diff(
     return x
 
 
-@rule(*named("trapezoid", "trapz"))
-@composed
+@composed(*named("trapezoid", "trapz"))
 def trapezoid(func: Callable, y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
     """The integral along a dimension, by the trapezoidal rule. x: the places, one for each row or each element."""
     rows, steps = y.shape[dim], cast("Any", dx)
@@ -119,8 +112,7 @@ def trapezoid(func: Callable, y: Tensor, x: Tensor | None = None, *, dx: float =
     return ((y.narrow(dim, 1, rows - 1) + y.narrow(dim, 0, rows - 1)) * steps / 2).sum(dim)
 
 
-@rule(*named("as_strided"))
-@composed
+@composed(*named("as_strided"))
 def as_strided(
     func: Callable, input: ShardTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> ShardTensor:
@@ -157,8 +149,7 @@ def as_strided(
     return expanded
 
 
-@rule(F.unfold)
-@composed
+@composed(F.unfold)
 def unfold(
     func: Callable, input: Tensor, kernel_size: PerAxis, dilation: PerAxis = 1, padding: PerAxis = 0,
     stride: PerAxis = 1,
@@ -170,8 +161,7 @@ def unfold(
     return x.flatten(-2).flatten(-4, -2)
 
 
-@rule(F.fold)
-@composed
+@composed(F.fold)
 def fold(
     func: Callable, input: Tensor, output_size: PerAxis, kernel_size: PerAxis, dilation: PerAxis = 1,
     padding: PerAxis = 0, stride: PerAxis = 1,
@@ -189,8 +179,7 @@ def fold(
     return y.view(*input.shape[:-2], -1, *sizes)
 
 
-@rule(*(getattr(torch, name + end) for name in ("feature_dropout", "feature_alpha_dropout") for end in ("", "_")))
-@composed
+@composed(*(getattr(torch, name + end) for name in ("feature_dropout", "feature_alpha_dropout") for end in ("", "_")))
 def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool) -> Tensor:
     """Drop whole channels, alike on all ranks that hold a part of them; alpha: to the limit of SELU."""
     if p == 0 or not training:

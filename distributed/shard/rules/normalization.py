@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import at_least_float32, reduce_from_region
-from distributed.shard.operands import fitted, reduced, shared
+from distributed.shard.operands import fitted, reduced, replicated, shared
 from distributed.shard.rules.reductions import autocast_dtype, dims_of, kept, moments
 from distributed.shard.spec import Shares
-from distributed.shard.tensor import MaybeTensor, ShardTensor, composed, local, named, rule, wrap, wrap_result
+from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, rule, wrap, wrap_result
 
 
 class Normal(torch.autograd.Function):
@@ -70,6 +70,13 @@ def normalized(
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
 
+def scaled(y: ShardTensor, weight: Tensor | None, bias: Tensor | None, like: Tensor) -> ShardTensor:
+    """Weight and bias of a layer applied to y, in the dtype that it gives for an input `like`."""
+    y = y if weight is None else dispatch(torch.mul, y, weight)
+    y = y if bias is None else dispatch(torch.add, y, bias)
+    return dispatch(Tensor.to, y, autocast_dtype(like))
+
+
 def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
     return None if weight is None else weight.view(-1, *[1] * (x.dim() - 2))
@@ -89,19 +96,18 @@ def layer_norm(
 
 
 @rule(*named("rms_norm"))
-@composed
 def rms_norm(
     func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> ShardTensor:  # fmt: skip
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
     x, dims = reduced(input), last_dims(func, input, normalized_shape)
     if not any(map(x.spec.is_split, dims)) and not isinstance(weight, ShardTensor):
         return wrap(F.rms_norm(local(x), normalized_shape, shared(weight, x.spec), eps), x.spec)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    square = wide.square().mean(dims, True) + (torch.finfo(wide.dtype).eps if eps is None else eps)
-    y = wide * square.rsqrt()
-    return (y if weight is None else y * weight).to(autocast_dtype(x))
+    wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
+    square = dispatch(torch.mean, dispatch(torch.square, wide), dims, True)
+    square = dispatch(torch.add, square, torch.finfo(wide.dtype).eps if eps is None else eps)
+    return scaled(dispatch(torch.mul, wide, dispatch(torch.rsqrt, square)), weight, None, input)
 
 
 def last_dims(func: Callable, x: ShardTensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
@@ -113,61 +119,68 @@ def last_dims(func: Callable, x: ShardTensor, normalized_shape: Sequence[int]) -
 
 
 @rule(*named("group_norm"))
-@composed
 def group_norm(
-    func: Callable, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    func: Callable, input: ShardTensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, cudnn_enabled: bool = True,
-) -> Tensor:  # fmt: skip
+) -> ShardTensor:  # fmt: skip
     """Normalize groups of channels of (B, C, ...)."""
-    x: Any = input.unflatten(1, (num_groups, -1))
-    shape = num_groups, -1, *[1] * (x.dim() - 3)
+    x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))
+    shape = num_groups, -1, *[1] * (len(x.spec.dims) - 3)
     weight, bias = (None if w is None else w.view(shape) for w in (weight, bias))
-    return normalized(x, range(2, x.dim()), eps, weight, bias)[0].flatten(1, 2)
+    return dispatch(torch.flatten, normalized(x, range(2, len(x.spec.dims)), eps, weight, bias)[0], 1, 2)
 
 
 @rule(F.batch_norm)
-@composed
 def batch_norm(
     func: Callable, input: ShardTensor, running_mean: Any, running_var: Any, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> ShardTensor:  # fmt: skip
     """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
-    shape = input.shape
+    shape = input.spec.shape
     if not training:
         scale = (running_var + eps).rsqrt() * (1 if weight is None else weight)
         shift = (0 if bias is None else bias) - running_mean * scale
-        return (input * of_channels(scale, input) + of_channels(shift, input)).to(autocast_dtype(input))
+        return scaled(input, of_channels(scale, input), of_channels(shift, input), input)
     count = shape.numel() // max(shape[1], 1)
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
     scaling = of_channels(weight, input), of_channels(bias, input)
     y, mean, var = normalized(input, (0, *range(2, len(shape))), eps, *scaling)
     if running_mean is not None:
-        update(running_mean, running_var, [mean, var * (count / (count - 1))], momentum)
+        update(running_mean, running_var, [mean, dispatch(torch.mul, var, count / (count - 1))], momentum)
     return y
 
 
 @torch.no_grad()
-def update(running_mean: Tensor | None, running_var: Tensor | None, new: Sequence[Tensor], momentum: float) -> None:
-    """Move running statistics (C,) towards the new mean and variance, of C elements each."""
-    values: Any = torch.stack(list(new))
-    values = values.full_tensor() if isinstance(values, ShardTensor) else values
-    for running, value in zip((running_mean, running_var), values.flatten(1), strict=True):  # (2, C)
+def update(running_mean: Tensor | None, running_var: Tensor | None, new: Any, momentum: float) -> None:
+    """Move running statistics (C,), if there are any, towards the `new` mean and variance, of C elements each."""
+    if isinstance(new[0], ShardTensor):
+        new = local(replicated(dispatch(torch.stack, new)))  # (2, ...)
+    for running, value in zip((running_mean, running_var), new, strict=True):
         if running is not None:
-            running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+            running.mul_(1 - momentum).add_(value.flatten().to(running.dtype), alpha=momentum)
 
 
 @rule(F.instance_norm)
-@composed
 def instance_norm(
-    func: Callable, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    func: Callable, input: ShardTensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
     weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> ShardTensor:  # fmt: skip
     """Normalize each channel of each sample of (B, C, ...)."""
     if not use_input_stats:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is not None:
-        var, mean = torch.var_mean(input, tuple(range(2, input.dim())))
-        update(running_mean, running_var, [mean.mean(0), var.mean(0)], momentum)
-    return F.group_norm(input, input.shape[1], weight, bias, eps)
+        var, mean = dispatch(torch.var_mean, input, range(2, len(input.spec.dims)))
+        update(running_mean, running_var, [dispatch(torch.mean, x, 0) for x in (mean, var)], momentum)
+    return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
+
+
+@rule(F.normalize)
+def to_unit_norm(
+    func: Callable, input: ShardTensor, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12,
+    out: Tensor | None = None,
+) -> ShardTensor:  # fmt: skip
+    """Divide by the global p-norm along dim, or by eps if that is larger."""
+    size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)
+    return dispatch(torch.div, input, dispatch(torch.clamp, size, min=eps))
