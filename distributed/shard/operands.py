@@ -73,8 +73,7 @@ def common_spec(tensors: Sequence[Tensor]) -> Spec:
     shape = torch.broadcast_shapes(*map(global_shape, tensors))
     sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
     axes = joint_axes([(s, range(-len(s.dims), 0)) for s in specs], sizes, set())
-    partial = specs[0].partial if all(s.partial == specs[0].partial for s in specs) else ()
-    return Spec(specs[0].mesh, tuple(axes.values()), partial)
+    return Spec(specs[0].mesh, tuple(axes.values()))
 
 
 def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int], used: set[int]) -> dict[Any, Axes]:

@@ -92,7 +92,6 @@ class Spec:
         self.shape = torch.Size([n + math.prod([a.size for a in axes]) for n, axes in zip(ahead, dims, strict=True)])
         self.local_shape = torch.Size([self.held(axes) for axes in dims])  # of this rank
         self.split_dims = tuple([dim for dim, axes in enumerate(dims) if over(axes)])
-        self.whole_from = max(self.split_dims, default=-1) + 1  # the dimensions that follow are whole
         used = over([axis for axes in dims for axis in axes]).union(partial)
         # Ranks that hold the same local tensor:
         self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])

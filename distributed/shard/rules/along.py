@@ -175,21 +175,19 @@ def recurrent(
     states: Sequence[Tensor] = [hx] if isinstance(hx, Tensor) else list(hx)
     if not isinstance(weights, list | tuple) or not isinstance(train, bool) or (dropout and train):
         raise no_rule(func, (input, *states), {}, "packed sequences, or dropout between layers")
-    batch = 0 if batch_first else 1
     like = next(x for x in (input, *states) if isinstance(x, ShardTensor))
-    x = made_whole(copied(input, like.spec), (1 - batch, 2))
-    of_states = x.spec.with_dims((whole(global_shape(states[0])[0]), x.spec.dims[batch], ()))
+    x = copied(input, like.spec)
+    x = made_whole(dispatch(torch.transpose, x, 0, 1) if batch_first else x, (0, 2))  # (T, B, D)
     parts = []
     for state in states:
-        spec = of_states.with_axes(2, whole(global_shape(state)[2]))
-        parts.append(fitted(reduced(state), spec))
-    part, empty = local(x), x.spec.local_shape[batch] == 0
-    if empty:  # a placeholder, because the plain function rejects a batch of nothing
-        part, parts = part.sum(batch, keepdim=True), [state.sum(1, keepdim=True) for state in parts]
+        count, _, features = global_shape(state)
+        parts.append(fitted(reduced(state), x.spec.with_dims((whole(count), x.spec.dims[1], whole(features)))))
     own = [shared(weight, x.spec) for weight in weights]
-    first = parts[0] if isinstance(hx, Tensor) else parts
-    y, *last = func(part, first, own, biases, layers, dropout, train, bidirectional, batch_first)
-    if empty:
-        y, last = y.narrow(batch, 0, 0), [state.narrow(1, 0, 0) for state in last]
-    out = wrap(y, x.spec.with_axes(2, whole(y.shape[2])))
-    return out, *[wrap(state, of_states.with_axes(2, whole(state.shape[2]))) for state in last]
+
+    def compute(part: Tensor) -> tuple[Tensor, ...]:
+        first = [state.sum(1, keepdim=True) if state.shape[1] < part.shape[1] else state for state in parts]
+        hidden = first[0] if isinstance(hx, Tensor) else first
+        return func(part, hidden, own, biases, layers, dropout, train, bidirectional, False)
+
+    y, *last = on_whole(x, (0, 2), compute)
+    return dispatch(torch.transpose, y, 0, 1) if batch_first else y, *last

@@ -58,7 +58,6 @@ SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__"
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
-DRAWN_INTO = set(named("dropout_", "bernoulli_", "normal_", "uniform_"))
 
 
 @rule(*POINTWISE)
@@ -76,16 +75,17 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
         if (
             spec is not None
             and (not kwargs or not any(isinstance(x, Tensor) for x in kwargs.values()))
-            and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
+            and (not spec.partial or (not kwargs and keeps_sums(func, args)))
         ):
             out = func(*args, **kwargs)  # the common case: all operands are split in the same way
             return wrap_result(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
 
 
-def scales(func: Callable, args: Sequence[Any]) -> bool:
-    """Tell whether func multiplies one tensor by a number."""
-    return func in SCALING and isinstance(args[0], ShardTensor) and not isinstance(args[1], Tensor)
+def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
+    """Tell whether func is linear: of one tensor alone, of a tensor and a number, or the sum of two tensors."""
+    tensors = [isinstance(x, ShardTensor) for x in args]
+    return func in LINEAR or (func in SCALING and tensors == [True, False]) or (func in ADDING and all(tensors))
 
 
 def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
@@ -96,13 +96,10 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
         if is_for_all(spec, args):  # running statistics
             return func(*[local(reduced(x)) for x in args], **kwargs)
         adopt(func, args[0], spec)
-    adds = func in ADDING and len(args) == 2 and all(isinstance(x, ShardTensor) for x in args)
-    linear = func in LINEAR or scales(func, args) or (adds and args[0].spec == args[1].spec)
-    if kwargs or not linear:  # rounding_mode= is not linear
-        if in_place and isinstance(args[0], ShardTensor) and args[0].spec.partial:
-            raise no_rule(func, args, kwargs, "in place on a partial tensor")
-        args = list(map(reduced, args))
-        kwargs = {key: reduced(x) for key, x in kwargs.items()}
+    if in_place and args[0].spec.partial:
+        raise no_rule(func, args, kwargs, "in place on a partial tensor")
+    args = list(map(reduced, args))
+    kwargs = {key: reduced(x) for key, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
     fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
@@ -159,7 +156,7 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
         return wrap(out, x.spec) if out is not x else x
     if kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
         raise no_rule(func, (x, *args), kwargs, "with a generator, or a tensor of parameters")
-    if x.spec.partial and (func in DRAWN_INTO or kwargs.get("inplace") or args[2:] == (True,)):
+    if x.spec.partial and (func.__name__.endswith("_") or kwargs.get("inplace") or args[2:] == (True,)):
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
     x = reduced(x)
     with own_stream(x.spec, x.device):

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.collectives import reduce_from_region
 from distributed.shard.operands import reduced
-from distributed.shard.rules.reductions import Dims, dims_of, gathered, numpy_rule, reduce_by, reduced_to
+from distributed.shard.rules.reductions import Dims, dims_of, numpy_rule, reduce_by, reduced_to
 from distributed.shard.spec import part_of
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, wrap
 
@@ -23,17 +24,10 @@ def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool =
     if shared_by is None or not (part.requires_grad and torch.is_grad_enabled()):
         return reduce_by(reduce, x, dims, keepdim)
     with torch.no_grad():
-
-        def summary(x: Tensor) -> Tensor:
-            value = reduce(x, dims, True)
-            count = (x == value).sum(dims, keepdim=True)
-            return torch.stack([value.float() if value.element_size() < 4 else value, count])
-
-        values, counts = gathered(part, summary, *shared_by, dims).unbind(1)
-        value = reduce(values, 0)
-        count = torch.where(values == value, counts, 0).sum(0)
-    out = _Shared.apply(part, value.to(part.dtype), part == value, count)
-    return reduced_to(out, spec, dims, keepdim)
+        value = local(reduce_by(reduce, x, dims, True))
+        mask = part == value
+        count = reduce_from_region(mask.sum(dims, keepdim=True), shared_by[1])
+    return reduced_to(_Shared.apply(part, value, mask, count), spec, dims, keepdim)
 
 
 class _Shared(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distributed.halo import Fetch, bounds
-from distributed.shard.operands import fitted, global_shape, reduced
+from distributed.shard.operands import fitted, global_shape, joint_axes, reduced
 from distributed.shard.rules.reductions import dims_of, numpy_rule
 from distributed.shard.rules.views import numbers
 from distributed.shard.spec import Axis, ahead_of, merged, over, shard_sizes, whole
@@ -44,7 +44,9 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
         raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
     cut, counts = [x for x in parts if x.spec.is_split(dim)], [shape[dim] for shape in shapes]
-    base = _others(parts, dim, (cut or parts)[0].spec)
+    specs = [x.spec for x in (*cut[:1], *parts)]
+    others = joint_axes([(spec, range(count)) for spec in specs], dict(enumerate(specs[0].shape)), set())
+    base = specs[0].with_dims(others.values())
     axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
         pieces, joined = [whole(n) for n in counts], whole(sum(counts))
@@ -71,18 +73,6 @@ def _piece(count, start, mesh_dim, sizes):
     end = start + count
     held = tuple([max(0, min(last, end) - max(first, start)) for first, last in bounds(sizes)])
     return (Axis(count, mesh_dim, held),)
-
-
-def _others(parts, dim, base):
-    """The spec `base`, with its whole dimensions split as in another of the tensors."""
-    used, dims = over([axis for axes in base.dims for axis in axes]), list(base.dims)
-    for x in parts:
-        for d, axes in enumerate(x.spec.dims):
-            by = over(axes)
-            if d != dim and by and not base.is_split(d) and not by & used:
-                dims[d] = axes
-                used |= by
-    return base.with_dims(dims)
 
 
 def _new_sizes(tensors, counts, dim, mesh_dim, group):

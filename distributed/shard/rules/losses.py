@@ -97,11 +97,10 @@ def class_loss(
     part = fitted(target, each if indices else spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
     loss = func(local(x), part, shared(weight, spec), ignore_index=ignore_index, reduction="none", **smoothing)
-    if reduction != "mean" or not indices:
-        total = averaged(wrap(loss, each), "none" if reduction == "none" else "sum")
-        return total if reduction != "mean" else dispatch(torch.div, total, max(each.shape.numel(), 1))
-    counts = (part != ignore_index).to(loss.dtype)
-    if weight is not None:
+    if reduction != "mean":
+        return averaged(wrap(loss, each), reduction)
+    counts = torch.ones_like(loss) if not indices else (part != ignore_index).to(loss.dtype)
+    if indices and weight is not None:
         counts = weight[torch.where(part == ignore_index, 0, part)] * counts
     one = reduced_spec(each, range(len(each.dims)), False)
     sums = reduced(wrap(torch.stack([loss.sum(), counts.sum()]), one.with_dims([whole(2)])))  # one all-reduce for both

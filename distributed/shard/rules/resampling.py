@@ -4,7 +4,7 @@ For the indices of maxima the images become whole, of some channels or samples o
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +39,7 @@ def max_pool(
     x, new, _ = windows.extended(x, splits, along, shape, lowest)
     if 0 in shape:
         return windows.no_outputs(x, shape), new
-    return func(x, kernel_size, stride, left(padding, along, splits), dilation, ceil_mode), new
+    return func(x, kernel_size, stride, left(along, splits), dilation, ceil_mode), new
 
 
 @windows.spatial_rule("avg_pool")
@@ -49,13 +49,13 @@ def avg_pool(
 ) -> Output:  # fmt: skip
     """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
     stride = stride or kernel_size
-    along = pool_windows(func, x, kernel_size, stride, padding, 1)
+    along = pool_windows(func, x, kernel_size, stride, padding)
     shape = windows.output_shape(func, x, splits, along, ceil_mode)
     x, new, own = windows.extended(x, splits, along, shape, 0)
     if 0 in shape:
         return windows.no_outputs(x, shape), new
     divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
-    y = func(x, kernel_size, stride, left(padding, along, splits), ceil_mode, count_include_pad, *divisor)
+    y = func(x, kernel_size, stride, left(along, splits), ceil_mode, count_include_pad, *divisor)
     for dim, outputs in own.items() if divisor_override is None else ():
         # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
         w, rows = along[dim], sum(splits[dim][0])
@@ -67,9 +67,20 @@ def avg_pool(
     return y, new
 
 
-def left(padding: PerAxis, along: Mapping[int, Window], splits: Splits) -> list[int]:
+def pool_windows(
+    func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis = 1
+) -> dict[int, Window]:
+    """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
+    along = windows.windows_of(range(x.ndim - DIMENSIONS[func], x.ndim), kernel_size, stride, padding, dilation)
+    for w in along.values():
+        if 2 * w.before > w.reach + 1:
+            raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
+    return along
+
+
+def left(along: dict[int, Window], splits: Splits) -> list[int]:
     """The padding that the plain operation has still to add, after `extended`."""
-    return [0 if dim in splits else n for dim, n in zip(along, spatial(padding, len(along)), strict=True)]
+    return [0 if dim in splits else w.before for dim, w in along.items()]
 
 
 @windows.spatial_rule("adaptive_max_pool")
@@ -88,28 +99,12 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
             continue
         new[dim] = windows.in_proportion(splits[dim][0], length)
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        x, mine, (first, last) = windows.read(x, dim, splits[dim], new[dim], covered)
-        shape[dim] = last - first
-        if func in AVERAGES:
-            x = windows.weighted_sums(x, dim, mine, [[1 / (b - a)] * (b - a) for a, b in mine])
-        else:
-            x = windows.spread(x, dim, mine)
+        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if func in AVERAGES else None
+        x = windows.read(x, dim, splits[dim], new[dim], covered, weights)
+        shape[dim] = new[dim][splits[dim][1].rank]
     if 0 in shape:
         return windows.no_outputs(x.to(dtype), shape), new
     return func(x, shape[x.ndim - count :]).to(dtype), new
-
-
-def pool_windows(
-    func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis
-) -> dict[int, Window]:
-    """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
-    count = DIMENSIONS[func]
-    values = [spatial(v, count) for v in (kernel_size, stride, padding, padding, dilation)]
-    along = {dim: Window(*v) for dim, v in enumerate(zip(*values, strict=True), x.ndim - count)}
-    for w in along.values():
-        if 2 * w.before > w.reach + 1:
-            raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
-    return along
 
 
 @rule(*AVERAGES)
@@ -168,11 +163,7 @@ def interpolate(
             sizes, length = splits[dim][0], lengths[i]
             new[dim] = windows.in_proportion(sizes, length)
             read, weights = rows_read(mode, sum(sizes), length, scales[i], align_corners, antialias)
-            x, mine, outputs = windows.read(x, dim, splits[dim], new[dim], read)
-            if mode in NEAREST:
-                x = windows.spread(x, dim, mine)
-            else:
-                x = windows.weighted_sums(x, dim, mine, weights[slice(*outputs)])
+            x = windows.read(x, dim, splits[dim], new[dim], read, None if mode in NEAREST else weights)
             lengths[i], scales[i] = x.shape[dim], scales[i] and 1.0
     shape = (*x.shape[:2], *lengths)
     if 0 in shape:
@@ -232,8 +223,7 @@ def pad(
         new[dim] = windows.cut(split[0], rows + before + after, lambda end, before=before: end + before)
         if mode in ("reflect", "replicate"):
             inside = [mirrored(row, rows - 1, mode) for row in range(-before, rows + after)]
-            x, mine, _ = windows.read(x, dim, split, new[dim], [(row, row + 1) for row in inside])
-            x = windows.spread(x, dim, mine)
+            x = windows.read(x, dim, split, new[dim], [(row, row + 1) for row in inside])
         else:
             intervals = [(first - before, last - before) for first, last in bounds(new[dim])]
             coming = Fetch(x, dim, split[0], intervals, split[1], mode == "circular", value or 0)

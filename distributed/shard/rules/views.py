@@ -151,20 +151,15 @@ def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> 
     if len(dims) != len(spec.dims):
         raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
     new = spec.derived(("permute", dims), lambda: spec.with_dims([spec.dims[d] for d in dims]))
-    return wrap(input.permute(dims), new)
+    return wrap_result(input.permute(dims), new)
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
 def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dimensions and their axes."""
-    spec = input.spec
-
-    def swapped() -> Spec:
-        dims = list(spec.dims)
-        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-        return spec.with_dims(dims)
-
-    return wrap_result(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
+    dims = list(range(len(input.spec.dims)))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return permute(func, input, dims)
 
 
 @rule(*named("mT", "t"))
@@ -253,6 +248,8 @@ def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTen
     return flatten(func, movedim(func, x, (-3, -1), (-4, -3)), -5, -3)
 
 
-rule(torch.broadcast_tensors)(
-    lambda func, *xs: [expand(func, x, torch.broadcast_shapes(*map(global_shape, xs))) for x in xs]
-)
+@rule(torch.broadcast_tensors)
+def broadcast_tensors(func: Callable, *tensors: Tensor) -> list[Tensor]:
+    """All tensors in the shape that they broadcast to."""
+    shape = torch.broadcast_shapes(*map(global_shape, tensors))
+    return [expand(func, x, shape) if isinstance(x, ShardTensor) else x.expand(shape) for x in tensors]
