@@ -12,10 +12,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distributed import collectives
-from distributed.collectives import Sizes, all_to_all, gather_from_region
+from distributed.collectives import (
+    Sizes,
+    all_to_all,
+    divided,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter,
+    scatter_to_region,
+)
 from distributed.halo import Fetch, bounds
-from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, over, spec_of, whole
+from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, over, whole
 
 
 def redistribute(
@@ -57,11 +64,11 @@ def _change(local, spec, m, target, sizes):
         local, spec = _gather(local, spec, m)
         return (local, spec) if target.is_replicate() else _change(local, spec, m, target, sizes)
     if target.is_partial():
-        return collectives.divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
+        return divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
     if target.is_replicate():
-        return collectives.reduce_from_region(local, group), without
+        return reduce_from_region(local, group), without
     new, sizes = _cut(without, target.dim, m, sizes)
-    split = collectives.reduce_scatter if source.is_partial() else collectives.scatter_to_region
+    split = reduce_scatter if source.is_partial() else scatter_to_region
     return split(local, target.dim, sizes, group), new
 
 
@@ -129,20 +136,13 @@ def _exchange(local, spec, m, dim, sizes):
     return torch.cat(parts, old), new
 
 
-def to_dtensor(local: Tensor, spec: Spec) -> DTensor:
-    """The DTensor of a local part, redistributed first if its pieces are not those of torch.chunk."""
-    mesh = spec.mesh.device_mesh
-    local, spec = redistribute(local, spec, spec.placements, _chunks(spec.shape, spec.placements, mesh))
-    return as_dtensor(local, mesh, spec.placements, spec.shape)
-
-
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """The contiguous DTensor of a global shape, of which this rank holds `local`. Nothing is communicated."""
     stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _chunks(shape, placements, mesh):
+def chunks(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> Pieces:
     """{mesh dimension: sizes of the pieces} of a DTensor."""
     return {
         m: chunk_sizes_of(shape[p.dim], n)
@@ -155,9 +155,3 @@ def chunk_sizes_of(size: int, parts: int) -> Sizes:
     """The sizes of the pieces that torch.chunk and DTensor make: (10, 4) -> (3, 3, 3, 1)."""
     piece = -(-size // parts)
     return tuple(max(0, min(piece, size - i * piece)) for i in range(parts))
-
-
-def spec_of_dtensor(tensor: DTensor) -> Spec:
-    """The Spec of a DTensor, on its own mesh."""
-    mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
-    return spec_of(mesh, shape, placements, _chunks(shape, placements, mesh))

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dtensor
-from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of  # noqa: F401
+from distributed.shard.redistribute import as_dtensor, chunks, redistribute
+from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 
 RULES: dict[Callable, Callable] = {}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
@@ -80,11 +80,14 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def from_dtensor(cls, tensor: DTensor) -> "ShardTensor":
         """The ShardTensor of a DTensor, on the same mesh."""
-        return wrap(tensor.to_local(), spec_of_dtensor(tensor))
+        mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
+        return wrap(tensor.to_local(), spec_of(mesh, shape, placements, chunks(shape, placements, mesh)))
 
     def to_dtensor(self) -> DTensor:
         """The DTensor of this tensor, redistributed first if its pieces are not those of torch.chunk."""
-        return to_dtensor(local(self), self.spec)
+        mesh, shape, placements = self.mesh, self.spec.shape, self.placements
+        part, _ = redistribute(local(self), self.spec, placements, chunks(shape, placements, mesh))
+        return as_dtensor(part, mesh, placements, shape)
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -16,8 +16,8 @@ from distributed.shard.operands import copied, global_shape, reduced, replicated
 from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.windows import no_outputs, request
-from distributed.shard.spec import whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, part_of, rule, wrap
+from distributed.shard.spec import part_of, whole
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
 from networks.vit import PerAxis
 

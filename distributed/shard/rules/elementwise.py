@@ -18,8 +18,8 @@ from torch import Tensor
 
 from distributed.layers import rank_random
 from distributed.shard.operands import common_spec, fitted, reduced, written
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap, wrap_result
+from distributed.shard.spec import Spec, part_of
+from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
 from utils.torch_private import storage_id
 
 

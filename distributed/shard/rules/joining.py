@@ -34,18 +34,15 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTenso
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
     tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
-    count = tensors[0].dim()
-    if not -count <= dim < count:
-        raise IndexError(f"Dimension out of range: {dim} of tensors of {count} dimensions")
-    dim = dim % count
+    parts = [x for x in tensors if isinstance(x, ShardTensor)]
+    (dim,) = dims_of(parts[0].spec, dim)
     shapes = [tuple(global_shape(x)) for x in tensors]
     rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
     if any(shape != rest[0] for shape in rest):
         raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
-    parts = [x for x in tensors if isinstance(x, ShardTensor)]
     cut, counts = [x for x in parts if x.spec.is_split(dim)], [shape[dim] for shape in shapes]
     specs = [x.spec for x in (*cut[:1], *parts)]
-    others = joint_axes([(spec, range(count)) for spec in specs], dict(enumerate(specs[0].shape)), set())
+    others = joint_axes([(s, range(len(s.dims))) for s in specs], dict(enumerate(specs[0].shape)), set())
     base = specs[0].with_dims(others.values())
     axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
