@@ -6,6 +6,7 @@ gradient, on every rank.
 
 import math
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -109,13 +110,10 @@ def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
 
     Unlike redistribute it keeps dimensions that are products of axes.
     """
-    axes = [axis for dim in spec.dims for axis in dim]
-    flat = spec.with_dims([(axis,) for axis in axes])
+    flat = spec.with_dims([(axis,) for axis in chain(*spec.dims)])
     local, flat = redistribute(local.reshape(flat.local_shape), flat, flat.placements, cut)
-    new, left = [], iter(flat.dims)
-    for dim in spec.dims:
-        new.append(tuple([axis for _ in dim for axis in next(left)]))
-    spec = spec.with_dims(new)
+    axes = chain(*flat.dims)
+    spec = spec.with_dims([tuple(islice(axes, len(dim))) for dim in spec.dims])
     return local.reshape(spec.local_shape), spec
 
 

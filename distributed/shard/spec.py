@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -92,7 +93,7 @@ class Spec:
         self.shape = torch.Size([n + math.prod([a.size for a in axes]) for n, axes in zip(ahead, dims, strict=True)])
         self.local_shape = torch.Size([self.held(axes) for axes in dims])  # of this rank
         self.split_dims = tuple([dim for dim, axes in enumerate(dims) if over(axes)])
-        used = over([axis for axes in dims for axis in axes]).union(partial)
+        used = over(*dims).union(partial)
         # Ranks that hold the same local tensor:
         self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])
 
@@ -173,7 +174,7 @@ class Spec:
 
     def shares(self, *dims: int) -> Shares:
         """(elements of dims on each rank, Group) of the ranks among which dims are split; None if all are whole."""
-        split = over([axis for dim in dims for axis in self.dims[dim]])
+        split = over(*[self.dims[dim] for dim in dims])
         if not split:
             return None
         (group,) = self.mesh.groups_of(split)
@@ -181,7 +182,7 @@ class Spec:
 
     def ranks(self, *dims: int) -> list[int]:
         """The ranks among which dims are split, counted in row-major order; [0] if they are whole."""
-        split = over([axis for dim in dims for axis in self.dims[dim]])
+        split = over(*[self.dims[dim] for dim in dims])
         others = [m for m in range(len(self.mesh.groups)) if m not in split]
         return [r for r in range(self.mesh.joint.size) if not any(self.coordinate(m, r) for m in others)]
 
@@ -194,9 +195,9 @@ class Spec:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
 
 
-def over(axes: Iterable[Axis]) -> set[int]:
-    """The mesh dimensions that split axes."""
-    return {axis.mesh_dim for axis in axes if axis.sizes is not None}
+def over(*dims: Iterable[Axis]) -> set[int]:
+    """The mesh dimensions that split any of the axes of some dimensions."""
+    return {axis.mesh_dim for axis in chain(*dims) if axis.sizes is not None}
 
 
 def whole(size: int) -> Axes:

@@ -22,9 +22,9 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 # {name: (position of dim among the arguments, its default; None: all dimensions)}
 ALONG: dict[str, tuple[int, Dims]] = {
     "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0), "topk": (2, -1), "kthvalue": (2, -1), "mode": (1, -1),
-    "median": (1, None), "nanmedian": (1, None), "quantile": (2, None), "nanquantile": (2, None), "cumprod": (1, None),
-    "logcumsumexp": (1, None), "cummax": (1, None), "cummin": (1, None), "glu": (1, -1), "unique": (9, None),
-    "unique_consecutive": (9, None), "aminmax": (9, None),
+    "median": (1, None), "nanmedian": (1, None), "quantile": (2, None), "nanquantile": (2, None), "prod": (1, None),
+    "cumprod": (1, None), "logcumsumexp": (1, None), "cummax": (1, None), "cummin": (1, None), "glu": (1, -1),
+    "unique": (9, None), "unique_consecutive": (9, None), "aminmax": (9, None),
 }  # fmt: skip
 
 

@@ -117,8 +117,7 @@ def _of_own_heads(mask, rows):
 def _mask(mask, is_causal, rows, columns, device):
     """The mask of all queries and keys, (..., N, M), both in the order of the ranks."""
     if is_causal:
-        places = [torch.arange(spec.shape[2], device=device) for spec in (rows, columns)]
-        mask = places[0][:, None] >= places[1]
+        mask = torch.ones(rows.shape[2], columns.shape[2], dtype=torch.bool, device=device).tril()
     if mask is None:
         return None
     for dim, spec in ((-2, rows), (-1, columns)):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
 from distributed.shard.operands import reduced
+from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import kept
 from distributed.shard.rules.windows import spatial, windows_of
@@ -185,9 +186,8 @@ def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool
         raise no_rule(func, (input,), {}, "in place, or without samples")
     x = reduced(input)
     spec = kept(x.spec, range(2, len(x.spec.dims)), True)
-    left = F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)
-    if func is torch.feature_dropout:
-        return x * left
-    limit, left = -1.7580993408473766, left > 0  # of SELU at minus infinity
-    scale = 1.0 if p == 1 else ((1 - p) * (1 + p * limit**2)) ** -0.5  # keeps the variance
-    return torch.where(left, x, limit) * scale - scale * p * limit
+    probe = torch.tensor([0.0, 1.0], dtype=x.dtype, device=x.device).expand(*spec.local_shape[:2], 2)
+    with own_stream(spec, x.device):  # every channel becomes a multiple of itself plus a number
+        zero, one = func(probe, p, True).unbind(-1)
+    factor, shift = (wrap(y.reshape(spec.local_shape), spec) for y in (one - zero, zero))
+    return x * factor + shift

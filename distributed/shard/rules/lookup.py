@@ -1,6 +1,7 @@
 """Rows, elements and places that other tensors choose: tables, gather and scatter, masks, samples of images."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
     if not isinstance(input, ShardTensor) or tuple(global_shape(mask)) != tuple(input.spec.shape[: mask.dim()]):
         raise no_rule(func, (input, mask), {}, "of a plain tensor, or by a mask that broadcasts")
     x, count = in_order(reduced(input), mask.dim()), mask.dim()
-    spec, axes = x.spec, merged([axis for d in x.spec.dims[:count] for axis in d])
+    spec, axes = x.spec, merged(chain(*x.spec.dims[:count]))
     selected = local(x)[fitted(reduced(mask), spec.with_dims(spec.dims[:count]))]
     new = whole(len(selected))
     if over(axes):
@@ -108,7 +109,7 @@ def in_order(x: ShardTensor, count: int) -> ShardTensor:
 
     One mesh dimension splits the first of these that is longer than 1, into bands; others split none of them.
     """
-    if len(merged([axis for d in x.spec.dims[:count] for axis in d])) < 2:
+    if len(merged(chain(*x.spec.dims[:count]))) < 2:
         return x
     lead = next(d for d in range(count) if x.spec.shape[d] > 1)
     splits = [m for m, p in enumerate(x.spec.placements) if isinstance(p, Shard) and p.dim < count]
@@ -169,14 +170,14 @@ def grid_sample(
     like = next(y for y in (input, grid) if isinstance(y, ShardTensor)).spec
     x, places = reduced(copied(input, like)), copied(grid, like)
     places = made_whole(places, (len(places.spec.dims) - 1,))
-    if not over(x.spec.dims[0]) & over([axis for axes in places.spec.dims for axis in axes]):
+    if not over(x.spec.dims[0]) & over(*places.spec.dims):
         places = to_spec(places, places.spec.with_axes(0, x.spec.dims[0]))
     samples, *rows, _ = places.spec.dims
-    used = over([*samples, *[axis for axes in rows for axis in axes]])
+    used = over(samples, *rows)
     channels = whole(x.spec.shape[1]) if over(x.spec.dims[1]) & used else x.spec.dims[1]
     out = x.spec.with_dims([samples, channels, *rows])
     grid_part, shape, needed = used_apart(places, out), x.spec.shape[2:], {}
-    near = [d for d in range(2, len(x.spec.dims)) if len(x.spec.dims[d]) == 1 and x.spec.is_split(d)]
+    near = [d for d in x.spec.split_dims if d > 1 and len(x.spec.dims[d]) == 1]
     near = [d for d in near if over(x.spec.dims[d]) <= used - over(samples)]
     if near and mode != "bicubic" and min(shape) > 1 and grid_part.element_size() > 2 and not (
         torch.compiler.is_compiling() or isinstance(grid_part, FakeTensor)

@@ -60,7 +60,7 @@ def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
 
 def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     """The spec of a sum over dims: partial over the mesh dimensions that split them."""
-    summed = over([axis for d in dims for axis in spec.dims[d]])
+    summed = over(*[spec.dims[d] for d in dims])
     return spec.with_dims(kept(spec, dims, keepdim).dims, tuple(sorted(summed.union(spec.partial))))
 
 
@@ -153,22 +153,6 @@ def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = Fal
 def finite(x: Tensor) -> Tensor:
     """Replace infinities by 0, so that their differences are numbers."""
     return x.masked_fill(x.isinf(), 0)
-
-
-@numpy_rule(*named("prod"))
-def prod(
-    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> ShardTensor:
-    """One gather of the product of each rank. The product of integers is int64, as in torch."""
-
-    def product(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-        for d in dims:
-            x = x.prod(d, keepdim=True)
-        x = x if keepdim else x.squeeze(dims)
-        return x if x.is_floating_point() or x.is_complex() else x.long()
-
-    input = input if dtype is None else dispatch(Tensor.to, input, dtype)
-    return reduce_by(product, input, dims_of(input.spec, dim), keepdim)
 
 
 @numpy_rule(torch.linalg.vector_norm)

@@ -39,7 +39,6 @@ from distributed.shard.rules.windows import (
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
-AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 NEAREST = "nearest", "nearest-exact"
 SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
 
@@ -117,7 +116,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
             continue
         new[dim] = in_proportion(splits[dim][0], length)
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if func in AVERAGES else None
+        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if "avg" in func.__name__ else None
         x = read(x, dim, splits[dim], new[dim], covered, weights)
         shape[dim] = new[dim][splits[dim][1].rank]
     if 0 in shape:
@@ -125,11 +124,11 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
     return func(x, shape[x.ndim - count :]).to(dtype), new
 
 
-@rule(*AVERAGES)
+@rule(*named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
     """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
     count = DIMENSIONS[func]
-    if output_size in (1, (1,) * count, [1] * count):
+    if set(spatial(output_size, count)) == {1}:
         # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
         return dispatch(torch.mean, input, tuple(images(input, func)), keepdim=True)
     return spatially(adaptive_pool, func, input, output_size)
@@ -167,8 +166,8 @@ def interpolate(
         return resulting(given, func(x, *options), {})
     if (size is None) == (scale_factor is None):
         raise ValueError("interpolate: either size or scale_factor")
-    factors = list(scale_factor) if isinstance(scale_factor, Sequence) else [scale_factor] * count
-    scales: list[Any] = [None] * count if recompute_scale_factor else factors
+    factors = spatial(scale_factor, count)
+    scales: list[Any] = [None] * count if recompute_scale_factor else list(factors)
     lengths = [int(n * (factor or 0)) for n, factor in zip(given.spec.shape[2:], factors, strict=True)]
     lengths = lengths if size is None else list(spatial(size, count))
     if mode == "area":

@@ -9,7 +9,7 @@ Nothing is communicated, except where a new shape would break up the ranks' piec
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -69,15 +69,15 @@ def _multiples(sizes, n):
 
 def _regrouped_behind(dims, shape, at, cut):
     """Regroup the dimensions in front of dimension `at`, which has elements ahead, and all others behind it."""
-    front = math.prod([axis.size for axes in dims[:at] for axis in axes])
+    front = math.prod([axis.size for axis in chain(*dims[:at])])
     place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == front and shape[i] != 1), None)
-    axes, behind = [axis for axes in dims[at:] for axis in axes], [axis for axes in dims[at + 1 :] for axis in axes]
+    axes, behind = [*chain(*dims[at:])], [*chain(*dims[at + 1 :])]
     if place is None or over(behind):
         return None
     inner, ahead = math.prod(shape[place + 1 :]), axes[0].ahead * math.prod([axis.size for axis in behind])
     outer = math.prod([axis.size for axis in axes]) // max(inner, 1)
     new = regrouped([axes[0]._replace(ahead=0), *axes[1:]], (outer, *shape[place + 1 :]), cut)
-    before = regrouped([axis for axes in dims[:at] for axis in axes], shape[:place], cut)
+    before = regrouped(chain(*dims[:at]), shape[:place], cut)
     if before is None or new is None or not new[0] or cut or ahead % inner or outer + ahead // inner != shape[place]:
         return None
     return (*before, (new[0][0]._replace(ahead=ahead // inner), *new[0][1:]), *new[1:])
@@ -93,10 +93,7 @@ def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spe
     if math.prod(shape) != spec.shape.numel():
         raise RuntimeError(f"shape '{shape}' is invalid for input of size {spec.shape.numel()}")
     at = next((d for d, axes in enumerate(spec.dims) if axes and axes[0].ahead), None)
-    if at is None:
-        dims = regrouped([axis for axes in spec.dims for axis in axes], shape, cut)
-    else:
-        dims = _regrouped_behind(spec.dims, shape, at, cut)
+    dims = regrouped(chain(*spec.dims), shape, cut) if at is None else _regrouped_behind(spec.dims, shape, at, cut)
     if dims is None:
         raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
     return spec.with_dims(dims), cut

@@ -75,9 +75,9 @@ def in_proportion(sizes: Sizes, length: int) -> Sizes:
     return cut(sizes, length, lambda end: -(-end * length // sum(sizes)))
 
 
-def spatial(values: PerAxis, count: int) -> tuple[int, ...]:
+def spatial(given: Any, count: int) -> tuple[Any, ...]:
     """One value for each of `count` dimensions: 3 -> (3, 3)."""
-    values = (values,) if isinstance(values, int) else tuple(values)
+    values = tuple(given) if isinstance(given, Sequence) else (given,)
     return values * count if len(values) == 1 else values
 
 
