@@ -27,6 +27,7 @@ from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 
 RULES: dict[Callable, Callable] = {}
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
 rules_apply = torch._C._is_torch_function_enabled  # whether they do: not inside a rule
@@ -43,6 +44,8 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         rule, kwargs = RULES.get(func), kwargs or {}
+        if kwargs and not isinstance(func, FunctionType):  # functions written in C have names of numpy's too
+            kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
         try:
             if rule is None or kwargs.get("out") is not None:
                 raise no_rule(func, args, kwargs, "out= is not supported" if rule else "")

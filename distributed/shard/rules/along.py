@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
 from distributed.shard.redistribute import sizes_over
-from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept
+from distributed.shard.rules.reductions import Dims, dims_of, kept
 from distributed.shard.rules.windows import Window, extended, no_outputs, output_shape, splits_of
 from distributed.shard.spec import Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
@@ -89,7 +89,6 @@ def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], An
 @rule(*named(*ALONG))
 def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The functions of ALONG. Without dim they see the whole tensor, which every rank gathers."""
-    kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     if any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
         raise no_rule(func, (input, *args), kwargs, "of two ShardTensors")
     place, dim = ALONG[func.__name__]

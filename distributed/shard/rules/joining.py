@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distributed.halo import Fetch, bounds
 from distributed.shard.operands import fitted, global_shape, joint_axes, reduced
-from distributed.shard.rules.reductions import dims_of, numpy_rule
+from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
 from distributed.shard.spec import Axis, ahead_of, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
@@ -23,14 +23,14 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(map(reduced, tensors))
 
 
-@numpy_rule(*named("stack"))
+@rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
     one = [dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim) for x in tensors]
     return cat(func, one, dim)
 
 
-@numpy_rule(*named("cat", "concat", "concatenate"))
+@rule(*named("cat", "concat", "concatenate"))
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
     tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too

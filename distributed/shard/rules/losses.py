@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from distributed.shard.operands import fitted, global_shape, reduced, shared
 from distributed.shard.rules.elementwise import broadcast
-from distributed.shard.rules.reductions import autocast_dtype, kept, numpy_rule, reduced_spec
+from distributed.shard.rules.reductions import autocast_dtype, kept, reduced_spec
 from distributed.shard.spec import whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
-@numpy_rule(*named("softmax", "log_softmax"))
+@rule(*named("softmax", "log_softmax"))
 def softmax(
     func: Callable, input: ShardTensor, dim: int | None = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None
 ) -> ShardTensor:

@@ -23,23 +23,9 @@ from distributed.collectives import (
 )
 from distributed.shard.operands import reduced
 from distributed.shard.spec import Shares, Spec, over, part_of
-from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
-NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
-
-
-def numpy_rule(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: as `rule`, and axis and keepdims are names for dim and keepdim, as they are in torch."""
-
-    def register(implementation: Rule) -> Rule:
-        def renamed(func: Callable, *args: Any, **kwargs: Any) -> Any:
-            return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
-
-        rule(*functions)(renamed)
-        return implementation
-
-    return register
 
 
 def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
@@ -96,7 +82,7 @@ def reduced_to(out: Tensor, spec: Spec, dims: tuple[int, ...], keepdim: bool) ->
     return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
 
 
-@numpy_rule(*named("sum"))
+@rule(*named("sum"))
 def total(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -105,7 +91,7 @@ def total(
     return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
 
 
-@numpy_rule(*named("mean"))
+@rule(*named("mean"))
 def mean(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -125,13 +111,13 @@ rule(*named("count_nonzero"))(
 )
 
 
-@numpy_rule(*named("any", "all"))
+@rule(*named("any", "all"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
     return reduce_by(getattr(torch, func.__name__), input, dims_of(input.spec, dim), keepdim)
 
 
-@numpy_rule(*named("logsumexp"))
+@rule(*named("logsumexp"))
 def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
     """One gather of the maximum of each rank, and of its sum of the exponentials relative to it."""
     dims, x = dims_of(input.spec, dim), reduced(input)
@@ -155,7 +141,7 @@ def finite(x: Tensor) -> Tensor:
     return x.masked_fill(x.isinf(), 0)
 
 
-@numpy_rule(torch.linalg.vector_norm)
+@rule(torch.linalg.vector_norm)
 def vector_norm(
     func: Callable, x: ShardTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,
     dtype: torch.dtype | None = None,
@@ -174,7 +160,7 @@ def vector_norm(
     return reduce_by(norm, x, dims, keepdim)
 
 
-@numpy_rule(*named("norm"))
+@rule(*named("norm"))
 def norm(
     func: Callable, input: ShardTensor, p: float | str | None = None, dim: Dims = None, keepdim: bool = False,
     dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
@@ -227,7 +213,7 @@ def root(var: Tensor) -> Tensor:
     return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
 
 
-@numpy_rule(*named("var", "std", "var_mean", "std_mean"))
+@rule(*named("var", "std", "var_mean", "std_mean"))
 def var(
     func: Callable, input: ShardTensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False,
     *, correction: float | None = 1,
@@ -252,7 +238,7 @@ def var(
     return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
 
 
-@numpy_rule(*named("cumsum"))
+@rule(*named("cumsum"))
 def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
     """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
     input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
@@ -266,7 +252,7 @@ def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype |
     return wrap(out, spec)
 
 
-@numpy_rule(*named("amax", "amin"))
+@rule(*named("amax", "amin"))
 def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool = False) -> ShardTensor:
     """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
     reduce = torch.amax if func.__name__ == "amax" else torch.amin
@@ -297,7 +283,7 @@ class _Shared(torch.autograd.Function):
         return mask * (grad / count), None, None, None
 
 
-@numpy_rule(*named("max", "min"))
+@rule(*named("max", "min"))
 def max_or_min(
     func: Callable, input: Any, dim: int | Tensor | None = None, keepdim: bool = False, *, other: Tensor | None = None
 ) -> Any:
@@ -310,7 +296,7 @@ def max_or_min(
     return along(input, dim, keepdim, largest)
 
 
-@numpy_rule(*named("argmax", "argmin"))
+@rule(*named("argmax", "argmin"))
 def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> ShardTensor:
     """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
     largest = func.__name__ == "argmax"
