@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from distributed.collectives import AnyGroup, Group, as_group, at_least_float32, reduce_from_region
-from distributed.shard.rules.normalization import Normal
+from distributed.shard.rules.normalization import Normal, of_channels, update
 from distributed.shard_tensor import ShardTensor, local, reduced, wrap
 
 
@@ -61,15 +61,13 @@ def batch_norm(
         spec, part, replicas = input.spec, local(input), group.size // input.spec.mesh.joint.size
         if spec.is_split(1):
             raise ValueError("sync_batchnorm: channels that are split over ranks are not supported")
-    dims, shape = (0, *range(2, part.dim())), (-1, *[1] * (part.dim() - 2))
+    dims = (0, *range(2, part.dim()))
     count = replicas * input.shape.numel() // input.shape[1]
     with torch.no_grad():
         values = at_least_float32(part)
         mean = reduce_from_region(values.sum(dims, keepdim=True), group) / count
         deviations = reduce_from_region((values - mean).square().sum(dims, keepdim=True), group)
-        for running, new in ((running_mean, mean), (running_var, deviations / (count - 1))):
-            if running is not None:
-                running.mul_(1 - momentum).add_(new.flatten().to(running.dtype), alpha=momentum)
-    weight, bias = (None if w is None else w.view(shape) for w in (weight, bias))
-    y = Normal.apply(part, weight, bias, mean, (deviations / count + eps).rsqrt(), dims, (group, (count,)))
+        update(running_mean, running_var, [mean, deviations / (count - 1)], momentum)
+    weight, bias = of_channels(weight, part), of_channels(bias, part)
+    y = Normal.apply(part, weight, bias, mean, (deviations / count + eps).rsqrt(), dims, ((count,), group))
     return y if spec is None else wrap(y, spec)

@@ -67,7 +67,8 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
         raise refusal
     mesh = given[0].spec.mesh
     everywhere = Spec(mesh, ())
-    wholes = [_whole(x) if isinstance(x, ShardTensor) else shared(x, everywhere) for x in leaves]
+    # In memory of their own, which func may change.
+    wholes = [local(replicated(x)).clone() if isinstance(x, ShardTensor) else shared(x, everywhere) for x in leaves]
     name = name_of(func)
     if not torch.compiler.is_compiling():
         calls[name] += 1
@@ -96,13 +97,6 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
         return own
 
     return tree_map(part, out)
-
-
-def _whole(x):
-    """The whole tensor, in memory of its own."""
-    alone = all(p.is_replicate() or g.size == 1 for p, g in zip(x.spec.placements, x.spec.mesh.groups, strict=True))
-    part = local(replicated(x))
-    return part.clone() if alone else part
 
 
 def _write_back(x, w, refusal):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
 from distributed.shard.redistribute import recut, sizes_over
@@ -41,10 +41,10 @@ def reduced(x: Operand) -> Operand:
     """Sum up a partial ShardTensor, so that nonlinear operations may follow; return anything else unchanged."""
     if not isinstance(x, ShardTensor) or not x.spec.partial:
         return x
-    if len(x.spec.partial) == len(x.spec.mesh.groups):  # over both mesh dimensions in one all-reduce
-        whole_sum: Any = wrap(reduce_from_region(local(x), x.spec.mesh.joint), gradient_spec(x.spec))
-    else:
-        whole_sum = redistributed(x, [Replicate() if p.is_partial() else p for p in x.spec.placements])
+    part = local(x)
+    for group in x.spec.mesh.groups_of(x.spec.partial):  # over both mesh dimensions in one all-reduce
+        part = reduce_from_region(part, group)
+    whole_sum: Any = wrap(part, gradient_spec(x.spec))
     return whole_sum
 
 
@@ -73,8 +73,7 @@ def common_spec(tensors: Sequence[Tensor]) -> Spec:
     shape = torch.broadcast_shapes(*map(global_shape, tensors))
     sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
     axes = joint_axes([(s, range(-len(s.dims), 0)) for s in specs], sizes, set())
-    partial = specs[0].partial if all(s.partial == specs[0].partial for s in specs) else ()
-    return Spec(specs[0].mesh, tuple(axes.values()), partial)
+    return Spec(specs[0].mesh, tuple(axes.values()))
 
 
 def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int], used: set[int]) -> dict[Any, Axes]:
@@ -119,10 +118,9 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
 
 def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
     """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
-    mesh, part = spec.mesh, local(x)
-    pairs = zip(x.spec.placements, spec.placements, strict=True)
+    part, pairs = local(x), zip(x.spec.placements, spec.placements, strict=True)
     apart = [m for m, (own, other) in enumerate(pairs) if own.is_replicate() and not other.is_replicate()]
-    for group in [mesh.joint] if len(apart) == len(mesh.groups) else [mesh.groups[m] for m in apart]:
+    for group in spec.mesh.groups_of(apart):
         part = copy_to_region(part, group)
     return part
 

@@ -6,16 +6,24 @@ gradient, on every rank.
 
 import math
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distributed import collectives
-from distributed.collectives import Sizes, all_to_all, gather_from_region, shard_sizes
+from distributed.collectives import (
+    Sizes,
+    all_to_all,
+    divided,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter,
+    scatter_to_region,
+)
 from distributed.halo import Fetch, bounds
-from distributed.shard.spec import Axis, CannotSplit, Pieces, Spec, merged, over, spec_of, whole
+from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, over, whole
 
 
 def redistribute(
@@ -57,12 +65,12 @@ def _change(local, spec, m, target, sizes):
         local, spec = _gather(local, spec, m)
         return (local, spec) if target.is_replicate() else _change(local, spec, m, target, sizes)
     if target.is_partial():
-        return collectives.divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
+        return divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
     if target.is_replicate():
-        return collectives.reduce_from_region(local, group), without
-    axes, sizes = _new_split(spec, target.dim, m, sizes)
-    split = collectives.reduce_scatter if source.is_partial() else collectives.scatter_to_region
-    return split(local, target.dim, sizes, group), without.with_axes(target.dim, axes)
+        return reduce_from_region(local, group), without
+    new, sizes = _cut(without, target.dim, m, sizes)
+    split = reduce_scatter if source.is_partial() else scatter_to_region
+    return split(local, target.dim, sizes, group), new
 
 
 def sizes_over(spec: Spec, m: int) -> Sizes | None:
@@ -70,15 +78,12 @@ def sizes_over(spec: Spec, m: int) -> Sizes | None:
     return next((axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m), None)
 
 
-def _new_split(spec, dim, m, sizes):
-    """(axes, sizes) of a dimension after mesh dimension m splits it."""
-    size = spec.shape[dim]
+def _cut(spec, dim, m, sizes):
+    """(spec, sizes) after mesh dimension m splits a dimension."""
     if over(spec.dims[dim]):
         raise CannotSplit(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
-    sizes = tuple(sizes or shard_sizes(size, spec.mesh.groups[m].size))
-    if sum(sizes) != size:
-        raise ValueError(f"sizes {sizes} do not make up dimension {dim} of {size}")
-    return (Axis(size, m, sizes),), sizes
+    (axis,) = cut_over(spec.mesh, m, spec.shape[dim], sizes)
+    return spec.with_axes(dim, (axis,)), axis.sizes
 
 
 def _gather(local, spec, m):
@@ -105,13 +110,10 @@ def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
 
     Unlike redistribute it keeps dimensions that are products of axes.
     """
-    axes = [axis for dim in spec.dims for axis in dim]
-    flat = spec.with_dims([(axis,) for axis in axes])
+    flat = spec.with_dims([(axis,) for axis in chain(*spec.dims)])
     local, flat = redistribute(local.reshape(flat.local_shape), flat, flat.placements, cut)
-    new, left = [], iter(flat.dims)
-    for dim in spec.dims:
-        new.append(tuple([axis for _ in dim for axis in next(left)]))
-    spec = spec.with_dims(new)
+    axes = chain(*flat.dims)
+    spec = spec.with_dims([tuple(islice(axes, len(dim))) for dim in spec.dims])
     return local.reshape(spec.local_shape), spec
 
 
@@ -121,9 +123,7 @@ def _exchange(local, spec, m, dim, sizes):
     if len(spec.dims[old]) > 1:
         return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
     (before,) = spec.dims[old]
-    unsplit = spec.with_axes(old, whole(before.size))
-    axes, sizes = _new_split(unsplit, dim, m, sizes)
-    new = unsplit.with_axes(dim, axes)
+    new, sizes = _cut(spec.with_axes(old, whole(before.size)), dim, m, sizes)
     if old == dim:
         return Fetch(local, dim, before.sizes, bounds(sizes), group).rows(), new
     blocks, shape = local.split(sizes, dim), new.local_shape
@@ -134,20 +134,13 @@ def _exchange(local, spec, m, dim, sizes):
     return torch.cat(parts, old), new
 
 
-def to_dtensor(local: Tensor, spec: Spec) -> DTensor:
-    """The DTensor of a local part, redistributed first if its pieces are not those of torch.chunk."""
-    mesh = spec.mesh.device_mesh
-    local, spec = redistribute(local, spec, spec.placements, _chunks(spec.shape, spec.placements, mesh))
-    return as_dtensor(local, mesh, spec.placements, spec.shape)
-
-
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """The contiguous DTensor of a global shape, of which this rank holds `local`. Nothing is communicated."""
     stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _chunks(shape, placements, mesh):
+def chunks(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> Pieces:
     """{mesh dimension: sizes of the pieces} of a DTensor."""
     return {
         m: chunk_sizes_of(shape[p.dim], n)
@@ -160,9 +153,3 @@ def chunk_sizes_of(size: int, parts: int) -> Sizes:
     """The sizes of the pieces that torch.chunk and DTensor make: (10, 4) -> (3, 3, 3, 1)."""
     piece = -(-size // parts)
     return tuple(max(0, min(piece, size - i * piece)) for i in range(parts))
-
-
-def spec_of_dtensor(tensor: DTensor) -> Spec:
-    """The Spec of a DTensor, on its own mesh."""
-    mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
-    return spec_of(mesh, shape, placements, _chunks(shape, placements, mesh))

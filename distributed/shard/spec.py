@@ -9,8 +9,9 @@ among which the axes are split holds it, and the outermost axis counts it.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ class Axis(NamedTuple):
 
 Derived = TypeVar("Derived")
 Axes = tuple[Axis, ...]  # of one dimension
+Shares = tuple[Sizes, Group] | None  # elements on each rank of a group among which they are split; None: not split
 Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
 
 
@@ -48,6 +50,10 @@ class Mesh:
     device_mesh: DeviceMesh
     groups: tuple[Group, ...]  # a Group for each dimension
     joint: Group  # of all ranks, in row-major order
+
+    def groups_of(self, mesh_dims: Collection[int]) -> list[Group]:
+        """The groups of some dimensions. All dimensions together have one, the joint group."""
+        return [self.joint] if len(mesh_dims) == len(self.groups) else [self.groups[m] for m in mesh_dims]
 
 
 # By id of the DeviceMesh, as long as a Spec uses it: a process group that outlives destroy_process_group aborts the
@@ -87,8 +93,7 @@ class Spec:
         self.shape = torch.Size([n + math.prod([a.size for a in axes]) for n, axes in zip(ahead, dims, strict=True)])
         self.local_shape = torch.Size([self.held(axes) for axes in dims])  # of this rank
         self.split_dims = tuple([dim for dim, axes in enumerate(dims) if over(axes)])
-        self.whole_from = max(self.split_dims, default=-1) + 1  # the dimensions that follow are whole
-        used = over([axis for axes in dims for axis in axes]).union(partial)
+        used = over(*dims).union(partial)
         # Ranks that hold the same local tensor:
         self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])
 
@@ -132,7 +137,7 @@ class Spec:
         """The index of the first element of this rank's piece of an axis."""
         return 0 if axis.sizes is None else sum(axis.sizes[: self.mesh.groups[axis.mesh_dim].rank])
 
-    def split(self, dim: int) -> tuple[Sizes, Group] | None:
+    def split(self, dim: int) -> Shares:
         """(sizes of all ranks, Group) of a dimension that is split along its only axis; None if it is whole.
 
         Raises CannotSplit for a split dimension of several axes, because a rank's part of it is not contiguous.
@@ -167,15 +172,17 @@ class Spec:
             dims[dim] = whole(size) if isinstance(size, int) else (dims[dim][0]._replace(size=sum(size), sizes=size),)
         return self.with_dims(dims)
 
-    def shares(self, *dims: int) -> tuple[Sizes, Group]:
-        """(elements of dims on each rank, Group) of the ranks among which dims, not all of them whole, are split."""
-        split = over([axis for dim in dims for axis in self.dims[dim]])
-        group = self.mesh.joint if len(split) == len(self.mesh.groups) else self.mesh.groups[min(split)]
+    def shares(self, *dims: int) -> Shares:
+        """(elements of dims on each rank, Group) of the ranks among which dims are split; None if all are whole."""
+        split = over(*[self.dims[dim] for dim in dims])
+        if not split:
+            return None
+        (group,) = self.mesh.groups_of(split)
         return tuple([math.prod([self.held(self.dims[d], r) for d in dims]) for r in self.ranks(*dims)]), group
 
     def ranks(self, *dims: int) -> list[int]:
         """The ranks among which dims are split, counted in row-major order; [0] if they are whole."""
-        split = over([axis for dim in dims for axis in self.dims[dim]])
+        split = over(*[self.dims[dim] for dim in dims])
         others = [m for m in range(len(self.mesh.groups)) if m not in split]
         return [r for r in range(self.mesh.joint.size) if not any(self.coordinate(m, r) for m in others)]
 
@@ -188,9 +195,9 @@ class Spec:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
 
 
-def over(axes: Iterable[Axis]) -> set[int]:
-    """The mesh dimensions that split axes."""
-    return {axis.mesh_dim for axis in axes if axis.sizes is not None}
+def over(*dims: Iterable[Axis]) -> set[int]:
+    """The mesh dimensions that split any of the axes of some dimensions."""
+    return {axis.mesh_dim for axis in chain(*dims) if axis.sizes is not None}
 
 
 def whole(size: int) -> Axes:
@@ -238,7 +245,7 @@ def spec_of(
     mesh, dims, partial = as_mesh(mesh), [whole(n) for n in shape], []
     if len(placements) != len(mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh.groups)} dimensions")
-    for m, (placement, group) in enumerate(zip(placements, mesh.groups, strict=True)):
+    for m, placement in enumerate(placements):
         if placement.is_partial():
             partial.append(m)
         if not isinstance(placement, Shard):
@@ -246,11 +253,20 @@ def spec_of(
         dim = placement.dim % len(shape)
         if any(axis.sizes for axis in dims[dim]):
             raise ValueError(f"dimension {dim} cannot be split over two dimensions of the mesh")
-        cut = tuple((sizes or {}).get(m) or shard_sizes(shape[dim], group.size))
-        if len(cut) != group.size or sum(cut) != shape[dim]:
-            raise ValueError(f"sizes {cut} of {group.size} ranks do not make up dimension {dim} of {shape[dim]}")
-        dims[dim] = (Axis(shape[dim], m, cut),)
+        dims[dim] = cut_over(mesh, m, shape[dim], (sizes or {}).get(m))
     return Spec(mesh, tuple(dims), tuple(partial))
+
+
+def cut_over(mesh: Mesh, m: int, size: int, sizes: Sizes | None = None) -> Axes:
+    """The axes of a dimension of `size` elements that mesh dimension m splits, by default as evenly as possible.
+
+    Raises ValueError if the sizes do not add up, or are not one for each rank.
+    """
+    ranks = mesh.groups[m].size
+    sizes = tuple(sizes or shard_sizes(size, ranks))
+    if len(sizes) != ranks or sum(sizes) != size:
+        raise ValueError(f"sizes {sizes} of {ranks} ranks do not make up a dimension of {size}")
+    return (Axis(size, m, sizes),)
 
 
 def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:

@@ -14,7 +14,7 @@ PyTorch's notes on extending torch describe torch.Tensor.as_subclass and __torch
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, GetSetDescriptorType
 from typing import Any, TypeVar
 
 import torch
@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distributed.shard.redistribute import redistribute, spec_of_dtensor, to_dtensor
-from distributed.shard.spec import Axis, CannotSplit, Mesh, Pieces, Spec, as_mesh, part_of, spec_of  # noqa: F401
+from distributed.shard.redistribute import as_dtensor, chunks, redistribute
+from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 
 RULES: dict[Callable, Callable] = {}
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
 rules_apply = torch._C._is_torch_function_enabled  # whether they do: not inside a rule
@@ -42,14 +43,16 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        rule = RULES.get(func)
+        rule, kwargs = RULES.get(func), kwargs or {}
+        if kwargs and not isinstance(func, FunctionType):  # functions written in C have names of numpy's too
+            kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
         try:
-            if rule is None:
-                raise no_rule(func, args, kwargs or {})
+            if rule is None or kwargs.get("out") is not None:
+                raise no_rule(func, args, kwargs, "out= is not supported" if rule else "")
             with LocalTensors():  # in a rule, ShardTensors behave as their local parts
-                return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+                return rule(func, *args, **kwargs)
         except (NoRule, CannotSplit, AttributeError) as error:
-            return _refused(error, func, args, kwargs or {})  # raises it, or computes on whole tensors
+            return _refused(error, func, args, kwargs)  # raises it, or computes on whole tensors
 
     @classmethod
     def from_local(
@@ -80,11 +83,14 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def from_dtensor(cls, tensor: DTensor) -> "ShardTensor":
         """The ShardTensor of a DTensor, on the same mesh."""
-        return wrap(tensor.to_local(), spec_of_dtensor(tensor))
+        mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
+        return wrap(tensor.to_local(), spec_of(mesh, shape, placements, chunks(shape, placements, mesh)))
 
     def to_dtensor(self) -> DTensor:
         """The DTensor of this tensor, redistributed first if its pieces are not those of torch.chunk."""
-        return to_dtensor(local(self), self.spec)
+        mesh, shape, placements = self.mesh, self.spec.shape, self.placements
+        part, _ = redistribute(local(self), self.spec, placements, chunks(shape, placements, mesh))
+        return as_dtensor(part, mesh, placements, shape)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -142,7 +148,10 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
 
 
 def composed(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors."""
+    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors.
+
+    torch.compile cannot trace such a rule.
+    """
 
     def register(implementation: Rule) -> Rule:
         def enabled(func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -174,9 +183,13 @@ def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def named(*names: str) -> list[Callable]:
-    """All torch functions with these names, in torch, torch.Tensor, torch.nn.functional and torch.linalg."""
+    """All torch functions with these names, in torch, torch.Tensor, torch.nn.functional and torch.linalg.
+
+    Of an attribute of tensors, such as shape, it is the function that gets it.
+    """
     homes = (torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch._C._nn, torch.linalg, torch.special)
-    return [f for name in names for home in homes if (f := getattr(home, name, None)) is not None]
+    found = [f for name in names for home in homes if (f := getattr(home, name, None)) is not None]
+    return [f.__get__ if isinstance(f, GetSetDescriptorType) else f for f in found]
 
 
 def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:

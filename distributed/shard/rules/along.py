@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
 from distributed.shard.redistribute import sizes_over
-from distributed.shard.rules.reductions import NUMPY_NAMES, Dims, dims_of, kept
+from distributed.shard.rules.reductions import Dims, dims_of, kept
 from distributed.shard.rules.windows import Window, extended, no_outputs, output_shape, splits_of
 from distributed.shard.spec import Spec, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
@@ -22,9 +22,9 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 # {name: (position of dim among the arguments, its default; None: all dimensions)}
 ALONG: dict[str, tuple[int, Dims]] = {
     "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0), "topk": (2, -1), "kthvalue": (2, -1), "mode": (1, -1),
-    "median": (1, None), "nanmedian": (1, None), "quantile": (2, None), "nanquantile": (2, None), "cumprod": (1, None),
-    "logcumsumexp": (1, None), "cummax": (1, None), "cummin": (1, None), "glu": (1, -1), "unique": (9, None),
-    "unique_consecutive": (9, None), "aminmax": (9, None),
+    "median": (1, None), "nanmedian": (1, None), "quantile": (2, None), "nanquantile": (2, None), "prod": (1, None),
+    "cumprod": (1, None), "logcumsumexp": (1, None), "cummax": (1, None), "cummin": (1, None), "glu": (1, -1),
+    "unique": (9, None), "unique_consecutive": (9, None), "aminmax": (9, None),
 }  # fmt: skip
 
 
@@ -89,9 +89,8 @@ def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], An
 @rule(*named(*ALONG))
 def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The functions of ALONG. Without dim they see the whole tensor, which every rank gathers."""
-    kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
-    if "out" in kwargs or any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
-        raise no_rule(func, (input, *args), kwargs, "of two ShardTensors, or with out=")
+    if any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
+        raise no_rule(func, (input, *args), kwargs, "of two ShardTensors")
     place, dim = ALONG[func.__name__]
     dim = kwargs.get("dim", args[place - 1] if len(args) >= place else dim)
     dims = dims_of(input.spec, dim)
@@ -142,8 +141,6 @@ def fourier(
 
     The last dimension of a real transform comes first, that of the inverse last.
     """
-    if "out" in keywords:
-        raise no_rule(func, (input,), keywords, "out= is not supported")
     name, s = func.__name__.removeprefix("fft_"), keywords.get("n", s)
     if name.endswith("fft"):
         s, dim = None if s is None else (s,), -1 if dim is None else dim
@@ -177,21 +174,19 @@ def recurrent(
     states: Sequence[Tensor] = [hx] if isinstance(hx, Tensor) else list(hx)
     if not isinstance(weights, list | tuple) or not isinstance(train, bool) or (dropout and train):
         raise no_rule(func, (input, *states), {}, "packed sequences, or dropout between layers")
-    batch = 0 if batch_first else 1
     like = next(x for x in (input, *states) if isinstance(x, ShardTensor))
-    x = made_whole(copied(input, like.spec), (1 - batch, 2))
-    of_states = x.spec.with_dims((whole(global_shape(states[0])[0]), x.spec.dims[batch], ()))
+    x = copied(input, like.spec)
+    x = made_whole(dispatch(torch.transpose, x, 0, 1) if batch_first else x, (0, 2))  # (T, B, D)
     parts = []
     for state in states:
-        spec = of_states.with_axes(2, whole(global_shape(state)[2]))
-        parts.append(fitted(reduced(state), spec))
-    part, empty = local(x), x.spec.local_shape[batch] == 0
-    if empty:  # a placeholder, because the plain function rejects a batch of nothing
-        part, parts = part.sum(batch, keepdim=True), [state.sum(1, keepdim=True) for state in parts]
+        count, _, features = global_shape(state)
+        parts.append(fitted(reduced(state), x.spec.with_dims((whole(count), x.spec.dims[1], whole(features)))))
     own = [shared(weight, x.spec) for weight in weights]
-    first = parts[0] if isinstance(hx, Tensor) else parts
-    y, *last = func(part, first, own, biases, layers, dropout, train, bidirectional, batch_first)
-    if empty:
-        y, last = y.narrow(batch, 0, 0), [state.narrow(1, 0, 0) for state in last]
-    out = wrap(y, x.spec.with_axes(2, whole(y.shape[2])))
-    return out, *[wrap(state, of_states.with_axes(2, whole(state.shape[2]))) for state in last]
+
+    def compute(part: Tensor) -> tuple[Tensor, ...]:
+        first = [state.sum(1, keepdim=True) if state.shape[1] < part.shape[1] else state for state in parts]
+        hidden = first[0] if isinstance(hx, Tensor) else first
+        return func(part, hidden, own, biases, layers, dropout, train, bidirectional, False)
+
+    y, *last = on_whole(x, (0, 2), compute)
+    return dispatch(torch.transpose, y, 0, 1) if batch_first else y, *last

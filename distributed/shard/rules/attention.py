@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from distributed.attention import METHODS
@@ -17,8 +16,8 @@ from distributed.shard.operands import copied, global_shape, reduced, replicated
 from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.windows import no_outputs, request
-from distributed.shard.spec import over, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, part_of, rule, wrap
+from distributed.shard.spec import part_of, whole
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
 from networks.vit import PerAxis
 
@@ -51,11 +50,9 @@ def attention(
             attn_mask = _as_four(attn_mask, lead)
         y = attention(func, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return dispatch(torch.reshape, y, (*lead, *y.spec.shape[2:]))
-    k, v = _beside(func, q, k, enable_gqa), _beside(func, q, v, enable_gqa)
-    if k.spec.dims[2] != v.spec.dims[2]:
-        v = to_spec(v, v.spec.with_axes(2, k.spec.dims[2]))
-    if k.spec.is_split(2) and (k.spec.dims[2] != q.spec.dims[2] or k.spec.shape[3] != v.spec.shape[3]):
-        k, v = (x.redistribute([Replicate() if p == Shard(2) else p for p in x.spec.placements]) for x in (k, v))
+    alike = k.spec.dims[2] == q.spec.dims[2] and k.spec.shape[3] == v.spec.shape[3]
+    tokens = q.spec.dims[2] if alike else whole(k.spec.shape[2])
+    k, v = (_beside(func, q, x, tokens, enable_gqa) for x in (k, v))
     if dropout_p:
         with own_stream(q.spec, q.device):
             return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -96,19 +93,15 @@ def _as_four(x, shape):
     return x.expand(*shape, *rest).reshape(*ahead, *rest)
 
 
-def _beside(func, q, x, grouped):
-    """The keys or values x with the samples and heads of the queries, and their split of these."""
+def _beside(func, q, x, tokens, grouped):
+    """The keys or values x with the samples and heads of the queries, and their split of these. tokens: axes."""
     rows, spec = q.spec, x.spec
     shape = [n if n > 1 or (grouped and d) else rows.shape[d] for d, n in enumerate(spec.shape[:2])]
     if shape != list(spec.shape[:2]):
         x = dispatch(torch.broadcast_to, x, (*shape, *spec.shape[2:]))
     spec = x.spec
-    if spec.dims[:2] == rows.dims[:2] or not any(s.is_split(d) for d in (0, 1) for s in (rows, spec)):
-        return x
     if spec.shape[1] != rows.shape[1] and (rows.is_split(1) or spec.is_split(1)):
         raise no_rule(func, (q, x), {}, "split heads of which several share keys")
-    taken = over(spec.dims[2]) & over(rows.dims[0] + rows.dims[1])
-    tokens = whole(spec.shape[2]) if taken else spec.dims[2]
     heads = rows.dims[1] if rows.is_split(1) else whole(spec.shape[1])
     return to_spec(x, spec.with_dims((rows.dims[0], heads, tokens, spec.dims[3])))
 
@@ -124,8 +117,7 @@ def _of_own_heads(mask, rows):
 def _mask(mask, is_causal, rows, columns, device):
     """The mask of all queries and keys, (..., N, M), both in the order of the ranks."""
     if is_causal:
-        places = [torch.arange(spec.shape[2], device=device) for spec in (rows, columns)]
-        mask = places[0][:, None] >= places[1]
+        mask = torch.ones(rows.shape[2], columns.shape[2], dtype=torch.bool, device=device).tril()
     if mask is None:
         return None
     for dim, spec in ((-2, rows), (-1, columns)):

@@ -16,12 +16,10 @@ from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, 
 
 
 @rule(
-    Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__, Tensor.requires_grad.__get__,
-    Tensor.requires_grad.__set__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__, Tensor.output_nr.__get__,
-    Tensor._version.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_sparse.__get__,
-    Tensor.is_meta.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__, Tensor.retains_grad.__get__,
-    Tensor._backward_hooks.__get__, Tensor._backward_hooks.__set__, Tensor.is_mps.__get__, Tensor.is_xpu.__get__,
-    *named("is_floating_point", "is_complex", "element_size", "get_device", "requires_grad_", "retain_grad",
+    Tensor.requires_grad.__set__, Tensor._backward_hooks.__set__,
+    *named("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "output_nr", "_version", "is_cuda",
+           "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "retains_grad", "_backward_hooks", "is_mps",
+           "is_xpu", "is_floating_point", "is_complex", "element_size", "get_device", "requires_grad_", "retain_grad",
            "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "is_pinned"),
 )  # fmt: skip
 def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
@@ -29,10 +27,10 @@ def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     return func(x, *args, **kwargs)
 
 
-rule(Tensor._base.__get__)(lambda func, x: None)  # hides that a ShardTensor is a view of its local part
-rule(Tensor.shape.__get__)(lambda func, x: x.spec.shape)
+rule(*named("_base"))(lambda func, x: None)  # hides that a ShardTensor is a view of its local part
+rule(*named("shape"))(lambda func, x: x.spec.shape)
 rule(Tensor.size)(lambda func, x, dim=None: x.spec.shape if dim is None else x.spec.shape[dim])
-rule(Tensor.ndim.__get__, *named("dim", "ndimension"))(lambda func, x: len(x.spec.dims))
+rule(*named("ndim", "dim", "ndimension"))(lambda func, x: len(x.spec.dims))
 rule(*named("numel", "nelement"))(lambda func, x: x.spec.shape.numel())
 rule(torch.is_tensor)(lambda func, x: True)
 rule(Tensor.grad.__set__)(lambda func, x, value: func(x, local(value)))

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
 from distributed.shard.operands import reduced
+from distributed.shard.rules.elementwise import own_stream
+from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import kept
-from distributed.shard.rules.windows import Window, spatial
+from distributed.shard.rules.windows import spatial, windows_of
 from distributed.shard.tensor import NoRule, ShardTensor, composed, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
@@ -36,11 +38,6 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     ).sum(dim),
     "prelu": lambda input, weight: torch.where(input > 0, input, of_channels(weight, input) * input),
 }
-
-
-def of_channels(weight: Tensor, x: Tensor) -> Tensor:
-    """A weight of one number, or of one for each channel of x (B, C, ...), in a shape that broadcasts."""
-    return weight.view(-1, *[1] * (x.dim() - 2)) if weight.numel() > 1 and x.dim() > 2 else weight
 
 
 def _register(functions, function):
@@ -76,20 +73,17 @@ def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor
 def meshgrid(func: Callable, *tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
     """The coordinates (n_0,), (n_1,), ... of a grid at all its points, each (n_0, n_1, ...); xy: (n_1, n_0, ...)."""
     axes = [x.reshape(-1) for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)]
-    order = [1, 0, *range(2, len(axes))] if indexing == "xy" and len(axes) > 1 else range(len(axes))
-    sizes = [axes[i].shape[0] for i in order]
-    shapes = [[-1 if j == i else 1 for j in order] for i in range(len(axes))]
-    return tuple([x.view(shape).expand(sizes) for x, shape in zip(axes, shapes, strict=True)])
+    grids = torch.broadcast_tensors(*[x.view(-1, *[1] * (len(axes) - 1 - i)) for i, x in enumerate(axes)])
+    return tuple([grid.transpose(0, 1) for grid in grids]) if indexing == "xy" and len(axes) > 1 else tuple(grids)
 
 
 @composed(*named("rot90"))
 def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     """Turn a plane k times by 90 degrees."""
-    first, second = dims
-    if k % 4 == 2:
-        return input.flip(first, second)
-    turned = input.flip(second if k % 4 == 1 else first) if k % 4 else input
-    return turned.transpose(first, second) if k % 4 else turned * 1
+    turned = input.clone()
+    for _ in range(k % 4):
+        turned = turned.flip(dims[1]).transpose(*dims)
+    return turned
 
 
 @composed(*named("diff"))
@@ -172,7 +166,7 @@ def fold(
 ) -> Tensor:  # fmt: skip
     """Add up windows to an image, (B, C kh kw, windows) -> (B, C, H, W): a transposed convolution that copies."""
     sizes, kernel, steps, pads, strides = (spatial(v, 2) for v in (output_size, kernel_size, dilation, padding, stride))
-    windows = [Window(k, s, p, p, d) for k, d, p, s in zip(kernel, steps, pads, strides, strict=True)]
+    windows = windows_of(range(2), kernel, strides, pads, steps).values()
     counts = [w.length(n) for w, n in zip(windows, sizes, strict=True)]
     plain = [(c - 1) * w.stride - 2 * w.before + w.reach + 1 for c, w in zip(counts, windows, strict=True)]
     more = [n - length for n, length in zip(sizes, plain, strict=True)]
@@ -192,9 +186,8 @@ def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool
         raise no_rule(func, (input,), {}, "in place, or without samples")
     x = reduced(input)
     spec = kept(x.spec, range(2, len(x.spec.dims)), True)
-    left = F.dropout(wrap(torch.ones(spec.local_shape, dtype=x.dtype, device=x.device), spec), p)
-    if func is torch.feature_dropout:
-        return x * left
-    limit, left = -1.7580993408473766, left > 0  # of SELU at minus infinity
-    scale = 1.0 if p == 1 else ((1 - p) * (1 + p * limit**2)) ** -0.5  # keeps the variance
-    return torch.where(left, x, limit) * scale - scale * p * limit
+    probe = torch.tensor([0.0, 1.0], dtype=x.dtype, device=x.device).expand(*spec.local_shape[:2], 2)
+    with own_stream(spec, x.device):  # every channel becomes a multiple of itself plus a number
+        zero, one = func(probe, p, True).unbind(-1)
+    factor, shift = (wrap(y.reshape(spec.local_shape), spec) for y in (one - zero, zero))
+    return x * factor + shift

@@ -4,9 +4,8 @@ The weights are plain tensors, whole on every rank. Each rank fetches the rows t
 at the ends of the whole dimension, and calls the plain operation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,10 +15,8 @@ from distributed.collectives import Sizes
 from distributed.halo import Fetch, Interval, bounds
 from distributed.layers import to_compute_dtype
 from distributed.shard.rules import windows
-from distributed.shard.rules.windows import Output, Splits, Window, request, spatial, whole_length
+from distributed.shard.rules.windows import Output, Padding, Splits, Window, request, spatial, whole_length
 from networks.vit import PerAxis
-
-Padding = PerAxis | Literal["same", "valid"]
 
 
 @windows.spatial_rule("conv")
@@ -35,7 +32,7 @@ def convolve(
     """
     count = weight.ndim - 2
     x, ahead = to_compute_dtype(x), x.ndim - count
-    along = dict(enumerate(conv_windows(weight.shape[2:], stride, padding, dilation, count), ahead))
+    along = windows.windows_of(range(ahead, x.ndim), weight.shape[2:], stride, padding, dilation)
     shape = windows.output_shape(func, x, splits, along)
     shape[ahead - 1], left = weight.shape[0], [0] * count
     for dim, w in along.items():
@@ -102,21 +99,6 @@ def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
     last = (rows[1] - 1 - window.reach + window.before) // window.stride + 1
     first = min(max(first, outputs[0]), outputs[1])
     return first, max(first, min(last, outputs[1]))
-
-
-def conv_windows(
-    kernel: Sequence[int], stride: PerAxis, padding: Padding, dilation: PerAxis, count: int
-) -> list[Window]:
-    """The Window of every spatial dimension. Raises ValueError for padding='same' with a stride."""
-    stride, dilation = spatial(stride, count), spatial(dilation, count)
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        pads = [(n // 2, n - n // 2) for n in totals]
-        if any(s != 1 for s in stride):
-            raise ValueError("padding='same' is not supported for strided convolutions")
-    else:
-        pads = [(p, p) for p in spatial(0 if padding == "valid" else padding, count)]
-    return [Window(k, s, *p, d) for k, s, p, d in zip(kernel, stride, pads, dilation, strict=True)]
 
 
 @windows.spatial_rule("conv_transpose")

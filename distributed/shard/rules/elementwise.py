@@ -18,8 +18,8 @@ from torch import Tensor
 
 from distributed.layers import rank_random
 from distributed.shard.operands import common_spec, fitted, reduced, written
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, part_of, rule, wrap, wrap_result
+from distributed.shard.spec import Spec, part_of
+from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
 from utils.torch_private import storage_id
 
 
@@ -38,11 +38,11 @@ def pointwise_names() -> set[str]:
 BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
 NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "absolute", "negative", "subtract",
-    "multiply", "divide", "floor_divide", "isclose", "complex", "polar", "logsigmoid", "softsign", "tanhshrink",
-    "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag", "angle", "clone", "detach", "detach_", "alias",
-    "contiguous", "cpu", "cuda", "pin_memory", "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_",
-    "copy_", "masked_fill_", "abs_",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__neg__", "__pos__", "__abs__",
+    "absolute", "negative", "subtract", "multiply", "divide", "floor_divide", "isclose", "complex", "polar",
+    "logsigmoid", "softsign", "tanhshrink", "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag",
+    "angle", "clone", "detach", "detach_", "alias", "contiguous", "cpu", "cuda", "pin_memory", "zeros_like",
+    "ones_like", "empty_like", "full_like", "zero_", "fill_", "copy_", "masked_fill_", "abs_",
 )  # fmt: skip
 POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
 IN_PLACE = {
@@ -58,10 +58,9 @@ SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__"
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
-DRAWN_INTO = set(named("dropout_", "bernoulli_", "normal_", "uniform_"))
 
 
-@rule(*POINTWISE, Tensor.__neg__, Tensor.__pos__, Tensor.__abs__, Tensor.real.__get__, Tensor.imag.__get__)
+@rule(*POINTWISE)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
     spec = None
@@ -75,36 +74,32 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     else:
         if (
             spec is not None
-            and (not kwargs or not any(name == "out" or isinstance(x, Tensor) for name, x in kwargs.items()))
-            and (not spec.partial or (not kwargs and (func in LINEAR or scales(func, args))))
+            and (not kwargs or not any(isinstance(x, Tensor) for x in kwargs.values()))
+            and (not spec.partial or (not kwargs and keeps_sums(func, args)))
         ):
             out = func(*args, **kwargs)  # the common case: all operands are split in the same way
             return wrap_result(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
 
 
-def scales(func: Callable, args: Sequence[Any]) -> bool:
-    """Tell whether func multiplies one tensor by a number."""
-    return func in SCALING and isinstance(args[0], ShardTensor) and not isinstance(args[1], Tensor)
+def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
+    """Tell whether func is linear: of one tensor alone, of a tensor and a number, or the sum of two tensors."""
+    tensors = [isinstance(x, ShardTensor) for x in args]
+    return func in LINEAR or (func in SCALING and tensors == [True, False]) or (func in ADDING and all(tensors))
 
 
 def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
     """The general case: reduce partial operands, find the common split, and bring all operands to it."""
-    if "out" in kwargs:
-        raise no_rule(func, args, kwargs, "out= is not supported")
     in_place = func in IN_PLACE
     if in_place and not isinstance(args[0], ShardTensor):
         spec = common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
         if is_for_all(spec, args):  # running statistics
             return func(*[local(reduced(x)) for x in args], **kwargs)
         adopt(func, args[0], spec)
-    adds = func in ADDING and len(args) == 2 and all(isinstance(x, ShardTensor) for x in args)
-    linear = func in LINEAR or scales(func, args) or (adds and args[0].spec == args[1].spec)
-    if kwargs or not linear:  # rounding_mode= is not linear
-        if in_place and isinstance(args[0], ShardTensor) and args[0].spec.partial:
-            raise no_rule(func, args, kwargs, "in place on a partial tensor")
-        args = list(map(reduced, args))
-        kwargs = {key: reduced(x) for key, x in kwargs.items()}
+    if in_place and args[0].spec.partial:
+        raise no_rule(func, args, kwargs, "in place on a partial tensor")
+    args = list(map(reduced, args))
+    kwargs = {key: reduced(x) for key, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
     fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
@@ -159,9 +154,9 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
     if func in DROPOUT and not (drops.get("p", 0.5) and drops.get("training", True) and drops.get("train", True)):
         out = func(x, *args, **kwargs)
         return wrap(out, x.spec) if out is not x else x
-    if "out" in kwargs or kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
-        raise no_rule(func, (x, *args), kwargs, "with out=, a generator, or a tensor of parameters")
-    if x.spec.partial and (func in DRAWN_INTO or kwargs.get("inplace") or args[2:] == (True,)):
+    if kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
+        raise no_rule(func, (x, *args), kwargs, "with a generator, or a tensor of parameters")
+    if x.spec.partial and (func.__name__.endswith("_") or kwargs.get("inplace") or args[2:] == (True,)):
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
     x = reduced(x)
     with own_stream(x.spec, x.device):

@@ -217,10 +217,7 @@ def split(func: Callable, tensor: ShardTensor, *args: Any, dim: int = 0, **named
         sizes = [min(sizes, size - i) for i in range(0, size, sizes)] or [0]
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    if tensor.spec.is_split(dim):
-        return tensor_split(func, tensor, list(accumulate(sizes))[:-1], dim)
-    parts = local(tensor).split(list(sizes), dim)
-    return tuple([wrap(part, tensor.spec.resized({dim: n})) for part, n in zip(parts, sizes, strict=True)])
+    return tensor_split(func, tensor, list(accumulate(sizes))[:-1], dim)
 
 
 @rule(*named("tensor_split"))

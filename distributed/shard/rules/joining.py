@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from distributed.halo import Fetch, bounds
-from distributed.shard.operands import fitted, global_shape, reduced
-from distributed.shard.rules.reductions import dims_of, numpy_rule
+from distributed.shard.operands import fitted, global_shape, joint_axes, reduced
+from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
 from distributed.shard.spec import Axis, ahead_of, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
@@ -23,28 +23,27 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(map(reduced, tensors))
 
 
-@numpy_rule(*named("stack"))
+@rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
     one = [dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim) for x in tensors]
     return cat(func, one, dim)
 
 
-@numpy_rule(*named("cat", "concat", "concatenate"))
+@rule(*named("cat", "concat", "concatenate"))
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
     tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
-    count = tensors[0].dim()
-    if not -count <= dim < count:
-        raise IndexError(f"Dimension out of range: {dim} of tensors of {count} dimensions")
-    dim = dim % count
+    parts = [x for x in tensors if isinstance(x, ShardTensor)]
+    (dim,) = dims_of(parts[0].spec, dim)
     shapes = [tuple(global_shape(x)) for x in tensors]
     rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
     if any(shape != rest[0] for shape in rest):
         raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
-    parts = [x for x in tensors if isinstance(x, ShardTensor)]
     cut, counts = [x for x in parts if x.spec.is_split(dim)], [shape[dim] for shape in shapes]
-    base = _others(parts, dim, (cut or parts)[0].spec)
+    specs = [x.spec for x in (*cut[:1], *parts)]
+    others = joint_axes([(s, range(len(s.dims))) for s in specs], dict(enumerate(specs[0].shape)), set())
+    base = specs[0].with_dims(others.values())
     axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
         pieces, joined = [whole(n) for n in counts], whole(sum(counts))
@@ -71,18 +70,6 @@ def _piece(count, start, mesh_dim, sizes):
     end = start + count
     held = tuple([max(0, min(last, end) - max(first, start)) for first, last in bounds(sizes)])
     return (Axis(count, mesh_dim, held),)
-
-
-def _others(parts, dim, base):
-    """The spec `base`, with its whole dimensions split as in another of the tensors."""
-    used, dims = over([axis for axes in base.dims for axis in axes]), list(base.dims)
-    for x in parts:
-        for d, axes in enumerate(x.spec.dims):
-            by = over(axes)
-            if d != dim and by and not base.is_split(d) and not by & used:
-                dims[d] = axes
-                used |= by
-    return base.with_dims(dims)
 
 
 def _new_sizes(tensors, counts, dim, mesh_dim, group):

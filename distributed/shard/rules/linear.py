@@ -32,7 +32,7 @@ def contracted(
     sizes = common_sizes(operands, labels)
     mesh, partial = parts[0][0].mesh, parts[0][0].partial
     axes = joint_axes(parts, sizes, set(partial))
-    summed = over([axis for name, a in axes.items() if name not in result for axis in a])
+    summed = over(*[a for name, a in axes.items() if name not in result])
     out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted(summed.union(partial))))
     wanted = [out.with_dims([axes[name] for name in names]) for names in labels]
     fitting = [fitted(x, spec, out) for x, spec in zip(operands, wanted, strict=True)]

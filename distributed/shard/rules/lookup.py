@@ -1,6 +1,7 @@
 """Rows, elements and places that other tensors choose: tables, gather and scatter, masks, samples of images."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from distributed.collectives import all_gather
 from distributed.halo import Fetch, Interval, bounds
 from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared, to_spec, used_apart
 from distributed.shard.rules.along import made_whole, moved
-from distributed.shard.rules.windows import no_outputs
+from distributed.shard.rules.windows import Splits, no_outputs, splits_of
 from distributed.shard.spec import Axis, Spec, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -72,7 +73,7 @@ def scatter(
 @rule(*named("bucketize"))
 def bucketize(func: Callable, input: ShardTensor, boundaries: Tensor, **kwargs: Any) -> ShardTensor:
     """The place of each element among plain boundaries."""
-    if isinstance(boundaries, ShardTensor) or "out" in kwargs:
+    if isinstance(boundaries, ShardTensor):
         raise no_rule(func, (input, boundaries), kwargs, "boundaries must be plain")
     input = reduced(input)
     return wrap(func(local(input), boundaries, **kwargs), input.spec)
@@ -92,7 +93,7 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
     if not isinstance(input, ShardTensor) or tuple(global_shape(mask)) != tuple(input.spec.shape[: mask.dim()]):
         raise no_rule(func, (input, mask), {}, "of a plain tensor, or by a mask that broadcasts")
     x, count = in_order(reduced(input), mask.dim()), mask.dim()
-    spec, axes = x.spec, merged([axis for d in x.spec.dims[:count] for axis in d])
+    spec, axes = x.spec, merged(chain(*x.spec.dims[:count]))
     selected = local(x)[fitted(reduced(mask), spec.with_dims(spec.dims[:count]))]
     new = whole(len(selected))
     if over(axes):
@@ -108,7 +109,7 @@ def in_order(x: ShardTensor, count: int) -> ShardTensor:
 
     One mesh dimension splits the first of these that is longer than 1, into bands; others split none of them.
     """
-    if len(merged([axis for d in x.spec.dims[:count] for axis in d])) < 2:
+    if len(merged(chain(*x.spec.dims[:count]))) < 2:
         return x
     lead = next(d for d in range(count) if x.spec.shape[d] > 1)
     splits = [m for m, p in enumerate(x.spec.placements) if isinstance(p, Shard) and p.dim < count]
@@ -169,27 +170,26 @@ def grid_sample(
     like = next(y for y in (input, grid) if isinstance(y, ShardTensor)).spec
     x, places = reduced(copied(input, like)), copied(grid, like)
     places = made_whole(places, (len(places.spec.dims) - 1,))
-    if not over(x.spec.dims[0]) & over([axis for axes in places.spec.dims for axis in axes]):
+    if not over(x.spec.dims[0]) & over(*places.spec.dims):
         places = to_spec(places, places.spec.with_axes(0, x.spec.dims[0]))
     samples, *rows, _ = places.spec.dims
-    used = over([*samples, *[axis for axes in rows for axis in axes]])
+    used = over(samples, *rows)
     channels = whole(x.spec.shape[1]) if over(x.spec.dims[1]) & used else x.spec.dims[1]
     out = x.spec.with_dims([samples, channels, *rows])
     grid_part, shape, needed = used_apart(places, out), x.spec.shape[2:], {}
-    near = [d for d in range(2, len(x.spec.dims)) if len(x.spec.dims[d]) == 1 and x.spec.is_split(d)]
+    near = [d for d in x.spec.split_dims if d > 1 and len(x.spec.dims[d]) == 1]
     near = [d for d in near if over(x.spec.dims[d]) <= used - over(samples)]
     if near and mode != "bicubic" and min(shape) > 1 and grid_part.element_size() > 2 and not (
         torch.compiler.is_compiling() or isinstance(grid_part, FakeTensor)
     ):  # fmt: skip
         at = [rows_at(grid_part[..., -1 - i], n, padding_mode, align_corners) for i, n in enumerate(shape)]
         at = [a.round() for a in at] if mode == "nearest" else at
-        needed = agreed(x.spec, {d: at[d - 2].detach() for d in near})
+        needed = agreed(x.spec, splits_of(x, near), {d: at[d - 2].detach() for d in near})
     images = [x.spec.dims[d] if d in needed else whole(n) for d, n in enumerate(shape, 2)]
     part = used_apart(to_spec(x, x.spec.with_dims([samples, channels, *images])), out)
-    for d, intervals in needed.items():
-        sizes, group = x.spec.shares(d)
-        part = Fetch(part, d, sizes, intervals, group).rows()
-        at[d - 2] = at[d - 2] - intervals[group.rank][0]
+    for d, (sizes, group) in splits_of(x, needed).items():
+        part = Fetch(part, d, sizes, needed[d], group).rows()
+        at[d - 2] = at[d - 2] - needed[d][group.rank][0]
     if not out.local_shape.numel():
         return wrap(no_outputs(part, out.local_shape, grid_part), out)
     if needed:
@@ -226,7 +226,7 @@ def as_grid(at: Tensor, rows: int) -> Tensor:
     return grid + (exact - grid.detach())
 
 
-def agreed(spec: Spec, places: dict[int, Tensor]) -> dict[int, list[Interval]]:
+def agreed(spec: Spec, splits: Splits, places: dict[int, Tensor]) -> dict[int, list[Interval]]:
     """The rows of an image with this spec that each rank of a dimension needs, for the dimensions where a halo is less.
 
     places: {dimension: this rank's places among its rows}. All ranks call this together; the result is the same on all.
@@ -238,8 +238,8 @@ def agreed(spec: Spec, places: dict[int, Tensor]) -> dict[int, list[Interval]]:
         ends += [low.clamp(0, n), (high + 2).clamp(0, n)]
     group, halos = spec.mesh.joint, {}
     every = all_gather(torch.stack(ends)[None].long(), 0, (1,) * group.size, group).tolist()
-    for i, d in enumerate(places):
-        (sizes, _), n, intervals = spec.shares(d), spec.shape[d], []
+    for i, (d, (sizes, _)) in enumerate(splits.items()):
+        n, intervals = spec.shape[d], []
         for c in range(len(sizes)):  # ranks of one row of tiles exchange what any of them needs
             (m,) = over(spec.dims[d])
             mine = [row[2 * i : 2 * i + 2] for r, row in enumerate(every) if spec.coordinate(m, r) == c]

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from distributed.shard.operands import fitted, global_shape, reduced, shared
 from distributed.shard.rules.elementwise import broadcast
-from distributed.shard.rules.reductions import autocast_dtype, kept, numpy_rule, reduced_spec
+from distributed.shard.rules.reductions import autocast_dtype, kept, reduced_spec
 from distributed.shard.spec import whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
-@numpy_rule(*named("softmax", "log_softmax"))
+@rule(*named("softmax", "log_softmax"))
 def softmax(
     func: Callable, input: ShardTensor, dim: int | None = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -97,11 +97,10 @@ def class_loss(
     part = fitted(target, each if indices else spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
     loss = func(local(x), part, shared(weight, spec), ignore_index=ignore_index, reduction="none", **smoothing)
-    if reduction != "mean" or not indices:
-        total = averaged(wrap(loss, each), "none" if reduction == "none" else "sum")
-        return total if reduction != "mean" else dispatch(torch.div, total, max(each.shape.numel(), 1))
-    counts = (part != ignore_index).to(loss.dtype)
-    if weight is not None:
+    if reduction != "mean":
+        return averaged(wrap(loss, each), reduction)
+    counts = torch.ones_like(loss) if not indices else (part != ignore_index).to(loss.dtype)
+    if indices and weight is not None:
         counts = weight[torch.where(part == ignore_index, 0, part)] * counts
     one = reduced_spec(each, range(len(each.dims)), False)
     sums = reduced(wrap(torch.stack([loss.sum(), counts.sum()]), one.with_dims([whole(2)])))  # one all-reduce for both

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from distributed.collectives import at_least_float32, reduce_from_region
 from distributed.shard.operands import fitted, reduced, replicated, shared
-from distributed.shard.rules.reductions import Sharers, autocast_dtype, dims_of, kept, moments, sharers
-from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.rules.reductions import autocast_dtype, dims_of, kept, moments
+from distributed.shard.spec import Shares
+from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, rule, wrap, wrap_result
 
 
 class Normal(torch.autograd.Function):
@@ -23,7 +24,7 @@ class Normal(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
-        dims: Sequence[int], shared_by: Sharers,
+        dims: Sequence[int], shared_by: Shares,
     ) -> Tensor:  # fmt: skip
         """Local parts that broadcast against x -> the shape of x. shared_by: the ranks and their parts of dims.
 
@@ -48,7 +49,7 @@ class Normal(torch.autograd.Function):
         sums = torch.stack([(grad * normal).sum(ctx.dims, keepdim=True), grad.sum(ctx.dims, keepdim=True)])
         count = math.prod([x.shape[d] for d in ctx.dims])
         if ctx.shared_by is not None:
-            group, counts = ctx.shared_by
+            counts, group = ctx.shared_by
             sums, count = reduce_from_region(sums, group), sum(counts)
         along, average = (sums / count).unbind()
         back = (grad - normal * along - average) * scale
@@ -60,7 +61,7 @@ def normalized(
 ) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
     """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
     x, dims = reduced(x), tuple(dims)
-    part, shared_by, left = local(x), sharers(x.spec, dims), kept(x.spec, dims, True)
+    part, shared_by, left = local(x), x.spec.shares(*dims), kept(x.spec, dims, True)
     with torch.no_grad():
         mean, deviations, count = moments(at_least_float32(part), dims, shared_by)
         var = deviations / count
@@ -76,9 +77,9 @@ def scaled(y: ShardTensor, weight: Tensor | None, bias: Tensor | None, like: Ten
     return dispatch(Tensor.to, y, autocast_dtype(like))
 
 
-def of_channels(weight: MaybeTensor, x: ShardTensor) -> MaybeTensor:
+def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
-    return None if weight is None else weight.view(-1, *[1] * (len(x.spec.dims) - 2))
+    return None if weight is None else weight.view(-1, *[1] * (x.dim() - 2))
 
 
 @rule(*named("layer_norm"))
@@ -87,17 +88,11 @@ def layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
-    spec = input.spec
-    common = type(input) is ShardTensor is not type(weight) and type(bias) is not ShardTensor and not spec.partial
-    if common and spec.whole_from + len(normalized_shape) <= len(spec.dims):
-        if spec.copies > 1:
-            weight, bias = shared(weight, spec), shared(bias, spec)
-        return wrap_result(torch.layer_norm(input, normalized_shape, weight, bias, eps), spec)
     x, dims = reduced(input), last_dims(func, input, normalized_shape)
-    if sharers(x.spec, dims) is None and not any(isinstance(w, ShardTensor) for w in (weight, bias)):
-        weight, bias = shared(weight, x.spec), shared(bias, x.spec)
-        return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), x.spec)
-    return normalized(x, dims, eps, weight, bias)[0]
+    if any(map(x.spec.is_split, dims)) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        return normalized(x, dims, eps, weight, bias)[0]
+    weight, bias = shared(weight, x.spec), shared(bias, x.spec)
+    return wrap_result(torch.layer_norm(x, normalized_shape, weight, bias, eps), x.spec)
 
 
 @rule(*named("rms_norm"))
@@ -107,7 +102,7 @@ def rms_norm(
 ) -> ShardTensor:  # fmt: skip
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
     x, dims = reduced(input), last_dims(func, input, normalized_shape)
-    if sharers(x.spec, dims) is None and type(weight) is not ShardTensor:
+    if not any(map(x.spec.is_split, dims)) and not isinstance(weight, ShardTensor):
         return wrap(F.rms_norm(local(x), normalized_shape, shared(weight, x.spec), eps), x.spec)
     wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
     square = dispatch(torch.mean, dispatch(torch.square, wide), dims, True)
@@ -151,17 +146,19 @@ def batch_norm(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
     scaling = of_channels(weight, input), of_channels(bias, input)
     y, mean, var = normalized(input, (0, *range(2, len(shape))), eps, *scaling)
-    update(running_mean, running_var, mean, dispatch(torch.mul, var, count / (count - 1)), momentum=momentum)
+    if running_mean is not None:
+        update(running_mean, running_var, [mean, dispatch(torch.mul, var, count / (count - 1))], momentum)
     return y
 
 
-def update(running_mean: MaybeTensor, running_var: MaybeTensor, *new: ShardTensor, momentum: float) -> None:
-    """Move running statistics (C,), if there are any, towards the new mean and variance, of C elements each."""
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            values = local(replicated(dispatch(torch.stack, new))).flatten(1)  # (2, C)
-            for running, value in zip((running_mean, running_var), values, strict=True):
-                running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+@torch.no_grad()
+def update(running_mean: Tensor | None, running_var: Tensor | None, new: Any, momentum: float) -> None:
+    """Move running statistics (C,), if there are any, towards the `new` mean and variance, of C elements each."""
+    if isinstance(new[0], ShardTensor):
+        new = local(replicated(dispatch(torch.stack, new)))  # (2, ...)
+    for running, value in zip((running_mean, running_var), new, strict=True):
+        if running is not None:
+            running.mul_(1 - momentum).add_(value.flatten().to(running.dtype), alpha=momentum)
 
 
 @rule(F.instance_norm)
@@ -175,7 +172,7 @@ def instance_norm(
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is not None:
         var, mean = dispatch(torch.var_mean, input, range(2, len(input.spec.dims)))
-        update(running_mean, running_var, *(dispatch(torch.mean, x, 0) for x in (mean, var)), momentum=momentum)
+        update(running_mean, running_var, [dispatch(torch.mean, x, 0) for x in (mean, var)], momentum)
     return dispatch(F.group_norm, input, input.spec.shape[1], weight, bias, eps)
 
 
@@ -185,7 +182,5 @@ def to_unit_norm(
     out: Tensor | None = None,
 ) -> ShardTensor:  # fmt: skip
     """Divide by the global p-norm along dim, or by eps if that is larger."""
-    if out is not None:
-        raise no_rule(func, (input,), {}, "out= is not supported")
     size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)
     return dispatch(torch.div, input, dispatch(torch.clamp, size, min=eps))

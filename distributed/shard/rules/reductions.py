@@ -1,4 +1,4 @@
-"""Reductions: sums, means, norms, variances and others.
+"""Reductions: sums, means, norms, variances, extrema and others.
 
 A sum over a split dimension is a partial tensor. Its parts are added up when a nonlinear operation follows, so several
 means in a row cost one all-reduce. All other reductions gather one number from each rank that has elements, and every
@@ -12,27 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, Sizes, all_gather, at_least_float32, gather_from_region, tensor_on
+from distributed.collectives import (
+    Group,
+    Sizes,
+    all_gather,
+    at_least_float32,
+    gather_from_region,
+    reduce_from_region,
+    tensor_on,
+)
 from distributed.shard.operands import reduced
-from distributed.shard.spec import Spec, over
-from distributed.shard.tensor import Rule, ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.spec import Shares, Spec, over, part_of
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
-Sharers = tuple[Group, Sizes] | None  # the ranks that share a statistic, and how many of its elements each has
-NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
-
-
-def numpy_rule(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: as `rule`, and axis and keepdims are names for dim and keepdim, as they are in torch."""
-
-    def register(implementation: Rule) -> Rule:
-        def renamed(func: Callable, *args: Any, **kwargs: Any) -> Any:
-            return implementation(func, *args, **{NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
-
-        rule(*functions)(renamed)
-        return implementation
-
-    return register
 
 
 def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
@@ -53,20 +46,12 @@ def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
 
 def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     """The spec of a sum over dims: partial over the mesh dimensions that split them."""
-    summed = over([axis for d in dims for axis in spec.dims[d]])
+    summed = over(*[spec.dims[d] for d in dims])
     return spec.with_dims(kept(spec, dims, keepdim).dims, tuple(sorted(summed.union(spec.partial))))
 
 
-def sharers(spec: Spec, dims: Sequence[int]) -> Sharers:
-    """(Group, elements of dims on each of its ranks) of the ranks among which dims are split; None if none is split."""
-    if not any(spec.is_split(dim) for dim in dims):
-        return None
-    counts, group = spec.shares(*dims)
-    return group, counts
-
-
 def gathered(
-    x: Tensor, summary: Callable[[Tensor], Tensor], group: Group, counts: Sizes, dims: tuple[int, ...]
+    x: Tensor, summary: Callable[[Tensor], Tensor], counts: Sizes, group: Group, dims: tuple[int, ...]
 ) -> Tensor:
     """summary(local tensor) of each rank that has elements in dims, in rank order: (ranks, ...).
 
@@ -80,18 +65,24 @@ def gathered(
 
 
 def reduce_by(
-    x: ShardTensor, dims: tuple[int, ...], keepdim: bool, summary: Callable[[Tensor], Tensor],
-    combine: Callable[[Tensor], Tensor],
-) -> ShardTensor:  # fmt: skip
-    """Reduce over dims: summary reduces a local tensor to size 1; combine joins all ranks' (ranks, ...) -> (...)."""
+    reduce: Callable[[Tensor, tuple[int, ...], bool], Tensor], x: ShardTensor, dims: tuple[int, ...], keepdim: bool
+) -> ShardTensor:
+    """reduce(part, dims, keepdim) of the local part, and of the results of all ranks if dims are split."""
     x = reduced(x)
-    spec, part = x.spec, local(x)
-    shared_by = sharers(spec, dims)
-    out = summary(part) if shared_by is None else combine(gathered(part, summary, *shared_by, dims))
+    out, shared_by = local(x), x.spec.shares(*dims)
+    if shared_by is None:
+        out = reduce(out, dims, True)
+    else:
+        out = reduce(gathered(out, lambda part: reduce(part, dims, True), *shared_by, dims), (0,), False)
+    return reduced_to(out, x.spec, dims, keepdim)
+
+
+def reduced_to(out: Tensor, spec: Spec, dims: tuple[int, ...], keepdim: bool) -> ShardTensor:
+    """The result of a reduction of dims, in which they have size 1, as a ShardTensor. spec: of what is reduced."""
     return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
 
 
-@numpy_rule(*named("sum"))
+@rule(*named("sum"))
 def total(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -100,7 +91,7 @@ def total(
     return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
 
 
-@numpy_rule(*named("mean"))
+@rule(*named("mean"))
 def mean(
     func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> ShardTensor:
@@ -120,31 +111,29 @@ rule(*named("count_nonzero"))(
 )
 
 
-@numpy_rule(*named("any", "all"))
+@rule(*named("any", "all"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
-    reduce, dims = getattr(torch, func.__name__), dims_of(input.spec, dim)
-    return reduce_by(input, dims, keepdim, lambda x: reduce(x, dims, keepdim=True), lambda parts: reduce(parts, 0))
+    return reduce_by(getattr(torch, func.__name__), input, dims_of(input.spec, dim), keepdim)
 
 
-@numpy_rule(*named("logsumexp"))
+@rule(*named("logsumexp"))
 def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
     """One gather of the maximum of each rank, and of its sum of the exponentials relative to it."""
-    dims = dims_of(input.spec, dim)
-    if sharers(input.spec, dims) is None:
-        return of_values(func, input, dim, keepdim)
+    dims, x = dims_of(input.spec, dim), reduced(input)
+    shared_by = x.spec.shares(*dims)
+    if shared_by is None:
+        return of_values(func, x, dim, keepdim)
 
     def summary(x: Tensor) -> Tensor:
         x = at_least_float32(x)
         top = x.detach().amax(dims, True)
         return torch.stack([top, (x - finite(top)).exp().sum(dims, keepdim=True)])
 
-    def combine(parts: Tensor) -> Tensor:
-        tops, totals = parts.unbind(1)
-        top = finite(tops.amax(0))
-        return (top + (totals * (tops - top).exp()).sum(0).log()).to(input.dtype)
-
-    return reduce_by(input, dims, keepdim, summary, combine)
+    tops, totals = gathered(local(x), summary, *shared_by, dims).unbind(1)
+    top = finite(tops.amax(0))
+    out = top + (totals * (tops - top).exp()).sum(0).log()
+    return reduced_to(out.to(x.dtype), x.spec, dims, keepdim)
 
 
 def finite(x: Tensor) -> Tensor:
@@ -152,23 +141,7 @@ def finite(x: Tensor) -> Tensor:
     return x.masked_fill(x.isinf(), 0)
 
 
-@numpy_rule(*named("prod"))
-def prod(
-    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> ShardTensor:
-    """One gather of the product of each rank. The product of integers is int64, as in torch."""
-    dims = dims_of(input.spec, dim)
-
-    def product(x: Tensor) -> Tensor:
-        for d in dims:
-            x = x.prod(d, keepdim=True)
-        return x if x.is_floating_point() or x.is_complex() else x.long()
-
-    input = input if dtype is None else dispatch(Tensor.to, input, dtype)
-    return reduce_by(input, dims, keepdim, product, lambda parts: parts.prod(0))
-
-
-@numpy_rule(torch.linalg.vector_norm)
+@rule(torch.linalg.vector_norm)
 def vector_norm(
     func: Callable, x: ShardTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,
     dtype: torch.dtype | None = None,
@@ -177,22 +150,22 @@ def vector_norm(
     if ord in (math.inf, -math.inf):
         x = dispatch(torch.abs, x if dtype is None else dispatch(Tensor.to, x, dtype))
         return dispatch(torch.amax if ord > 0 else torch.amin, x, dims_of(x.spec, dim), keepdim)
-    x, dims, norm = reduced(x), dims_of(x.spec, dim), torch.linalg.vector_norm
+    x, dims = reduced(x), dims_of(x.spec, dim)
+
+    def norm(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+        return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
+
     if ord == 0:  # the number of elements that are not 0
-        return wrap(norm(local(x), 0, dims, keepdim, dtype=dtype), reduced_spec(x.spec, dims, keepdim))
-    return reduce_by(
-        x, dims, keepdim, lambda part: norm(part, ord, dims, True, dtype=dtype), lambda parts: norm(parts, ord, 0)
-    )
+        return wrap(norm(local(x), dims, keepdim), reduced_spec(x.spec, dims, keepdim))
+    return reduce_by(norm, x, dims, keepdim)
 
 
-@numpy_rule(*named("norm"))
+@rule(*named("norm"))
 def norm(
     func: Callable, input: ShardTensor, p: float | str | None = None, dim: Dims = None, keepdim: bool = False,
     dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
 ) -> ShardTensor:  # fmt: skip
     """torch.norm, Tensor.norm and torch.linalg.norm of vectors; norms of matrices have no rule."""
-    if out is not None:
-        raise no_rule(func, (input,), {}, "out= is not supported")
     order = p if ord is None else ord
     if func is torch.linalg.norm and order is not None:
         if not isinstance(dim, int) and len(dim or input.spec.dims) != 1:
@@ -204,7 +177,7 @@ def norm(
     return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
 
 
-def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tensor, Tensor, int]:
+def moments(x: Tensor, dims: tuple[int, ...], shared_by: Shares) -> tuple[Tensor, Tensor, int]:
     """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
 
     dims stay, with size 1. The method of Chan et al. 1979 combines the mean and deviations of each rank. It loses no
@@ -220,8 +193,8 @@ def moments(x: Tensor, dims: tuple[int, ...], shared_by: Sharers) -> tuple[Tenso
     if shared_by is None:
         mean, deviations = summary(x).unbind()
         return mean, deviations, math.prod([x.shape[d] for d in dims])
-    group, counts = shared_by
-    means, deviations = gathered(x, summary, group, counts, dims).unbind(1)
+    counts, group = shared_by
+    means, deviations = gathered(x, summary, counts, group, dims).unbind(1)
     count, present = sum(counts), [n for n in counts if n]
     weight = tensor_on(x.device, present, x.dtype).view(-1, *[1] * x.dim())
     apart = means - means[:1]
@@ -240,7 +213,7 @@ def root(var: Tensor) -> Tensor:
     return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
 
 
-@numpy_rule(*named("var", "std", "var_mean", "std_mean"))
+@rule(*named("var", "std", "var_mean", "std_mean"))
 def var(
     func: Callable, input: ShardTensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False,
     *, correction: float | None = 1,
@@ -257,16 +230,15 @@ def var(
     if part.is_complex():
         raise no_rule(func, (input,), {}, "of complex numbers")
     dims = dims_of(spec, dim)
-    average, deviations, count = moments(at_least_float32(part), dims, sharers(spec, dims))
+    average, deviations, count = moments(at_least_float32(part), dims, spec.shares(*dims))
     out = deviations / (count - correction) if count > correction else deviations * math.nan
     if func.__name__ in ("std", "std_mean"):
         out = root(out)
-    left = kept(spec, dims, keepdim)
-    out, average = (wrap((y if keepdim else y.squeeze(dims)).to(part.dtype), left) for y in (out, average))
+    out, average = (reduced_to(y.to(part.dtype), spec, dims, keepdim) for y in (out, average))
     return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
 
 
-@numpy_rule(*named("cumsum"))
+@rule(*named("cumsum"))
 def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
     """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
     input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
@@ -278,3 +250,76 @@ def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype |
         sums = all_gather(part.sum(dim, keepdim=True)[None], 0, (1,) * group.size, group)
         out = out + sums[: group.rank].sum(0)
     return wrap(out, spec)
+
+
+@rule(*named("amax", "amin"))
+def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool = False) -> ShardTensor:
+    """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
+    reduce = torch.amax if func.__name__ == "amax" else torch.amin
+    x = reduced(input)
+    spec, part = x.spec, local(x)
+    dims = dims_of(spec, dim)
+    shared_by = spec.shares(*dims)
+    if shared_by is None or not (part.requires_grad and torch.is_grad_enabled()):
+        return reduce_by(reduce, x, dims, keepdim)
+    with torch.no_grad():
+        value = local(reduce_by(reduce, x, dims, True))
+        mask = part == value
+        count = reduce_from_region(mask.sum(dims, keepdim=True), shared_by[1])
+    return reduced_to(_Shared.apply(part, value, mask, count), spec, dims, keepdim)
+
+
+class _Shared(torch.autograd.Function):
+    """The extremum, given as `value`, of x; `count` elements on all ranks, those of a mask, share the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(mask, count)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, count = ctx.saved_tensors
+        return mask * (grad / count), None, None, None
+
+
+@rule(*named("max", "min"))
+def max_or_min(
+    func: Callable, input: Any, dim: int | Tensor | None = None, keepdim: bool = False, *, other: Tensor | None = None
+) -> Any:
+    """Maximum or minimum of all elements, of two tensors, or along a dimension with the index of the first extremum."""
+    largest = func.__name__ == "max"
+    if isinstance(dim, Tensor) or other is not None:
+        return dispatch(torch.maximum if largest else torch.minimum, input, dim if isinstance(dim, Tensor) else other)
+    if dim is None:
+        return dispatch(torch.amax if largest else torch.amin, input)
+    return along(input, dim, keepdim, largest)
+
+
+@rule(*named("argmax", "argmin"))
+def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> ShardTensor:
+    """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
+    largest = func.__name__ == "argmax"
+    if dim is not None:
+        return along(dispatch(torch.detach, input), dim, keepdim, largest).indices
+    index = along(dispatch(torch.flatten, dispatch(torch.detach, input)), 0, False, largest).indices
+    return dispatch(torch.reshape, index, [1] * len(input.spec.dims)) if keepdim else index
+
+
+def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
+    """The extremum along one dimension and its index; one gather of both if the dimension is split."""
+    x = reduced(x)
+    spec, part = x.spec, local(x)
+    (dim,) = dims = dims_of(spec, dim)
+    if not spec.is_split(dim):
+        values, indices = torch.max(part, dim, True) if largest else torch.min(part, dim, True)
+    else:
+        with torch.no_grad():
+            value = local(reduce_by(torch.amax if largest else torch.amin, x, dims, True))
+            shape = [-1 if d == dim else 1 for d in range(part.dim())]
+            places = part_of(torch.arange(spec.shape[dim], device=part.device).view(shape), spec)
+            found = torch.where((part == value) | part.isnan(), places, spec.shape[dim])
+            indices = local(reduce_by(torch.amin, wrap(found, spec), dims, True))
+        values = _Shared.apply(part, value, places == indices, torch.ones_like(indices))
+    kind: Any = torch.return_types.max if largest else torch.return_types.min
+    return kind([reduced_to(y, spec, dims, keepdim) for y in (values, indices)])

@@ -4,7 +4,7 @@ For the indices of maxima the images become whole, of some channels or samples o
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,20 +13,37 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import tensor_on
-from distributed.halo import Fetch, Interval, bounds
+from distributed.halo import Interval
 from distributed.shard.operands import fitted, reduced
-from distributed.shard.rules import windows
 from distributed.shard.rules.along import as_before, made_whole, on_whole
-from distributed.shard.rules.windows import DIMENSIONS, Output, Splits, Window, spatial, whole_length
+from distributed.shard.rules.windows import (
+    DIMENSIONS,
+    Output,
+    Splits,
+    Window,
+    extended,
+    images,
+    in_proportion,
+    no_outputs,
+    output_shape,
+    read,
+    request,
+    resulting,
+    spatial,
+    spatial_rule,
+    spatially,
+    splits_of,
+    whole_length,
+    windows_of,
+)
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
-AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 NEAREST = "nearest", "nearest-exact"
 SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
 
 
-@windows.spatial_rule("max_pool")
+@spatial_rule("max_pool")
 def max_pool(
     func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
     padding: PerAxis = 0, dilation: PerAxis = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -34,28 +51,28 @@ def max_pool(
     """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
     stride = stride or kernel_size
     along = pool_windows(func, x, kernel_size, stride, padding, dilation)
-    shape = windows.output_shape(func, x, splits, along, ceil_mode)
+    shape = output_shape(func, x, splits, along, ceil_mode)
     lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    x, new, _ = windows.extended(x, splits, along, shape, lowest)
+    x, new, _ = extended(x, splits, along, shape, lowest)
     if 0 in shape:
-        return windows.no_outputs(x, shape), new
-    return func(x, kernel_size, stride, left(padding, along, splits), dilation, ceil_mode), new
+        return no_outputs(x, shape), new
+    return func(x, kernel_size, stride, left(along, splits), dilation, ceil_mode), new
 
 
-@windows.spatial_rule("avg_pool")
+@spatial_rule("avg_pool")
 def avg_pool(
     func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
     padding: PerAxis = 0, ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Output:  # fmt: skip
     """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
     stride = stride or kernel_size
-    along = pool_windows(func, x, kernel_size, stride, padding, 1)
-    shape = windows.output_shape(func, x, splits, along, ceil_mode)
-    x, new, own = windows.extended(x, splits, along, shape, 0)
+    along = pool_windows(func, x, kernel_size, stride, padding)
+    shape = output_shape(func, x, splits, along, ceil_mode)
+    x, new, own = extended(x, splits, along, shape, 0)
     if 0 in shape:
-        return windows.no_outputs(x, shape), new
+        return no_outputs(x, shape), new
     divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
-    y = func(x, kernel_size, stride, left(padding, along, splits), ceil_mode, count_include_pad, *divisor)
+    y = func(x, kernel_size, stride, left(along, splits), ceil_mode, count_include_pad, *divisor)
     for dim, outputs in own.items() if divisor_override is None else ():
         # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
         w, rows = along[dim], sum(splits[dim][0])
@@ -67,12 +84,23 @@ def avg_pool(
     return y, new
 
 
-def left(padding: PerAxis, along: Mapping[int, Window], splits: Splits) -> list[int]:
+def pool_windows(
+    func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis = 1
+) -> dict[int, Window]:
+    """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
+    along = windows_of(range(x.ndim - DIMENSIONS[func], x.ndim), kernel_size, stride, padding, dilation)
+    for w in along.values():
+        if 2 * w.before > w.reach + 1:
+            raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
+    return along
+
+
+def left(along: dict[int, Window], splits: Splits) -> list[int]:
     """The padding that the plain operation has still to add, after `extended`."""
-    return [0 if dim in splits else n for dim, n in zip(along, spatial(padding, len(along)), strict=True)]
+    return [0 if dim in splits else w.before for dim, w in along.items()]
 
 
-@windows.spatial_rule("adaptive_max_pool")
+@spatial_rule("adaptive_max_pool")
 def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, return_indices: bool = False) -> Output:
     """adaptive_avg_pool and adaptive_max_pool 1d, 2d, 3d, without indices.
 
@@ -86,57 +114,41 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
         length = shape[dim] = rows if shape[dim] is None else shape[dim]
         if dim not in splits:
             continue
-        new[dim] = windows.in_proportion(splits[dim][0], length)
+        new[dim] = in_proportion(splits[dim][0], length)
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        x, mine, (first, last) = windows.read(x, dim, splits[dim], new[dim], covered)
-        shape[dim] = last - first
-        if func in AVERAGES:
-            x = windows.weighted_sums(x, dim, mine, [[1 / (b - a)] * (b - a) for a, b in mine])
-        else:
-            x = windows.spread(x, dim, mine)
+        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if "avg" in func.__name__ else None
+        x = read(x, dim, splits[dim], new[dim], covered, weights)
+        shape[dim] = new[dim][splits[dim][1].rank]
     if 0 in shape:
-        return windows.no_outputs(x.to(dtype), shape), new
+        return no_outputs(x.to(dtype), shape), new
     return func(x, shape[x.ndim - count :]).to(dtype), new
 
 
-def pool_windows(
-    func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis
-) -> dict[int, Window]:
-    """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
-    count = DIMENSIONS[func]
-    values = [spatial(v, count) for v in (kernel_size, stride, padding, padding, dilation)]
-    along = {dim: Window(*v) for dim, v in enumerate(zip(*values, strict=True), x.ndim - count)}
-    for w in along.values():
-        if 2 * w.before > w.reach + 1:
-            raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
-    return along
-
-
-@rule(*AVERAGES)
+@rule(*named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
     """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
     count = DIMENSIONS[func]
-    if output_size in (1, (1,) * count, [1] * count):
+    if set(spatial(output_size, count)) == {1}:
         # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
-        return dispatch(torch.mean, input, tuple(windows.images(input, func)), keepdim=True)
-    return windows.spatially(adaptive_pool, func, input, output_size)
+        return dispatch(torch.mean, input, tuple(images(input, func)), keepdim=True)
+    return spatially(adaptive_pool, func, input, output_size)
 
 
 @rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
 @rule(torch.adaptive_max_pool1d)  # always returns indices
 def with_indices(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> tuple[ShardTensor, ...]:
     """(maxima, their places in the whole image): each rank has whole images of some channels or samples meanwhile."""
-    return on_whole(input, windows.images(input, func), lambda part: func(part, *args, **kwargs), resizes=True)
+    return on_whole(input, images(input, func), lambda part: func(part, *args, **kwargs), resizes=True)
 
 
 @rule(torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d)
 def unpool(func: Callable, input: ShardTensor, indices: Tensor, output_size: Sequence[int], *args: Any) -> ShardTensor:
     """Put values at places in the whole image, on whole images of some channels or samples."""
-    dims = windows.images(input, func)
+    dims = images(input, func)
     x = made_whole(input, dims)
     part, places = local(x), fitted(reduced(indices), x.spec)
     out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
-    y = func(part, places, output_size, *args) if part.numel() else windows.no_outputs(part, out.local_shape)
+    y = func(part, places, output_size, *args) if part.numel() else no_outputs(part, out.local_shape)
     return as_before(wrap(y, out), input.spec)
 
 
@@ -148,14 +160,14 @@ def interpolate(
 ) -> ShardTensor:  # fmt: skip
     """Every mode: weighted sums of rows along split dimensions, then the plain operation along the others."""
     given, count = reduced(input), len(input.spec.dims) - 2
-    splits, x = windows.splits_of(given, range(2, count + 2)), local(given)
+    splits, x = splits_of(given, range(2, count + 2)), local(given)
     options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     if not splits:
-        return windows.resulting(given, func(x, *options), {})
+        return resulting(given, func(x, *options), {})
     if (size is None) == (scale_factor is None):
         raise ValueError("interpolate: either size or scale_factor")
-    factors = list(scale_factor) if isinstance(scale_factor, Sequence) else [scale_factor] * count
-    scales: list[Any] = [None] * count if recompute_scale_factor else factors
+    factors = spatial(scale_factor, count)
+    scales: list[Any] = [None] * count if recompute_scale_factor else list(factors)
     lengths = [int(n * (factor or 0)) for n, factor in zip(given.spec.shape[2:], factors, strict=True)]
     lengths = lengths if size is None else list(spatial(size, count))
     if mode == "area":
@@ -166,21 +178,17 @@ def interpolate(
     for i, dim in enumerate(range(2, count + 2)):
         if dim in splits:
             sizes, length = splits[dim][0], lengths[i]
-            new[dim] = windows.in_proportion(sizes, length)
-            read, weights = rows_read(mode, sum(sizes), length, scales[i], align_corners, antialias)
-            x, mine, outputs = windows.read(x, dim, splits[dim], new[dim], read)
-            if mode in NEAREST:
-                x = windows.spread(x, dim, mine)
-            else:
-                x = windows.weighted_sums(x, dim, mine, weights[slice(*outputs)])
+            new[dim] = in_proportion(sizes, length)
+            places, weights = rows_read(mode, sum(sizes), length, scales[i], align_corners, antialias)
+            x = read(x, dim, splits[dim], new[dim], places, None if mode in NEAREST else weights)
             lengths[i], scales[i] = x.shape[dim], scales[i] and 1.0
     shape = (*x.shape[:2], *lengths)
     if 0 in shape:
-        x = windows.no_outputs(x, shape)
+        x = no_outputs(x, shape)
     elif len(splits) < count:
         how = {"size": lengths} if scales[0] is None else {"scale_factor": scales}
         x = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **how)
-    return windows.resulting(given, x.to(dtype), new)
+    return resulting(given, x.to(dtype), new)
 
 
 @lru_cache(maxsize=64)
@@ -223,24 +231,24 @@ def pad(
         dim, (before, after) = x.ndim - 1 - i // 2, pad[i : i + 2]
         if before == after == 0 or not given.spec.is_split(dim):
             continue
-        (split,) = windows.splits_of(given, [dim]).values()
+        (split,) = splits_of(given, [dim]).values()
         left[i] = left[i + 1] = 0
         rows = sum(split[0])
         most = {"circular": rows, "reflect": rows - 1}.get(mode, math.inf)
         if before + after + rows < 0 or (mode != "constant" and not (0 <= before <= most and 0 <= after <= most)):
             raise ValueError(f"pad: {mode} of {rows} rows by {before} before and {after} after")
-        new[dim] = windows.cut(split[0], rows + before + after, lambda end, before=before: end + before)
+        window = Window(1, 1, before, after)
+        new[dim] = window.output_sizes(split[0], rows + before + after)
         if mode in ("reflect", "replicate"):
             inside = [mirrored(row, rows - 1, mode) for row in range(-before, rows + after)]
-            x, mine, _ = windows.read(x, dim, split, new[dim], [(row, row + 1) for row in inside])
-            x = windows.spread(x, dim, mine)
+            x = read(x, dim, split, new[dim], [(row, row + 1) for row in inside])
         else:
-            intervals = [(first - before, last - before) for first, last in bounds(new[dim])]
-            coming = Fetch(x, dim, split[0], intervals, split[1], mode == "circular", value or 0)
+            periodic = mode == "circular"
+            coming, *_ = request(x, dim, split, new[dim], window.interval, periodic=periodic, fill=value or 0)
             x = coming.rows() if coming.joined else coming.rows().clone()
     mode = mode if x.numel() else "constant"  # other modes reject empty tensors
     x = F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x
-    return windows.resulting(given, x, new)
+    return resulting(given, x, new)
 
 
 def mirrored(row: int, last: int, mode: str) -> int:

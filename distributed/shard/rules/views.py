@@ -9,7 +9,7 @@ Nothing is communicated, except where a new shape would break up the ranks' piec
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -69,15 +69,15 @@ def _multiples(sizes, n):
 
 def _regrouped_behind(dims, shape, at, cut):
     """Regroup the dimensions in front of dimension `at`, which has elements ahead, and all others behind it."""
-    front = math.prod([axis.size for axes in dims[:at] for axis in axes])
+    front = math.prod([axis.size for axis in chain(*dims[:at])])
     place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == front and shape[i] != 1), None)
-    axes, behind = [axis for axes in dims[at:] for axis in axes], [axis for axes in dims[at + 1 :] for axis in axes]
+    axes, behind = [*chain(*dims[at:])], [*chain(*dims[at + 1 :])]
     if place is None or over(behind):
         return None
     inner, ahead = math.prod(shape[place + 1 :]), axes[0].ahead * math.prod([axis.size for axis in behind])
     outer = math.prod([axis.size for axis in axes]) // max(inner, 1)
     new = regrouped([axes[0]._replace(ahead=0), *axes[1:]], (outer, *shape[place + 1 :]), cut)
-    before = regrouped([axis for axes in dims[:at] for axis in axes], shape[:place], cut)
+    before = regrouped(chain(*dims[:at]), shape[:place], cut)
     if before is None or new is None or not new[0] or cut or ahead % inner or outer + ahead // inner != shape[place]:
         return None
     return (*before, (new[0][0]._replace(ahead=ahead // inner), *new[0][1:]), *new[1:])
@@ -93,10 +93,7 @@ def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spe
     if math.prod(shape) != spec.shape.numel():
         raise RuntimeError(f"shape '{shape}' is invalid for input of size {spec.shape.numel()}")
     at = next((d for d, axes in enumerate(spec.dims) if axes and axes[0].ahead), None)
-    if at is None:
-        dims = regrouped([axis for axes in spec.dims for axis in axes], shape, cut)
-    else:
-        dims = _regrouped_behind(spec.dims, shape, at, cut)
+    dims = regrouped(chain(*spec.dims), shape, cut) if at is None else _regrouped_behind(spec.dims, shape, at, cut)
     if dims is None:
         raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
     return spec.with_dims(dims), cut
@@ -151,23 +148,18 @@ def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> 
     if len(dims) != len(spec.dims):
         raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
     new = spec.derived(("permute", dims), lambda: spec.with_dims([spec.dims[d] for d in dims]))
-    return wrap(input.permute(dims), new)
+    return wrap_result(input.permute(dims), new)
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
 def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dimensions and their axes."""
-    spec = input.spec
-
-    def swapped() -> Spec:
-        dims = list(spec.dims)
-        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-        return spec.with_dims(dims)
-
-    return wrap_result(input.transpose(dim0, dim1), spec.derived(("transpose", dim0, dim1), swapped))
+    dims = list(range(len(input.spec.dims)))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return permute(func, input, dims)
 
 
-@rule(Tensor.mT.__get__, *named("t"))
+@rule(*named("mT", "t"))
 def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     """Swap the last two dimensions; a vector stays as it is. t() accepts at most two dimensions."""
     count = len(input.spec.dims)
@@ -176,10 +168,8 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     return input if count < 2 else transpose(func, input, -2, -1)
 
 
-rule(Tensor.T.__get__)(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
-rule(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"))(
-    lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1))
-)
+rule(*named("T"))(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
+rule(*named("H", "mH", "adjoint"))(lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1)))
 rule(*named("ravel"))(lambda func, input: flatten(func, input))
 
 
@@ -255,6 +245,8 @@ def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTen
     return flatten(func, movedim(func, x, (-3, -1), (-4, -3)), -5, -3)
 
 
-rule(torch.broadcast_tensors)(
-    lambda func, *xs: [expand(func, x, torch.broadcast_shapes(*map(global_shape, xs))) for x in xs]
-)
+@rule(torch.broadcast_tensors)
+def broadcast_tensors(func: Callable, *tensors: Tensor) -> list[Tensor]:
+    """All tensors in the shape that they broadcast to."""
+    shape = torch.broadcast_shapes(*map(global_shape, tensors))
+    return [expand(func, x, shape) if isinstance(x, ShardTensor) else x.expand(shape) for x in tensors]

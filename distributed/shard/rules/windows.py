@@ -13,7 +13,7 @@ gradient of a weight; the sum of the parts is the whole gradient.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from networks.vit import PerAxis
 KINDS = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool"
 DIMENSIONS = {f: n for n in (1, 2, 3) for k in KINDS for f in named(f"{k}{n}d", f"{k}{n}d_with_indices")}
 CONVOLUTIONS = {f for f in DIMENSIONS if f.__name__.startswith("conv")}  # they mix channels
+Padding = PerAxis | Literal["same", "valid"]
 Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (sizes of all ranks, Group)}
 Output = tuple[Tensor, dict[int, Sizes]]  # the local output, {dimension: its sizes on all ranks}
 
@@ -74,10 +75,26 @@ def in_proportion(sizes: Sizes, length: int) -> Sizes:
     return cut(sizes, length, lambda end: -(-end * length // sum(sizes)))
 
 
-def spatial(values: PerAxis, count: int) -> tuple[int, ...]:
+def spatial(given: Any, count: int) -> tuple[Any, ...]:
     """One value for each of `count` dimensions: 3 -> (3, 3)."""
-    values = (values,) if isinstance(values, int) else tuple(values)
+    values = tuple(given) if isinstance(given, Sequence) else (given,)
     return values * count if len(values) == 1 else values
+
+
+def windows_of(
+    dims: range, kernel: PerAxis, stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1
+) -> dict[int, Window]:
+    """{dimension: its Window} for spatial dimensions. Raises ValueError for padding='same' with a stride."""
+    kernel, stride, dilation = (spatial(values, len(dims)) for values in (kernel, stride, dilation))
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        pads = [(n // 2, n - n // 2) for n in totals]
+        if any(s != 1 for s in stride):
+            raise ValueError("padding='same' is not supported for strided convolutions")
+    else:
+        pads = [(p, p) for p in spatial(0 if padding == "valid" else padding, len(dims))]
+    windows = [Window(k, s, *p, d) for k, s, p, d in zip(kernel, stride, pads, dilation, strict=True)]
+    return dict(zip(dims, windows, strict=True))
 
 
 def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
@@ -146,11 +163,13 @@ def extended(
 
 
 def read(
-    x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, windows: Sequence[Interval]
-) -> tuple[Tensor, list[Interval], Interval]:
-    """The rows that this rank's outputs read, where windows[j] are those of output j of the whole.
+    x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, windows: Sequence[Interval],
+    weights: Sequence[Sequence[float]] | None = None,
+) -> Tensor:  # fmt: skip
+    """The rows that this rank's outputs read, where windows[j] are those of output j of the whole, [first, last).
 
-    Returns these rows, the windows of this rank's outputs in them, and these outputs.
+    The rows of all its windows follow each other; shorter windows repeat their last row. weights: b - a for each window
+    [a, b); then one row for each window, their weighted sum, at least in float32.
     """
 
     def rows_of(first: int, last: int) -> Interval:
@@ -158,22 +177,17 @@ def read(
         return min(starts), max(ends)
 
     coming, outputs, (start, _) = request(x, dim, split, new, rows_of)
-    return coming.rows(), [(a - start, b - start) for a, b in windows[slice(*outputs)]], outputs
-
-
-def spread(x: Tensor, dim: int, windows: Sequence[Interval]) -> Tensor:
-    """Concatenate the rows of windows [a, b), all with one length: shorter windows repeat their last row."""
-    longest = max([1, *(b - a for a, b in windows)])
-    rows = [min(a + t, b - 1) for a, b in windows for t in range(longest)]
-    return x.index_select(dim, tensor_on(x.device, rows, torch.long))
-
-
-def weighted_sums(x: Tensor, dim: int, windows: Sequence[Interval], weights: Sequence[Sequence[float]]) -> Tensor:
-    """The sum of the rows of each window [a, b) by b - a weights; at least in float32."""
-    x, longest = at_least_float32(x), max([1, *map(len, weights)])
-    factors = tensor_on(x.device, [n for row in weights for n in (*row, *[0.0] * (longest - len(row)))], x.dtype)
-    rows = spread(x, dim, windows).unflatten(dim, (len(windows), longest))
-    return (rows * factors.view(-1, longest, *[1] * (x.ndim - 1 - dim))).sum(dim + 1)
+    own = windows[slice(*outputs)]
+    longest = max([1, *(b - a for a, b in own)])
+    places = [min(a + t, b - 1) - start for a, b in own for t in range(longest)]
+    rows = coming.rows() if weights is None else at_least_float32(coming.rows())
+    rows = rows.index_select(dim, tensor_on(x.device, places, torch.long))
+    if weights is None:
+        return rows
+    rows = rows.unflatten(dim, (len(own), longest))
+    factors = [n for row in weights[slice(*outputs)] for n in (*row, *[0.0] * (longest - len(row)))]
+    factor = tensor_on(x.device, factors, rows.dtype).view(-1, longest, *[1] * (x.ndim - 1 - dim))
+    return (rows * factor).sum(dim + 1)
 
 
 def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
@@ -220,9 +234,7 @@ def spatial_rule(kind: str) -> Callable[[Rule], Rule]:
     """Decorator: the rule of kind1d, kind2d and kind3d, by a function of local tensors as described above."""
 
     def register(implementation: Rule) -> Rule:
-        homes = (torch, torch.nn.functional)
-        functions = [getattr(home, f"{kind}{n}d", None) for n in (1, 2, 3) for home in homes]
-        rule(*filter(None, functions))(partial(spatially, implementation))
+        rule(*named(*[f"{kind}{n}d" for n in (1, 2, 3)]))(partial(spatially, implementation))
         return implementation
 
     return register
