@@ -61,6 +61,7 @@ def cases(size, method):
     yield Case(attend, (heads, heads, heads), keywords={"is_causal": True})
     samples = X((4, 4, 13, 8), (0,))
     yield Case(attend, (samples, samples, samples))
+    yield Case(attend, (X((4, 4, 3, 8)), samples, samples))  # queries that are the same for all samples
     yield Case(attend, (x, x, x), dtype=torch.bfloat16)
 
 

@@ -39,7 +39,7 @@ def attention(
 ) -> ShardTensor:  # fmt: skip
     """Attention of q (..., heads, N, d) to k, v (..., heads, M, d), of which some may be plain tensors.
 
-    Keys and values are brought to the queries' split of samples and heads.
+    Keys and values are brought to the queries' split of samples and heads; queries that are whole, to that of the keys.
     """
     like = next(x for x in (q, k, v, attn_mask) if isinstance(x, ShardTensor))
     q, k, v = (made_whole(copied(x, like.spec), (len(global_shape(x)) - 1,)) for x in (q, k, v))
@@ -50,6 +50,8 @@ def attention(
             attn_mask = _as_four(attn_mask, lead)
         y = attention(func, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return dispatch(torch.reshape, y, (*lead, *y.spec.shape[2:]))
+    if not q.spec.split_dims and k.spec.shape[:2] == q.spec.shape[:2]:  # learned queries, the same for all samples
+        q = to_spec(q, q.spec.with_dims((*k.spec.dims[:2], *q.spec.dims[2:])))
     alike = k.spec.dims[2] == q.spec.dims[2] and k.spec.shape[3] == v.spec.shape[3]
     tokens = q.spec.dims[2] if alike else whole(k.spec.shape[2])
     k, v = (_beside(func, q, x, tokens, enable_gqa) for x in (k, v))
