@@ -52,18 +52,19 @@ def build_model(config: Config, device: torch.device | str = "meta") -> nn.Modul
 def freeze(model: nn.Module, config: Config) -> None:
     """Let the parameters that `config.freeze` names have no gradient, so no optimizer state and no reduction either.
 
-    Raises UsageError for a pattern that matches none, and where nothing is left to train.
+    A pattern that begins with ! lets those that it matches be trained after all. Raises UsageError for a pattern that
+    matches none, and where nothing is left to train.
     """
     names = dict(model.named_parameters())
     for pattern in config.freeze:
-        matching = fnmatch.filter(names, pattern)
+        matching = fnmatch.filter(names, pattern.removeprefix("!"))
         if not matching:
             raise UsageError(
                 f"{config.config}: freeze '{pattern}' matches no parameter of model {config.model}, whose names are "
                 f"like {', '.join(list(names)[:3])}"
             )
         for name in matching:
-            names[name].requires_grad_(False)
+            names[name].requires_grad_(pattern.startswith("!"))
     if not any(parameter.requires_grad for parameter in names.values()):
         raise UsageError(
             f"{config.config}: freeze {config.freeze} leaves no parameter of model {config.model} to train"

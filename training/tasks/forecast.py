@@ -113,10 +113,11 @@ class Trained(Task):
         return ForecastValidator(loader, self.rollout(loader.device), self.sample_losses)
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Images of normal random numbers."""
-        config, steps = self.config, self.config.longest_rollout
-        inputs = config.model_in_channels + (steps - 1) * count_forcings(config.forcings)[1]
+        """Images of normal random numbers; forcings that stay are the same for all samples."""
+        config, steps, (fixed, timed) = self.config, self.config.longest_rollout, count_forcings(self.config.forcings)
+        inputs = config.model_in_channels + (steps - 1) * timed
         x = torch.randn(config.global_batch_size, inputs, *config.img_size, generator=generator)
+        x[1:, config.state_channels :][:, :fixed] = x[:1, config.state_channels :][:, :fixed]
         return x, torch.randn(len(x), steps * config.n_out_channels, *config.img_size, generator=generator)
 
 
