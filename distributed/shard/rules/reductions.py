@@ -111,34 +111,10 @@ rule(*named("count_nonzero"))(
 )
 
 
-@rule(*named("any", "all"))
+@rule(*named("any", "all", "logsumexp"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
     return reduce_by(getattr(torch, func.__name__), input, dims_of(input.spec, dim), keepdim)
-
-
-@rule(*named("logsumexp"))
-def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
-    """One gather of the maximum of each rank, and of its sum of the exponentials relative to it."""
-    dims, x = dims_of(input.spec, dim), reduced(input)
-    shared_by = x.spec.shares(*dims)
-    if shared_by is None:
-        return of_values(func, x, dim, keepdim)
-
-    def summary(x: Tensor) -> Tensor:
-        x = at_least_float32(x)
-        top = x.detach().amax(dims, True)
-        return torch.stack([top, (x - finite(top)).exp().sum(dims, keepdim=True)])
-
-    tops, totals = gathered(local(x), summary, *shared_by, dims).unbind(1)
-    top = finite(tops.amax(0))
-    out = top + (totals * (tops - top).exp()).sum(0).log()
-    return reduced_to(out.to(x.dtype), x.spec, dims, keepdim)
-
-
-def finite(x: Tensor) -> Tensor:
-    """Replace infinities by 0, so that their differences are numbers."""
-    return x.masked_fill(x.isinf(), 0)
 
 
 @rule(torch.linalg.vector_norm)
@@ -232,22 +208,22 @@ def var(
     dims = dims_of(spec, dim)
     average, deviations, count = moments(at_least_float32(part), dims, spec.shares(*dims))
     out = deviations / (count - correction) if count > correction else deviations * math.nan
-    if func.__name__ in ("std", "std_mean"):
+    if "std" in func.__name__:
         out = root(out)
     out, average = (reduced_to(y.to(part.dtype), spec, dims, keepdim) for y in (out, average))
-    return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
+    return (out, average) if "mean" in func.__name__ else out
 
 
 @rule(*named("cumsum"))
 def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
     """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
-    input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
+    input = reduced(input)
     spec, part = input.spec, local(input)
     (dim,) = dims_of(spec, dim)
-    out = part.cumsum(dim)
+    out = part.cumsum(dim, dtype=dtype)
     if (split := spec.split(dim)) is not None:
         _, group = split
-        sums = all_gather(part.sum(dim, keepdim=True)[None], 0, (1,) * group.size, group)
+        sums = all_gather(part.sum(dim, keepdim=True, dtype=dtype)[None], 0, (1,) * group.size, group)
         out = out + sums[: group.rank].sum(0)
     return wrap(out, spec)
 

@@ -208,11 +208,7 @@ def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = No
     """Remove dimensions of global size 1. One may be split: then one rank holds its only row."""
     spec = x.spec
     gone = () if dim == () else tuple(d for d in dims_of(spec, dim) if spec.shape[d] == 1)
-    cut = next((d for d in gone if spec.is_split(d)), None)
-    if cut is not None:  # one rank holds its only row
-        x = dispatch(Tensor.__getitem__, x, (*[slice(None)] * cut, 0))
-        return squeeze(func, x, tuple(d - (d > cut) for d in gone if d != cut))
-    return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
+    return dispatch(Tensor.__getitem__, x, tuple([0 if d in gone else slice(None) for d in range(len(spec.dims))]))
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
