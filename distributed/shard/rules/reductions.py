@@ -114,7 +114,7 @@ rule(*named("count_nonzero"))(
 @rule(*named("any", "all", "logsumexp"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
-    return reduce_by(getattr(torch, func.__name__), input, dims_of(input.spec, dim), keepdim)
+    return reduce_by(func, input, dims_of(input.spec, dim), keepdim)
 
 
 @rule(torch.linalg.vector_norm)
@@ -231,15 +231,14 @@ def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype |
 @rule(*named("amax", "amin"))
 def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool = False) -> ShardTensor:
     """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
-    reduce = torch.amax if func.__name__ == "amax" else torch.amin
     x = reduced(input)
     spec, part = x.spec, local(x)
     dims = dims_of(spec, dim)
     shared_by = spec.shares(*dims)
     if shared_by is None or not (part.requires_grad and torch.is_grad_enabled()):
-        return reduce_by(reduce, x, dims, keepdim)
+        return reduce_by(func, x, dims, keepdim)
     with torch.no_grad():
-        value = local(reduce_by(reduce, x, dims, True))
+        value = local(reduce_by(func, x, dims, True))
         mask = part == value
         count = reduce_from_region(mask.sum(dims, keepdim=True), shared_by[1])
     return reduced_to(_Shared.apply(part, value, mask, count), spec, dims, keepdim)

@@ -164,12 +164,8 @@ def interpolate(
     options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     if not splits:
         return resulting(given, func(x, *options), {})
-    if (size is None) == (scale_factor is None):
-        raise ValueError("interpolate: either size or scale_factor")
-    factors = spatial(scale_factor, count)
-    scales: list[Any] = [None] * count if recompute_scale_factor else list(factors)
-    lengths = [int(n * (factor or 0)) for n, factor in zip(given.spec.shape[2:], factors, strict=True)]
-    lengths = lengths if size is None else list(spatial(size, count))
+    lengths = list(func(torch.empty(given.spec.shape, device="meta"), *options).shape[2:])
+    scales: list[Any] = [None] * count if recompute_scale_factor else list(spatial(scale_factor, count))
     if mode == "area":
         return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), given, lengths)
     if mode not in (*NEAREST, *SMOOTH[count]) or (antialias and count != 2):
@@ -186,7 +182,7 @@ def interpolate(
     if 0 in shape:
         x = no_outputs(x, shape)
     elif len(splits) < count:
-        how = {"size": lengths} if scales[0] is None else {"scale_factor": scales}
+        how: Any = {"size": lengths} if scales[0] is None else {"scale_factor": scales}
         x = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **how)
     return resulting(given, x.to(dtype), new)
 

@@ -123,7 +123,7 @@ def numbers(given: Sequence[Any], keywords: dict[str, Any]) -> tuple[int, ...]:
     return tuple(given[0] if given and isinstance(given[0], Sequence) else given)
 
 
-@rule(*named("flatten"))
+@rule(*named("flatten", "ravel"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
     shape = x.spec.shape or (1,)
@@ -170,7 +170,6 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
 
 rule(*named("T"))(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
 rule(*named("H", "mH", "adjoint"))(lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1)))
-rule(*named("ravel"))(lambda func, input: flatten(func, input))
 
 
 @rule(*named("view_as_real", "view_as_complex"))
