@@ -28,7 +28,7 @@ def softmax(
     if _stacklevel is None or isinstance(_stacklevel, torch.dtype):  # torch.softmax(x, dim, dtype)
         dtype = _stacklevel
     x = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
-    log = "log" in func.__name__  # torch.special has them by other names
+    log = func.__name__ in ("log_softmax", "special_log_softmax")
     if not x.spec.is_split(dim):
         return wrap((torch.log_softmax if log else torch.softmax)(local(x), dim), x.spec)
     wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))

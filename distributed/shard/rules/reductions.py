@@ -208,10 +208,10 @@ def var(
     dims = dims_of(spec, dim)
     average, deviations, count = moments(at_least_float32(part), dims, spec.shares(*dims))
     out = deviations / (count - correction) if count > correction else deviations * math.nan
-    if "std" in func.__name__:
+    if func.__name__ in ("std", "std_mean"):
         out = root(out)
     out, average = (reduced_to(y.to(part.dtype), spec, dims, keepdim) for y in (out, average))
-    return (out, average) if "mean" in func.__name__ else out
+    return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
 
 
 @rule(*named("cumsum"))

@@ -39,6 +39,7 @@ from distributed.shard.rules.windows import (
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
+AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 NEAREST = "nearest", "nearest-exact"
 SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
 
@@ -116,7 +117,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
             continue
         new[dim] = in_proportion(splits[dim][0], length)
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if "avg" in func.__name__ else None
+        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if func in AVERAGES else None
         x = read(x, dim, splits[dim], new[dim], covered, weights)
         shape[dim] = new[dim][splits[dim][1].rank]
     if 0 in shape:
@@ -124,7 +125,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
     return func(x, shape[x.ndim - count :]).to(dtype), new
 
 
-@rule(*named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
+@rule(*AVERAGES)
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
     """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
     count = DIMENSIONS[func]
