@@ -74,7 +74,8 @@ REDUCED = [
     *(f"torch.amax((x > 0) * x.detach().round() + x - x.detach(), {dim})" for dim in (1, (1, 2))),  # ties
     *(f"torch.var(x + 1000{along})" for along in REDUCTIONS_ALONG),
     "torch.var(x, False)", "torch.var(x, 1, False)", "torch.var(x, 1, True, True)", "x.var(1)", "x.std(1, False)",
-    "x.std()", "F.softmax(x, dim=-1)", "F.log_softmax(x, dim=1)", "torch.special.softmax(x, dim=1)", "torch.norm(x)",
+    "x.std()", "F.softmax(x, dim=-1)", "F.log_softmax(x, dim=1)", "torch.special.softmax(x, dim=1)",
+    "torch.special.log_softmax(x, 1)", "torch.special.logsumexp(x, 2)", "torch.norm(x)",
     "torch.norm(x, dim=1)", "torch.norm(x, p='fro', dim=(1, 2))", "torch.linalg.norm(x, dim=1)",
     "torch.linalg.norm(x, ord=1, dim=2, keepdim=True)", "torch.count_nonzero(x)", "torch.count_nonzero(x, dim=1)",
     "x.norm(1, -1)", "x.norm(2, (1, 2), True)", "torch.std(x * 0.0 + 1, 1)",

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
-from distributed.shard.redistribute import recut, sizes_over
+from distributed.shard.redistribute import recut, sizes_of
 from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, over, part_of, spec_of, whole
 from distributed.shard.tensor import MaybeTensor, ShardTensor, local, no_rule, wrap
 from utils.torch_private import group_named
@@ -107,12 +107,11 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
         return wrap(local(x), spec)
     axes, wanted = ([a[:2] + a[3:] for d in s.dims for a in d if a.sizes is not None] for s in (x.spec, spec))
     if axes == wanted and x.spec.partial == spec.partial and not any(ahead for _, _, ahead in axes):
-        cut = {m: sizes_over(spec, m) for m, placement in enumerate(spec.placements) if placement.is_shard()}
-        part, new = recut(local(x), x.spec, cut)
+        part, new = recut(local(x), x.spec, sizes_of(spec))
         if split_alike(new, spec):
             return wrap(part, spec)
     if all(len(axes) < 2 for axes in spec.dims):
-        return redistributed(x, spec.placements, {m: sizes_over(spec, m) for m in range(len(spec.placements))})
+        return redistributed(x, spec.placements, sizes_of(spec))
     return wrap(part_of(used_apart(replicated(x), spec), spec), spec)
 
 

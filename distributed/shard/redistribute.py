@@ -56,7 +56,7 @@ def redistribute(
 
 def _change(local, spec, m, target, sizes):
     source, group = spec.placements[m], spec.mesh.groups[m]
-    if source == target and (sizes is None or not target.is_shard() or tuple(sizes) == sizes_over(spec, m)):
+    if source == target and (sizes is None or not target.is_shard() or tuple(sizes) == sizes_of(spec)[m]):
         return local, spec
     without = spec.with_dims(spec.dims, tuple(p for p in spec.partial if p != m))
     if source.is_shard() and target.is_shard():
@@ -73,9 +73,9 @@ def _change(local, spec, m, target, sizes):
     return split(local, target.dim, sizes, group), new
 
 
-def sizes_over(spec: Spec, m: int) -> Sizes | None:
-    """The sizes of the pieces into which mesh dimension m splits a tensor; None if it does not split it."""
-    return next((axis.sizes for axes in spec.dims for axis in axes if axis.mesh_dim == m), None)
+def sizes_of(spec: Spec) -> dict[int, Sizes]:
+    """{mesh dimension: the sizes of its pieces} of those that split a tensor."""
+    return {axis.mesh_dim: axis.sizes for axis in chain(*spec.dims) if axis.sizes is not None}
 
 
 def _cut(spec, dim, m, sizes):

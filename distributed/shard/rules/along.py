@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
-from distributed.shard.redistribute import sizes_over
+from distributed.shard.redistribute import sizes_of
 from distributed.shard.rules.reductions import Dims, dims_of, kept
 from distributed.shard.rules.windows import Window, extended, no_outputs, output_shape, splits_of
 from distributed.shard.spec import Spec, whole
@@ -51,11 +51,9 @@ def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
     """The tensor split as one of as many dimensions was, in the same sizes where the dimensions are as long."""
     if y.spec.placements == before.placements:
         return y
-    sizes = {}
-    for m, placement in enumerate(before.placements):
-        if isinstance(placement, Shard) and y.spec.shape[placement.dim] == before.shape[placement.dim]:
-            sizes[m] = sizes_over(before, m)
-    return redistributed(y, before.placements, sizes)
+    places: Any = before.placements
+    sizes = {m: cut for m, cut in sizes_of(before).items() if y.spec.shape[places[m].dim] == sum(cut)}
+    return redistributed(y, places, sizes)
 
 
 def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any], resizes: bool = False) -> Any:

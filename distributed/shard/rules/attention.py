@@ -3,6 +3,7 @@
 # mypy: allow-redefinition
 # (q, k and v are ShardTensors, then their local parts)
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -55,10 +56,8 @@ def attention(
     alike = k.spec.dims[2] == q.spec.dims[2] and k.spec.shape[3] == v.spec.shape[3]
     tokens = q.spec.dims[2] if alike else whole(k.spec.shape[2])
     k, v = (_beside(func, q, x, tokens, enable_gqa) for x in (k, v))
-    if dropout_p:
-        with own_stream(q.spec, q.device):
-            return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    with own_stream(q.spec, q.device) if dropout_p else contextlib.nullcontext():
+        return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):

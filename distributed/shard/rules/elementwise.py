@@ -38,15 +38,17 @@ def pointwise_names() -> set[str]:
 BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
 NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__neg__", "__pos__", "__abs__",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__",
     "absolute", "negative", "subtract", "multiply", "divide", "floor_divide", "isclose", "complex", "polar",
     "logsigmoid", "softsign", "tanhshrink", "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag",
     "angle", "clone", "detach", "detach_", "alias", "contiguous", "cpu", "cuda", "pin_memory", "zeros_like",
     "ones_like", "empty_like", "full_like", "zero_", "fill_", "copy_", "masked_fill_", "abs_",
 )  # fmt: skip
 POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
+DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
+DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
 IN_PLACE = {
-    f for f in POINTWISE
+    f for f in (*POINTWISE, *DROPOUT, *DRAWING)
     if (f.__name__.endswith("_") and not f.__name__.endswith("__"))
     or (f.__name__.startswith("__i") and f.__name__ != "__invert__")
 }  # fmt: skip
@@ -56,8 +58,6 @@ ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
-DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
-DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
 
 
 @rule(*POINTWISE)
@@ -156,7 +156,7 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
         return wrap(out, x.spec) if out is not x else x
     if kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
         raise no_rule(func, (x, *args), kwargs, "with a generator, or a tensor of parameters")
-    if x.spec.partial and (func.__name__.endswith("_") or kwargs.get("inplace") or args[2:] == (True,)):
+    if x.spec.partial and (func in IN_PLACE or kwargs.get("inplace") or args[2:] == (True,)):
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
     x = reduced(x)
     with own_stream(x.spec, x.device):

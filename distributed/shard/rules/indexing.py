@@ -14,7 +14,7 @@ from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.elementwise import adopt, is_for_all
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.windows import no_outputs
-from distributed.shard.spec import Axis, ahead_of, over, shard_sizes, whole
+from distributed.shard.spec import Axis, ahead_of, cut_over, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -173,11 +173,10 @@ def _spec_of_target(func, x, index, value):
     dims, left = list(target.dims), [dim for dim, item in enumerate(items) if isinstance(item, slice)]
     for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
         if over(axes):
-            size, m = x.shape[dim], axes[0].mesh_dim
-            if math.prod([axis.size for axis in axes]) == size:
+            if math.prod([axis.size for axis in axes]) == x.shape[dim]:
                 dims[dim] = axes
             elif len(axes) == 1:
-                dims[dim] = (Axis(size, m, shard_sizes(size, value.mesh.groups[m].size)),)
+                dims[dim] = cut_over(value.mesh, axes[0].mesh_dim, x.shape[dim])
     return target.with_dims(dims)
 
 

@@ -15,14 +15,6 @@ from distributed.shard.spec import Axis, ahead_of, merged, over, shard_sizes, wh
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
-def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors unchanged if all are partial in the same way; otherwise partial tensors are summed up."""
-    specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
-    if len(specs) == len(tensors) and all(s.partial == specs[0].partial for s in specs):
-        return list(tensors)
-    return list(map(reduced, tensors))
-
-
 @rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
@@ -33,7 +25,10 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTenso
 @rule(*named("cat", "concat", "concatenate"))
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
-    tensors = [x for x in alike(tensors) if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
+    tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
+    partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
+    if len(partial) > 1:  # not all are partial in the same way
+        tensors = list(map(reduced, tensors))
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
     (dim,) = dims_of(parts[0].spec, dim)
     shapes = [tuple(global_shape(x)) for x in tensors]

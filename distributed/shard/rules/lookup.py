@@ -12,7 +12,17 @@ from torch.nn import functional as F
 
 from distributed.collectives import all_gather
 from distributed.halo import Fetch, Interval, bounds
-from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared, to_spec, used_apart
+from distributed.shard.operands import (
+    copied,
+    fitted,
+    global_shape,
+    redistributed,
+    reduced,
+    shared,
+    to_spec,
+    used_apart,
+    written,
+)
 from distributed.shard.rules.along import made_whole, moved
 from distributed.shard.rules.windows import Splits, no_outputs, splits_of
 from distributed.shard.spec import Axis, Spec, merged, over, shard_sizes, whole
@@ -56,8 +66,8 @@ def scatter(
     dim = dim % len(like.spec.dims)
     x = made_whole(like, (dim,))
     spec = x.spec.with_axes(dim, whole(global_shape(input)[dim]))
-    moved = like is input and x.spec.placements != like.spec.placements
-    if func.__name__.endswith("_") and (moved or like is not input or input.spec.partial):
+    in_place = func.__name__.endswith("_")
+    if in_place and (like is not input or like.spec.partial or x.spec.placements != like.spec.placements):
         raise no_rule(func, (input, index), {}, "in place on a plain tensor or along a split dimension")
 
     def part(y: Any) -> Any:
@@ -66,8 +76,8 @@ def scatter(
         return beside(func, spec, dim, y)
 
     target = local(x) if like is input else part(input)
-    out = func(input if func.__name__.endswith("_") else target, dim, part(index), part(source), *args, **kwargs)
-    return input if func.__name__.endswith("_") else wrap(out, spec)
+    out = func(input if in_place else target, dim, part(index), part(source), *args, **kwargs)
+    return written(like) if in_place else wrap(out, spec)
 
 
 @rule(*named("bucketize"))

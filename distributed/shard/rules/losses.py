@@ -28,12 +28,12 @@ def softmax(
     if _stacklevel is None or isinstance(_stacklevel, torch.dtype):  # torch.softmax(x, dim, dtype)
         dtype = _stacklevel
     x = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
+    log = func.__name__ in ("log_softmax", "special_log_softmax")
     if not x.spec.is_split(dim):
-        plain = torch.log_softmax if func.__name__ == "log_softmax" else torch.softmax
-        return wrap(plain(local(x), dim), x.spec)
+        return wrap((torch.log_softmax if log else torch.softmax)(local(x), dim), x.spec)
     wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
     y = dispatch(torch.sub, wide, dispatch(torch.logsumexp, wide, dim, True))
-    y = y if func.__name__ == "log_softmax" else dispatch(torch.exp, y)
+    y = y if log else dispatch(torch.exp, y)
     return dispatch(Tensor.to, y, autocast_dtype(x))
 
 

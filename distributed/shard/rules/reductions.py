@@ -111,34 +111,10 @@ rule(*named("count_nonzero"))(
 )
 
 
-@rule(*named("any", "all"))
+@rule(*named("any", "all", "logsumexp"))
 def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
-    return reduce_by(getattr(torch, func.__name__), input, dims_of(input.spec, dim), keepdim)
-
-
-@rule(*named("logsumexp"))
-def logsumexp(func: Callable, input: ShardTensor, dim: Dims, keepdim: bool = False) -> ShardTensor:
-    """One gather of the maximum of each rank, and of its sum of the exponentials relative to it."""
-    dims, x = dims_of(input.spec, dim), reduced(input)
-    shared_by = x.spec.shares(*dims)
-    if shared_by is None:
-        return of_values(func, x, dim, keepdim)
-
-    def summary(x: Tensor) -> Tensor:
-        x = at_least_float32(x)
-        top = x.detach().amax(dims, True)
-        return torch.stack([top, (x - finite(top)).exp().sum(dims, keepdim=True)])
-
-    tops, totals = gathered(local(x), summary, *shared_by, dims).unbind(1)
-    top = finite(tops.amax(0))
-    out = top + (totals * (tops - top).exp()).sum(0).log()
-    return reduced_to(out.to(x.dtype), x.spec, dims, keepdim)
-
-
-def finite(x: Tensor) -> Tensor:
-    """Replace infinities by 0, so that their differences are numbers."""
-    return x.masked_fill(x.isinf(), 0)
+    return reduce_by(func, input, dims_of(input.spec, dim), keepdim)
 
 
 @rule(torch.linalg.vector_norm)
@@ -241,13 +217,13 @@ def var(
 @rule(*named("cumsum"))
 def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
     """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
-    input = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
+    input = reduced(input)
     spec, part = input.spec, local(input)
     (dim,) = dims_of(spec, dim)
-    out = part.cumsum(dim)
+    out = part.cumsum(dim, dtype=dtype)
     if (split := spec.split(dim)) is not None:
         _, group = split
-        sums = all_gather(part.sum(dim, keepdim=True)[None], 0, (1,) * group.size, group)
+        sums = all_gather(part.sum(dim, keepdim=True, dtype=dtype)[None], 0, (1,) * group.size, group)
         out = out + sums[: group.rank].sum(0)
     return wrap(out, spec)
 
@@ -255,15 +231,14 @@ def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype |
 @rule(*named("amax", "amin"))
 def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool = False) -> ShardTensor:
     """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
-    reduce = torch.amax if func.__name__ == "amax" else torch.amin
     x = reduced(input)
     spec, part = x.spec, local(x)
     dims = dims_of(spec, dim)
     shared_by = spec.shares(*dims)
     if shared_by is None or not (part.requires_grad and torch.is_grad_enabled()):
-        return reduce_by(reduce, x, dims, keepdim)
+        return reduce_by(func, x, dims, keepdim)
     with torch.no_grad():
-        value = local(reduce_by(reduce, x, dims, True))
+        value = local(reduce_by(func, x, dims, True))
         mask = part == value
         count = reduce_from_region(mask.sum(dims, keepdim=True), shared_by[1])
     return reduced_to(_Shared.apply(part, value, mask, count), spec, dims, keepdim)

@@ -39,6 +39,7 @@ from distributed.shard.rules.windows import (
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
+AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 NEAREST = "nearest", "nearest-exact"
 SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
 
@@ -116,7 +117,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
             continue
         new[dim] = in_proportion(splits[dim][0], length)
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if "avg" in func.__name__ else None
+        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if func in AVERAGES else None
         x = read(x, dim, splits[dim], new[dim], covered, weights)
         shape[dim] = new[dim][splits[dim][1].rank]
     if 0 in shape:
@@ -124,7 +125,7 @@ def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, r
     return func(x, shape[x.ndim - count :]).to(dtype), new
 
 
-@rule(*named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
+@rule(*AVERAGES)
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
     """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
     count = DIMENSIONS[func]
@@ -164,12 +165,8 @@ def interpolate(
     options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     if not splits:
         return resulting(given, func(x, *options), {})
-    if (size is None) == (scale_factor is None):
-        raise ValueError("interpolate: either size or scale_factor")
-    factors = spatial(scale_factor, count)
-    scales: list[Any] = [None] * count if recompute_scale_factor else list(factors)
-    lengths = [int(n * (factor or 0)) for n, factor in zip(given.spec.shape[2:], factors, strict=True)]
-    lengths = lengths if size is None else list(spatial(size, count))
+    lengths = list(func(torch.empty(given.spec.shape, device="meta"), *options).shape[2:])
+    scales: list[Any] = [None] * count if recompute_scale_factor else list(spatial(scale_factor, count))
     if mode == "area":
         return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), given, lengths)
     if mode not in (*NEAREST, *SMOOTH[count]) or (antialias and count != 2):
@@ -186,7 +183,7 @@ def interpolate(
     if 0 in shape:
         x = no_outputs(x, shape)
     elif len(splits) < count:
-        how = {"size": lengths} if scales[0] is None else {"scale_factor": scales}
+        how: Any = {"size": lengths} if scales[0] is None else {"scale_factor": scales}
         x = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **how)
     return resulting(given, x.to(dtype), new)
 

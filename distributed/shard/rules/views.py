@@ -123,7 +123,7 @@ def numbers(given: Sequence[Any], keywords: dict[str, Any]) -> tuple[int, ...]:
     return tuple(given[0] if given and isinstance(given[0], Sequence) else given)
 
 
-@rule(*named("flatten"))
+@rule(*named("flatten", "ravel"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
     shape = x.spec.shape or (1,)
@@ -170,7 +170,6 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
 
 rule(*named("T"))(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
 rule(*named("H", "mH", "adjoint"))(lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1)))
-rule(*named("ravel"))(lambda func, input: flatten(func, input))
 
 
 @rule(*named("view_as_real", "view_as_complex"))
@@ -208,11 +207,7 @@ def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = No
     """Remove dimensions of global size 1. One may be split: then one rank holds its only row."""
     spec = x.spec
     gone = () if dim == () else tuple(d for d in dims_of(spec, dim) if spec.shape[d] == 1)
-    cut = next((d for d in gone if spec.is_split(d)), None)
-    if cut is not None:  # one rank holds its only row
-        x = dispatch(Tensor.__getitem__, x, (*[slice(None)] * cut, 0))
-        return squeeze(func, x, tuple(d - (d > cut) for d in gone if d != cut))
-    return wrap(x.squeeze(gone), spec.with_dims(a for d, a in enumerate(spec.dims) if d not in gone))
+    return dispatch(Tensor.__getitem__, x, tuple([0 if d in gone else slice(None) for d in range(len(spec.dims))]))
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
