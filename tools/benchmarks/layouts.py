@@ -11,7 +11,7 @@ device (DDP), or one image over several devices (domain).
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pandas import DataFrame
@@ -93,10 +93,8 @@ def layout_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
     cases = [named_case(ONE, "train_mp.py", words, 1)]
     batch = f"--global_batch_size={cases[0].config.global_batch_size}"
     for text in dict.fromkeys(layouts):
-        sizes, ranks = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "dp"), "tp4 or tp2xcp2xdp2")
-        # Micro-batches for a pipeline, unless the words say otherwise.
-        parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
-        cases.append(named_case(text, "train_mp.py", [*parts, *words, *split_words(sizes), batch], ranks))
+        sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "dp"))
+        cases.append(named_case(text, "train_mp.py", [*split_words(sizes), *words, batch], ranks))
     return cases
 
 
@@ -105,12 +103,12 @@ def domain_cases(words: list[str], layouts: Sequence[str], image: Sequence[int])
     words = ["--config=classify_quick", *words, "--img_size", *map(str, image)]
     cases = [named_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
     for text in dict.fromkeys(layouts):
-        sizes, ranks = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
+        sizes, ranks = parse_layout(text, ("domain", "tp", "dp"))
         shared = [
             f"--data_parallel={'ddp' if sizes['domain'] == '1' else 'fsdp'}",
             f"--global_batch_size={sizes['dp']}",
         ]
-        cases.append(named_case(text, "train_shard.py", [*words, *split_words(sizes), *shared], ranks))
+        cases.append(named_case(text, "train_shard.py", [*split_words(sizes), *words, *shared], ranks))
     return cases
 
 
@@ -120,19 +118,21 @@ def named_case(text: str, script: str, words: Sequence[str], ranks: int) -> Case
 
 
 def split_words(sizes: dict[str, str]) -> list[str]:
-    """The options that split a model as parse_layout says."""
-    return [f"--{OPTIONS[dim]}={size}" for dim, size in sizes.items() if dim in OPTIONS]
+    """The options that split a model as parse_layout says, in micro-batches for a pipeline; other words may follow."""
+    words = [f"--{OPTIONS[dim]}={size}" for dim, size in sizes.items() if dim in OPTIONS]
+    return words + [f"--gradient_accumulation={2 * int(sizes['pp'])}"] * (sizes.get("pp", "1") != "1")
 
 
-def parse_layout(name: str, dims: Collection[str], example: str) -> tuple[dict[str, str], int]:
-    """Sizes and ranks of a layout: 'domain2x2xdp2' -> {'domain': '2x2', 'tp': '1', 'dp': '2'}, 8.
+def parse_layout(text: str, dims: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Sizes and ranks of a layout: 'domain2x2xdp2,amp_mode=bf16' -> {'domain': '2x2', 'tp': '1', 'dp': '2'}, 8.
 
     Raises UsageError, with an example, for anything else, and for a layout of one rank.
     """
+    name = text.partition(",")[0]
     parts = [re.fullmatch(r"([a-z]+)([1-9]\d*(?:x[1-9]\d*)?)", part) for part in re.split("x(?=[a-z])", name)]
     sizes = {part[1]: part[2] for part in parts if part and part[1] in dims}
     if len(sizes) < len(parts) or any("x" in size for dim, size in sizes.items() if dim != "domain"):
-        raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {example}")
+        raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {dims[0]}2xdp2")
     ranks = math.prod(int(number) for size in sizes.values() for number in size.split("x"))
     if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")

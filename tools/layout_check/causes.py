@@ -26,6 +26,42 @@ from utils import comm
 
 GROUPS = ("tp", "cp", "domain", "dp", "image", "dp_image")  # in which ranks may hold parts of one sum
 SIZES = ("dp", "tp", "cp", "domain", "pp", "dp_image")  # by which a number may be wrong
+REASONS = {  # of a difference that begins in a stage: of some ranks alone, of all ranks
+    BATCH: ("other samples, or another part of the image", "a wrong part of the data"),
+    INITIAL: ("other initial weights: its seed, or a missing broadcast", "the weights that training begins with"),
+    FORWARD: (
+        "its {} works with another position, buffer or random state",
+        "the forward function of this {}: its input is right, its output is not",
+    ),
+    LOSS: (
+        "its part of the loss",
+        "outputs are equal, the loss is not: its mean is taken over parts of different size, or not reduced",
+    ),
+    GRADIENT: (
+        "its gradient did not take part in the reduction",
+        "outputs and loss are equal: the backward pass of the function that uses this weight",
+    ),
+    CLIPPED: (
+        "it clips by a norm of its own part of the gradient",
+        "gradients are equal before they are clipped: the norm counts a part twice, or leaves one out",
+    ),
+    **dict.fromkeys(
+        UPDATES,
+        (
+            "its optimizer state or learning rate, after the first step",
+            "the first step is equal: the optimizer's state or the schedule of the learning rate",
+        ),
+    ),
+    UPDATES[0]: (
+        "its learning rate, or a missing broadcast of updated weights",
+        "gradients are equal: the optimizer or its learning rate",
+    ),
+    BUFFERS: ("its buffers, which are not shared", "running statistics: of a part of the batch or of the image"),
+    EVALUATION: (
+        "its buffers or weights in evaluation",
+        "training is equal: running statistics, or what the model does in evaluation alone",
+    ),
+}
 
 
 @dataclass
@@ -33,15 +69,13 @@ class Facts:
     """What a rank sees of a difference. factor: got / wanted, where that is one number.
 
     beside_cuts: only rows next to another rank's differ. sums: groups over which the ranks' tensors add up to what is
-    wanted. unchanged: a gradient that no reduction has changed. mean_is_right: the mean of the ranks'
-    gradients before their reduction is what is wanted.
+    wanted. mean_is_right: the mean of the ranks' gradients before their reduction is what is wanted.
     """
 
     differs: bool
     factor: float | None = None
     beside_cuts: bool = False
     sums: list[str] = field(default_factory=list)
-    unchanged: bool = False
     mean_is_right: bool = False
 
 
@@ -61,7 +95,6 @@ def facts(key: Key, record: Record, wanted: Tensor, scale: float, tolerance: flo
     before = record.get((UNREDUCED, key[1])) if key[0] == GRADIENT else None
     if all(comm.gather(before is not None)):
         assert before is not None
-        found.unchanged = _alike(before.value, got, scale, tolerance)
         mean = _summed(before.value / comm.get_size("dp_image"), "dp_image")
         found.mean_is_right = _alike(mean, wanted, scale, tolerance)
     return found
@@ -110,17 +143,18 @@ def cause(key: Key, kind: str, of_ranks: list[Facts]) -> str:
     some = 0 < len(wrong) < len(of_ranks)
     if any(seen.beside_cuts for seen in of_ranks):
         return "only rows beside a cut differ: the halo that a rank borrows from its neighbours"
-    if stage == GRADIENT and first.mean_is_right and all(of_ranks[rank].unchanged for rank in wrong):
-        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}"
     factors = {round(of_ranks[rank].factor or 0, 6) for rank in wrong}
     if len(factors) == 1 and first.factor and not some and (explained := _by_factor(first.factor)):
         return explained + (": what a rank computes is right, its reduction is not" if first.mean_is_right else "")
+    if first.mean_is_right:
+        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}"
     shared_sums = [name for name in GROUPS if all(name in seen.sums for seen in of_ranks)]
     if shared_sums and stage not in (BATCH, INITIAL):
         return f"each rank has its part of a sum, which is not added up over {_group(shared_sums[0])}"
     if some:
-        return _of_some(stage, kind, wrong)
-    return _by_stage(stage, name, kind)
+        who = f"rank {wrong[0]} alone" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))} alone"
+        return f"{who}: {REASONS[stage][0].format(kind)}"
+    return (_of_forward(name, kind) if stage == FORWARD else "") or REASONS[stage][1].format(kind)
 
 
 def _by_factor(factor: float) -> str:
@@ -140,41 +174,12 @@ def _group(name: str) -> str:
     return f"{names.get(name, name)} ({comm.get_size(name)} ranks)"
 
 
-def _of_some(stage: str, kind: str, wrong: list[int]) -> str:
-    """Explain a difference that some of the ranks alone have."""
-    who = f"rank {wrong[0]} alone" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))} alone"
-    reasons = {
-        BATCH: "other samples, or another part of the image",
-        INITIAL: "other initial weights: its seed, or a missing broadcast",
-        FORWARD: f"its {kind} works with another position, buffer or random state",
-        GRADIENT: "its gradient did not take part in the reduction",
-        CLIPPED: "it clips by a norm of its own part of the gradient",
-        UPDATES[0]: "its learning rate, or a missing broadcast of updated weights",
-        BUFFERS: "its buffers, which are not shared",
-        EVALUATION: "its buffers or weights in evaluation",
-    }
-    return f"{who}: {reasons.get(stage, 'its optimizer state or learning rate, after the first step')}"
-
-
-def _by_stage(stage: str, name: str, kind: str) -> str:
-    """Explain a difference of all ranks by where it begins."""
-    if stage == FORWARD and "BatchNorm" in kind and comm.get_size("dp") > 1:
+def _of_forward(name: str, kind: str) -> str:
+    """Explain a difference of all ranks that begins in a module of a well-known kind."""
+    if "BatchNorm" in kind and comm.get_size("dp") > 1:
         return "each rank normalizes by the statistics of its own samples, as PyTorch does: give --sync_batchnorm"
-    if stage == FORWARD and "Norm" in kind:
+    if "Norm" in kind:
         return "a norm: statistics of a rank's part instead of the whole, or another eps"
-    if stage == FORWARD and "attn" in name.lower() and comm.get_size("image") > 1:
+    if "attn" in name.lower() and comm.get_size("image") > 1:
         return "attention does not see the keys and values of all ranks, or in another order"
-    if stage == FORWARD and "pos" in name.lower():
-        return "the position embedding is not split as the tokens are"
-    reasons = {
-        BATCH: "a wrong part of the data",
-        INITIAL: "the weights that training begins with",
-        FORWARD: f"the forward function of this {kind}: its input is right, its output is not",
-        LOSS: "outputs are equal, the loss is not: its mean is taken over parts of different size, or not reduced",
-        GRADIENT: "outputs and loss are equal: the backward pass of the function that uses this weight",
-        CLIPPED: "gradients are equal before they are clipped: the norm counts a part twice, or leaves one out",
-        UPDATES[0]: "gradients are equal: the optimizer or its learning rate",
-        BUFFERS: "running statistics: of a part of the batch or of the image",
-        EVALUATION: "training is equal: running statistics, or what the model does in evaluation alone",
-    }
-    return reasons.get(stage, "the first step is equal: the optimizer's state or the schedule of the learning rate")
+    return "the position embedding is not split as the tokens are" if "pos" in name.lower() else ""

@@ -14,14 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import shard
 from distributed.shard.spec import part_of
 from tools.benchmarks.cases import check_machine
 from tools.benchmarks.layouts import named_case, parse_layout, split_words
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Rank, Teams
 from tools.layout_check import causes
-from tools.layout_check.recording import GRADIENT, INITIAL, STAGES, UNREDUCED, UPDATES, Key, Part, Record, record
+from tools.layout_check.recording import (
+    BATCH,
+    EVALUATION,
+    FORWARD,
+    GRADIENT,
+    INITIAL,
+    STAGES,
+    UNREDUCED,
+    UPDATES,
+    Key,
+    Part,
+    Record,
+    record,
+)
 from tools.tables import format_table
 from utils import comm
 from utils.errors import ArgumentParser
@@ -59,14 +71,6 @@ class Result:
         return not self.stage
 
 
-def check(serial: Case, cases: Sequence[Case], dtype: str = "float64") -> list[Result]:
-    """Compare cases with the one of a single rank. Raises UsageError where a model cannot be built, or a rank fails."""
-    with tempfile.TemporaryDirectory() as folder, Teams(serial.config) as teams:
-        file = Path(folder) / "one_device.pt"
-        teams.call(1, record_serially, serial, file, dtype)
-        return [teams.call(case.ranks, compare, case, file, dtype)[0] for case in cases]
-
-
 def plain(config: Config) -> Config:
     """The config without what makes layouts differ in any case."""
     return config.model_copy(update=PLAIN)
@@ -98,17 +102,14 @@ def compare(rank: Rank, case: Case, file: Path, dtype: str) -> Result:
 def difference(layout: str, found: Record, kinds: dict[str, str], serial: dict[str, Any], tolerance: float) -> Result:
     """Where a layout first differs from one device. serial: what record_serially has saved."""
     wholes: dict[Key, Tensor] = serial["parts"]
-    shapes = comm.gather((coordinates(), {key: part.value.shape for key, part in found.items()}))
+    shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
     errors: dict[Key, float] = {}
     wanted: dict[Key, Tensor] = {}
     for key, part in found.items():
-        if key not in wholes:
-            continue
-        expected = expected_part(key, part, wholes[key], shapes)
+        expected = expected_part(key, part, wholes[key], shapes) if key in wholes else None
         if expected is not None:
             wanted[key] = expected.to(part.value.device)
-            mask = significant(key, part, wholes, shapes)
-            errors[key] = relative_error(part.value, wanted[key], wholes[key], mask)
+            errors[key] = relative_error(key, part, wanted[key], wholes, shapes)
     seen = comm.gather(errors)
     ordered = sorted(wholes, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     compared = set().union(*seen)
@@ -141,22 +142,15 @@ def coordinates() -> dict[str, int]:
 
 def expected_part(key: Key, part: Part, whole: Tensor, shapes: list) -> Tensor | None:
     """What one device has in the place of a rank's part; None where that place is not known."""
-    dp, samples = comm.get_size("dp"), part.value.shape[0] if part.value.dim() else 0
-    if part.samples and dp > 1 and whole.dim() and whole.shape[0] == samples * dp:
-        whole = whole.narrow(0, comm.get_rank("dp") * samples, samples)
-    if part.spec is not None:
-        if whole.dim() and whole.shape[-1] == part.spec.shape[-1] * comm.get_size("tp"):  # features are split over tp
-            whole = shard(whole, whole.dim() - 1, comm.get_rank("tp"), comm.get_size("tp"))
-        return part_of(whole, part.spec) if whole.shape == part.spec.shape else None
-    if part.dim is not None:
-        return shard(whole, part.dim, comm.get_rank("tp"), comm.get_size("tp"))
-    for dim in range(whole.dim() if whole.dim() == part.value.dim() else 0):
-        if whole.shape[dim] != part.value.shape[dim]:
+    if whole.dim() != len(part.shape):
+        return None
+    for dim, size in enumerate(part.shape):
+        if whole.shape[dim] != size:
             start = offset(key, dim, whole.dim() - 1, whole.shape[dim], shapes)
             if start is None:
                 return None
-            whole = whole.narrow(dim, start, part.value.shape[dim])
-    return whole if whole.shape == part.value.shape else None
+            whole = whole.narrow(dim, start, size)
+    return part_of(whole, part.spec) if part.spec else whole
 
 
 def offset(key: Key, dim: int, last: int, length: int, shapes: list) -> int | None:
@@ -166,7 +160,11 @@ def offset(key: Key, dim: int, last: int, length: int, shapes: list) -> int | No
     """
     here = coordinates()
     splits: list[tuple[str, ...]]
-    if last > 2:  # images, (B, C, H, W)
+    if key[0] not in (BATCH, FORWARD, EVALUATION):  # a weight
+        splits = [("tp",)]
+    elif dim == 0:
+        splits = [("dp",)]
+    elif last > 2:  # images, (B, C, H, W)
         splits = [("cp",), ("domain_lat",)] if dim == 2 else [("domain_lon",)]
     else:  # tokens, (B, N, D), or (B, D)
         splits = [("tp",)] if dim == last else [("cp",), ("tp",), ("cp", "tp")]
@@ -182,24 +180,19 @@ def offset(key: Key, dim: int, last: int, length: int, shapes: list) -> int | No
     return None
 
 
-def significant(key: Key, part: Part, wholes: dict[Key, Tensor], shapes: list) -> Tensor | None:
-    """Of weights after steps, those whose gradient is more than rounding: Adam divides a gradient by its size."""
-    gradient = wholes.get((GRADIENT, key[1]))
-    if key[0] not in UPDATES or gradient is None:
-        return None
-    size = gradient.abs()
-    own = expected_part(key, part, size, shapes)
-    return None if own is None else own > torch.finfo(size.dtype).eps ** 0.5 * size.max()
+def relative_error(key: Key, part: Part, wanted: Tensor, wholes: dict[Key, Tensor], shapes: list) -> float:
+    """The largest difference, relative to the largest number of the whole tensor.
 
-
-def relative_error(got: Tensor, wanted: Tensor, whole: Tensor, mask: Tensor | None) -> float:
-    """The largest difference, relative to the largest number of the whole tensor."""
-    apart = (got - wanted).abs()
-    if mask is not None:
-        apart = apart[mask.to(apart.device)]
+    Of weights after steps, those count whose gradient is more than rounding: Adam divides a gradient by its size.
+    """
+    apart, gradient = (part.value - wanted).abs(), wholes.get((GRADIENT, key[1]))
+    if key[0] in UPDATES and gradient is not None:
+        size = expected_part(key, part, gradient.abs(), shapes)
+        assert size is not None
+        apart = apart[(size > torch.finfo(size.dtype).eps ** 0.5 * gradient.abs().max()).to(apart.device)]
     if not apart.numel():
         return 0.0
-    largest = apart.max().item() / (whole.abs().max().item() or 1.0)
+    largest = apart.max().item() / (wholes[key].abs().max().item() or 1.0)
     return math.inf if math.isnan(largest) else largest
 
 
@@ -227,12 +220,11 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     cases = [build_case("one device", "train.py", [*given, *words], 1)]
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
     for text in layouts:
-        sizes, ranks = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "domain", "dp"), "tp2xdp2 or domain2")
+        sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "domain", "dp"))
         script = "train.py" if str(ranks) == sizes["dp"] else "train_mp.py"
         if sizes["domain"] != "1":
             script = "train_shard.py"
-        parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
-        cases.append(named_case(text, script, [*given, *parts, *words, *split_words(sizes), *batch], ranks))
+        cases.append(named_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]
 
 
@@ -247,7 +239,10 @@ def main(argv: Sequence[str]) -> int:
     options, words = parser.parse_known_args(argv)
     serial, *cases = cases_of(words, options.layouts)
     check_machine(cases)
-    results = check(serial, cases, options.dtype)
+    with tempfile.TemporaryDirectory() as folder, Teams(serial.config) as teams:
+        file = Path(folder) / "one_device.pt"
+        teams.call(1, record_serially, serial, file, options.dtype)
+        results = [teams.call(case.ranks, compare, case, file, options.dtype)[0] for case in cases]
     print(as_text(results, options.dtype))
     if options.json:
         write_json(options.json, [asdict(r) | {"equal": r.equal} for r in results])

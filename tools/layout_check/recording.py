@@ -27,16 +27,27 @@ Key = tuple[str, str]  # (stage, name)
 
 @dataclass
 class Part:
-    """A rank's part of a tensor. None or False: nothing is split in this way.
-
-    spec: how the domain ranks split it. dim: the dimension that tensor-parallel ranks split. samples: the first
-    dimension holds samples, of which data-parallel ranks have equal parts.
-    """
+    """A rank's part of a tensor. spec: how the domain ranks split it, None where they do not."""
 
     value: Tensor
     spec: Spec | None = None
-    dim: int | None = None
-    samples: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of what the domain ranks have together."""
+        return self.spec.shape if self.spec else self.value.shape
+
+
+def part_of_rank(value: Tensor, spec: Spec | None = None) -> Part:
+    """A detached copy of a tensor of any kind; what fully_shard has cut is whole again.
+
+    spec: of a plain tensor.
+    """
+    if isinstance(value, ShardTensor):
+        value = reduced(value)
+        value, spec = local(value), value.spec
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return Part(whole.detach().clone(), spec)
 
 
 Record = dict[Key, Part]  # in the order in which they are computed
@@ -50,8 +61,8 @@ def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]
     for i in range(STEPS):
         x, y = (own_part(whole, step) for whole in step.task.random_batch(random))
         if i == 0:
-            recorder.record[BATCH, "input"] = Part(x.clone(), samples=True)
-            recorder.record[BATCH, "target"] = Part(y.clone(), samples=True)
+            recorder.record[BATCH, "input"] = Part(x.clone())
+            recorder.record[BATCH, "target"] = Part(y.clone())
             recorder.add_weights(INITIAL)
         recorder.first = i == 0
         loss = comm.all_reduce(step(i, x, y).clone()) / comm.world_size()
@@ -63,7 +74,7 @@ def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]
     step.parallel.model.eval()
     with torch.no_grad():
         output = step.parallel.predict(x[:, : config.model_in_channels], config.n_out_channels)
-    recorder.record[EVALUATION, "output"] = recorder.part(output, samples=True)
+    recorder.record[EVALUATION, "output"] = part_of_rank(output)
     return recorder.record, {name: type(module).__name__ for name, module in step.parallel.model.named_modules()}
 
 
@@ -80,15 +91,15 @@ class Recorder:
 
     def __init__(self, step: TrainingStep):
         self.step, self.model, self.record = step, step.parallel.model, Record()
-        self.first, self.inside = False, 0
+        self.first, self.inside = False, False
         self.calls: dict[str, list[Part]] = {}
         outermost: list[nn.Module] = [*step.parallel.split.stages] or [self.model]
         for part in outermost:
-            part.register_forward_pre_hook(self._enter)
+            part.register_forward_pre_hook(partial(self._goes_inside, True))
         for name, module in self.model.named_modules():
             module.register_forward_hook(partial(self._output, name))
         for part in outermost:
-            part.register_forward_hook(self._leave)
+            part.register_forward_hook(partial(self._goes_inside, False))
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):  # fully_shard's gathers are not seen by hooks
                 parameter.register_hook(partial(self._unreduced, name))
@@ -103,14 +114,6 @@ class Recorder:
         step.update = recorded_update  # type: ignore[method-assign]
         step.optimizer.register_step_pre_hook(lambda *_: self._gradients(CLIPPED))
 
-    def part(self, value: Any, samples: bool = False) -> Part:
-        """A detached copy of a tensor of any kind, with its split."""
-        if isinstance(value, ShardTensor):
-            value = reduced(value)
-            return Part(local(value).detach().clone(), value.spec, samples=samples)
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return Part(whole.detach().clone(), samples=samples)
-
     def add_weights(self, stage: str) -> None:
         """Record all parameters."""
         for name, parameter in self.model.named_parameters():
@@ -119,23 +122,19 @@ class Recorder:
     def add_buffers(self) -> None:
         """Record all buffers."""
         for name, buffer in self.model.named_buffers():
-            self.record[BUFFERS, name] = self.part(buffer)
+            self.record[BUFFERS, name] = part_of_rank(buffer)
 
     def _of_parameter(self, name: str, value: Tensor) -> Part:
-        """A parameter or its gradient: whole again where fully_shard has cut it, else as split says."""
-        split, part = self.step.parallel.split, self.part(value)
-        return Part(part.value, split.specs.get(name), split.dims.get(name))
+        """A parameter or its gradient."""
+        return part_of_rank(value, self.step.parallel.split.specs.get(name))
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self.inside += 1
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.inside -= 1
+    def _goes_inside(self, inside: bool, *_: Any) -> None:
+        self.inside = inside
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Keep the output of a module; what is computed again in the backward pass is not kept."""
         if self.first and self.inside and torch.is_grad_enabled() and isinstance(output, Tensor):
-            self.calls.setdefault(name, []).append(self.part(output, samples=True))
+            self.calls.setdefault(name, []).append(part_of_rank(output))
 
     def _outputs(self) -> None:
         """Record the outputs that were kept, those of all micro-batches as one; a module may be called twice."""
@@ -146,7 +145,7 @@ class Recorder:
             times = len(calls) // micro_batches
             for i in range(times):
                 parts = calls[i::times]
-                part = Part(torch.cat([p.value for p in parts]), parts[0].spec, samples=True)
+                part = Part(torch.cat([p.value for p in parts]), parts[0].spec)
                 if part.spec and micro_batches > 1:
                     part.spec = part.spec.resized({0: part.spec.shape[0] * micro_batches})
                 self.record[FORWARD, f"{name} ({i + 1})" if i else name] = part
