@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import benchmark
 from tools.benchmarks import ladder
 from tools.benchmarks.loaders import PlainDataset
-from tools.instruments.team import Rank
+from tools.instruments.pool import Process
 from tools.tables import format_table, installed
 from training.model import build_model
 from training.tasks import build_task
@@ -105,7 +105,7 @@ class OneGpu:
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: self.hold(2))
 
     def process(self):
-        rank = Rank(torch.device("cuda"))
+        rank = Process(device=torch.device("cuda"))
 
         def call(_size, function, *args):
             self.current = rank

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from pandas import DataFrame
 
-from tools.instruments.pool import OutOfMemory
+from tools.instruments.pool import OutOfMemory, Process
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
-from tools.instruments.team import Case, Rank, Teams
+from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import PHASES, Messages, by_phase
 from tools.planner.trace import measured
 from utils.device import empty_cache, library, select_device
@@ -75,7 +75,7 @@ def _turn(teams: Teams, case: Case, steps: int, limit: float | None, first: bool
         return None
 
 
-def measure(rank: Rank, case: Case, steps: int, limit: float | None, first: bool) -> dict[str, Any]:
+def measure(rank: Process, case: Case, steps: int, limit: float | None, first: bool) -> dict[str, Any]:
     """On a rank: build a case and time some steps of it; in its first turn its memory and messages are measured too."""
     gpu = library(rank.device, "max_memory_allocated", "set_per_process_memory_fraction")
     if gpu:

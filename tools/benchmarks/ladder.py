@@ -15,7 +15,8 @@ import torch
 from pandas import DataFrame
 
 from tools.instruments.clock import timed
-from tools.instruments.team import Rank, Teams
+from tools.instruments.pool import Process
+from tools.instruments.team import Teams
 from tools.pictures import draw_bars, finish, panels, save
 from tools.tables import format_tables, installed, machine
 from training.assembly import build_step
@@ -130,7 +131,7 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     save(figure, path)
 
 
-def _start(rank: Rank, config: Config) -> None:
+def _start(rank: Process, config: Config) -> None:
     """In the process of a step: build loader and training step, and train until compilation is over."""
     loader, valid_loader = build_task(config).build_loaders(rank.device)
     valid_loader.close()
@@ -141,7 +142,7 @@ def _start(rank: Rank, config: Config) -> None:
     empty_cache(rank.device)
 
 
-def _train(rank: Rank, steps: int) -> float:
+def _train(rank: Process, steps: int) -> float:
     """Make so many steps; returns the seconds waited for batches."""
     kept, wait = rank.kept, 0.0
     for _ in range(steps):
@@ -152,7 +153,7 @@ def _train(rank: Rank, steps: int) -> float:
     return wait
 
 
-def _turn(rank: Rank, steps: int) -> dict[str, Any]:
+def _turn(rank: Process, steps: int) -> dict[str, Any]:
     """One turn of so many timed steps: seconds, those of them waited for data, memory, and all losses so far."""
     _train(rank, LEAD_IN)
     seconds, wait = timed(rank.device, _train, rank, steps)
@@ -168,7 +169,7 @@ def _turn(rank: Rank, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _end(rank: Rank) -> None:
+def _end(rank: Process) -> None:
     """Stop reading."""
     rank.kept["batches"].close()
     rank.kept["loader"].close()

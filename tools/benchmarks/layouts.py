@@ -119,14 +119,14 @@ def named_case(text: str, script: str, words: Sequence[str], ranks: int) -> Case
 
 def split_words(sizes: dict[str, str]) -> list[str]:
     """The options that split a model as parse_layout says, in micro-batches for a pipeline; other words may follow."""
-    words = [f"--{OPTIONS[dim]}={size}" for dim, size in sizes.items() if dim in OPTIONS]
-    return words + [f"--gradient_accumulation={2 * int(sizes['pp'])}"] * (sizes.get("pp", "1") != "1")
+    words = [f"--{option}={sizes[dim]}" for dim, option in OPTIONS.items()]
+    return words if sizes["pp"] == "1" else [*words, f"--gradient_accumulation={2 * int(sizes['pp'])}"]
 
 
 def parse_layout(text: str, dims: Sequence[str]) -> tuple[dict[str, str], int]:
-    """Sizes and ranks of a layout: 'domain2x2xdp2,amp_mode=bf16' -> {'domain': '2x2', 'tp': '1', 'dp': '2'}, 8.
+    """Sizes and ranks of a layout: 'domain2x2xdp2,amp_mode=bf16' -> {'domain': '2x2', 'dp': '2', others: '1'}, 8.
 
-    Raises UsageError, with an example, for anything else, and for a layout of one rank.
+    dims: those that it may have. Raises UsageError, with an example, for anything else, and for a layout of one rank.
     """
     name = text.partition(",")[0]
     parts = [re.fullmatch(r"([a-z]+)([1-9]\d*(?:x[1-9]\d*)?)", part) for part in re.split("x(?=[a-z])", name)]
@@ -136,7 +136,7 @@ def parse_layout(text: str, dims: Sequence[str]) -> tuple[dict[str, str], int]:
     ranks = math.prod(int(number) for size in sizes.values() for number in size.split("x"))
     if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
-    return dict.fromkeys(dims, "1") | sizes, ranks
+    return dict.fromkeys([*OPTIONS, "dp"], "1") | sizes, ranks
 
 
 def sent_in(row: dict[str, Any], phase: str) -> dict[str, Any]:

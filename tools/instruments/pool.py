@@ -44,10 +44,13 @@ class RanksFailed(Exception):
 
 
 class Process:
-    """A process of a Pool, as functions that run there see it. kept: what they leave for one another."""
+    """A process of a Pool, as functions that run there see it.
 
-    def __init__(self, number: int, pipe: Connection):
-        self.number, self.pipe = number, pipe
+    kept: what they leave for one another. device: of a rank of training.
+    """
+
+    def __init__(self, number: int = 0, pipe: Any = None, device: Any = None):
+        self.number, self.pipe, self.device = number, pipe, device
         self.kept: dict[Any, Any] = {}
 
     def answer(self, value: Any) -> None:
@@ -95,7 +98,7 @@ class Pool(AbstractContextManager):
         while (number := len(self.processes)) < size:
             ours, theirs = self.context.Pipe()
             process = self.context.Process(
-                target=_serve, args=(number, theirs), daemon=self.daemon, name=f"{self.name} {number}"
+                target=Process(number, theirs).serve, daemon=self.daemon, name=f"{self.name} {number}"
             )
             process.start()
             theirs.close()
@@ -151,10 +154,6 @@ class Pool(AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-def _serve(number: int, pipe: Connection) -> None:
-    Process(number, pipe).serve()
 
 
 def _end_after_the_parent() -> None:

@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
 from tools.instruments.clock import timed
-from tools.instruments.team import Case, Rank
+from tools.instruments.pool import Process
+from tools.instruments.team import Case, use_mesh
 from training.assembly import build_step, random_batch
 from utils import comm
 from utils.config import SCRIPTS, load_config
@@ -25,7 +26,7 @@ def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case
 class RankCase:
     """A case on one rank: its training step, and a batch of random numbers."""
 
-    def __init__(self, rank: Rank, case: Case):
+    def __init__(self, rank: Process, case: Case):
         self.rank, self.device, self.case = rank, rank.device, case
         self.gpu = library(self.device, "max_memory_allocated")
         self.before = self.gpu.memory_allocated() if self.gpu else 0
@@ -35,7 +36,7 @@ class RankCase:
 
     def take_turn(self) -> None:
         """Make its groups, and its method of attention over split images, those of this process."""
-        self.rank.use_mesh(self.case.layout)
+        use_mesh(self.rank, self.case.layout)
         set_attention_method(self.case.config.domain_method)
 
     def train(self, steps: int) -> None:
@@ -52,7 +53,7 @@ class RankCase:
         return timed(self.device, self.train, steps)[0] / steps
 
 
-def held(rank: Rank, case: Case) -> RankCase:
+def held(rank: Process, case: Case) -> RankCase:
     """On a rank: its RankCase, which it builds and warms up once, and whose turn it is now."""
     key = repr(case)  # each call sends another copy of the case
     if key not in rank.kept:
@@ -62,6 +63,6 @@ def held(rank: Rank, case: Case) -> RankCase:
     return rank.kept[key]
 
 
-def seconds_of(rank: Rank, case: Case) -> float:
+def seconds_of(rank: Process, case: Case) -> float:
     """On a rank: seconds of a step of a case that it holds."""
     return held(rank, case).seconds(1)

@@ -17,8 +17,9 @@ from torch import Tensor
 from distributed.shard.spec import part_of
 from tools.benchmarks.cases import check_machine
 from tools.benchmarks.layouts import named_case, parse_layout, split_words
+from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case, Rank, Teams
+from tools.instruments.team import Case, Teams, use_mesh
 from tools.layout_check import causes
 from tools.layout_check.recording import (
     BATCH,
@@ -76,16 +77,16 @@ def plain(config: Config) -> Config:
     return config.model_copy(update=PLAIN)
 
 
-def record_serially(rank: Rank, case: Case, file: Path, dtype: str) -> None:
+def record_serially(rank: Process, case: Case, file: Path, dtype: str) -> None:
     """On a single rank: record it into a file."""
     found, kinds = in_dtype(rank, case, dtype)
     parts = {key: part.value.cpu() for key, part in found.items() if key[0] != UNREDUCED}
     torch.save({"parts": parts, "kinds": kinds}, file)
 
 
-def in_dtype(rank: Rank, case: Case, dtype: str) -> tuple[Record, dict[str, str]]:
+def in_dtype(rank: Process, case: Case, dtype: str) -> tuple[Record, dict[str, str]]:
     """The record of a case, computed in a dtype."""
-    rank.use_mesh(case.layout)
+    use_mesh(rank, case.layout)
     torch.set_default_dtype(DTYPES[dtype])
     try:
         return record(case.config, rank.device)
@@ -93,7 +94,7 @@ def in_dtype(rank: Rank, case: Case, dtype: str) -> tuple[Record, dict[str, str]
         torch.set_default_dtype(torch.float32)
 
 
-def compare(rank: Rank, case: Case, file: Path, dtype: str) -> Result:
+def compare(rank: Process, case: Case, file: Path, dtype: str) -> Result:
     """On every rank of a layout: the same Result."""
     found, kinds = in_dtype(rank, case, dtype)
     return difference(case.name, found, kinds, torch.load(file, mmap=True, weights_only=True), TOLERANCES[dtype])

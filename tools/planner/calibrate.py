@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed, operation_speed
 from tools.instruments.clock import timed
+from tools.instruments.pool import Process
 from tools.instruments.rank_case import RankCase, build_case, held
-from tools.instruments.team import Rank
 from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured
@@ -57,7 +57,7 @@ def usual(rounds: Sequence[Figures]) -> Figures:
     return found
 
 
-def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[str, Any]]:
+def measure(rank: Process, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[str, Any]]:
     """On every rank: (seconds of operations, collectives and tiny steps; {name of a tiny step: its Case and Trace}).
 
     nodes: the ranks of each. On a CPU operations are measured by one rank of each node alone, then by all at once.
@@ -182,7 +182,7 @@ def main(words: Sequence[str]) -> int:
     device = comm.init(options.device)
     ranks, world = min(launch.ranks_per_node, launch.world_size), launch.world_size
     name = options.name or f"{device.type}-{ranks}"
-    memory, figures, rank = memory_sizes(device, ranks), list[Figures](), Rank(device)
+    memory, figures, rank = memory_sizes(device, ranks), list[Figures](), Process(device=device)
     nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
     for _ in range(ROUNDS):
         if figures and comm.global_max(time.monotonic() - began, device) > MOST_SECONDS:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case, held, seconds_of
-from tools.instruments.team import Case, Rank, Teams
+from tools.instruments.team import Case, Teams
 from tools.planner import calibrate
 from tools.planner.compare import beside
 from tools.planner.hardware import gpu_of
@@ -76,7 +77,7 @@ def counts(trace: Trace) -> Counter[Any]:
     return trace.messages + Counter({name: int(trace.held[name]) for name in MEMORY} | {"FLOP": flops})
 
 
-def real_trace(rank: Rank, case: Case) -> Trace:
+def real_trace(rank: Process, case: Case) -> Trace:
     """On a rank: the Trace of a real step."""
     own = held(rank, case)
     return measured(own.step, own.x, own.y)
