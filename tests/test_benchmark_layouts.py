@@ -102,7 +102,7 @@ def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
 def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
     cases = {("dp", case.name): case for case in layouts.strategy_cases(DP, STRATEGIES, 4)}
     cases |= {("mp", case.name): case for case in layout_cases([*MP, f"--embed_dim={WIDTH}"], LAYOUTS)}
-    cases |= {("domain", case.name): case for case in domain_cases(DOMAIN, DOMAINS, [68, 68])}
+    cases |= {("domain", case.name): case for case in domain_cases(DOMAIN, DOMAINS, 68)}
     for (preset, name), case in cases.items():
         row = {"dp": dp, "mp": mp, "domain": domain}[preset][("ranks 4", name) if preset == "dp" else name]
         traces = trace_step(case.config, case.layout, "cpu")
@@ -160,7 +160,7 @@ def test_split_models_send_what_theory_says(mp):
 
 def test_memory_is_what_tensors_hold(domain):
     """Of one device: weights, gradients, two moments and activations."""
-    (case,) = domain_cases(DOMAIN, [], [68, 68])
+    (case,) = domain_cases(DOMAIN, [], 68)
     weights = 4 * sum(p.numel() for p in build_model(case.config).parameters())
     assert 4 * weights < domain[ONE]["memory"]["peak"] < 5 * weights + 2 * domain[ONE]["memory"]["activations"]
 

@@ -28,7 +28,7 @@ import torch
 from tools.planner.compare import measured, planned_figures
 from tools.planner.hardware import Gpu, load_gpu, read_gpus
 from tools.planner.search import Request
-from tools.tables import format_tables, machine
+from tools.tables import GIB, format_tables, machine
 from training.flops import is_gpu
 from training.loggers import FILE_NAME, read_metrics
 from utils.config import ROOT, read_mappings
@@ -48,7 +48,6 @@ GRACE_SECONDS = 40  # for a command to end that was asked to; torchrun kills its
 POLL_SECONDS = 0.1
 STOPPED, SAVED = "quick/stopped", "Saved checkpoint"  # a training that is ended when it says so
 PRINTED = "ladder", "preflight", "loaders"  # commands whose output is part of the report
-GIB = 2**30
 
 
 def commands(device: str, count: int) -> dict[str, str]:
@@ -62,16 +61,17 @@ def commands(device: str, count: int) -> dict[str, str]:
 
 def planned(name: str, command: str, gpu: Gpu) -> dict[str, Any]:
     """A row with the planned figures of a command that trains; of any other its name alone."""
-    row: dict[str, Any] = {"command": name}
-    if trained := training(command):
-        words, ranks = trained
-        try:
-            plan = planned_figures(Request(words, gpu).plan(ranks))
-        except Exception as error:  # of one run: the others have theirs
-            return row | {"said": f"not planned: {type(error).__name__}: {first_line(error)}"}
-        row |= {"on": f"{ranks} x {gpu.name}", "planned_gib": plan["peak_allocated_bytes"] / GIB}
-        row |= {"planned_step_s": plan["step_time_s"], "planned_calls": plan["calls"]}
-    return row
+    trained = training(command)
+    if not trained:
+        return {"command": name}
+    try:
+        plan = planned_figures(Request(trained[0], gpu).plan(trained[1]))
+    except Exception as error:  # of one run: the others have theirs
+        return {"command": name, "said": f"not planned: {type(error).__name__}: {first_line(error)}"}
+    return {
+        "command": name, "on": f"{trained[1]} x {gpu.name}", "planned_gib": plan["peak_allocated_bytes"] / GIB,
+        "planned_step_s": plan["step_time_s"], "planned_calls": plan["calls"],
+    }  # fmt: skip
 
 
 def training(command: str) -> tuple[list[str], int] | None:

@@ -24,7 +24,6 @@ from tools.pictures import draw_bars, finish, panels, save
 from tools.tables import MIB, format_tables, machine
 from utils.config import choices, load_config
 from utils.errors import UsageError
-from utils.layout import Layout
 
 STRATEGIES = choices("data_parallel")
 LAYOUTS = (
@@ -32,7 +31,6 @@ LAYOUTS = (
     "tp4", "cp4", "tp2xcp2", "tp2xpp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
 )  # fmt: skip
 DOMAINS = ("dp2", "domain2", "domain2,data_parallel=ddp")
-PRESETS = {"dp": (STRATEGIES, (1, 2)), "mp": (LAYOUTS, ()), "domain": (DOMAINS, (32, 64))}  # names and sizes
 INDEPENDENT, ONE = "independent", "one rank"
 OPTIONS = {  # of the config, for the size of each dimension of a layout
     "tp": "tensor_parallel", "cp": "context_parallel", "pp": "pipeline_parallel", "domain": "domain_parallel",
@@ -55,16 +53,11 @@ def run(
     rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON has them. Raises UsageError
     for what cannot be run, and where a rank fails.
     """
-    names, usual = PRESETS[preset]
-    layouts, sizes = layouts or names, sizes or usual
-    groups: dict[str, list[Case]] = {}
-    if preset == "dp":
-        groups = {f"ranks {size}": strategy_cases(words, layouts, size) for size in sorted(set(sizes))}
-    elif preset == "mp":
-        groups = {f"embed {n}": layout_cases([*words, f"--embed_dim={n}"], layouts) for n in sizes}
-        groups = groups or {"": layout_cases(words, layouts)}
-    else:
-        groups = {f"{side} x {side}": domain_cases(words, layouts, [side, side]) for side in sizes}
+    names, usual, cases_of, called = PRESETS[preset]
+    groups = {
+        called.format(size) if size else "": cases_of(words, layouts or names, size)
+        for size in sorted(set(sizes or usual))
+    }
     device, rows = compare(groups, steps, rounds, memory_limit_gib and memory_limit_gib * 2**30)
     passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]
@@ -76,20 +69,17 @@ def run(
 
 def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> list[Case]:
     """The cases of a number of ranks; in one rank the strategies are all the same."""
-    config = load_config(words)
-    batch = config.global_batch_size  # of one rank
-    shared = {"local_batch_size": batch, "global_batch_size": batch * size}
-    apart = config.model_copy(update={"data_parallel": "ddp", "noddp": True, **shared})
-    cases = [Case(INDEPENDENT, apart, Layout(size))]
+    batch = load_config(words).global_batch_size  # of one rank
+    words = [*words, f"--local_batch_size={batch}", f"--global_batch_size={batch * size}"]
+    cases = [build_case(INDEPENDENT, "train.py", [*words, "--data_parallel=ddp", "--noddp"], size)]
     for text in dict.fromkeys(strategies):
-        options = {"data_parallel": text.partition(",")[0], **shared}
-        cases.append(named_case(text, "train.py", [*words, *(f"--{k}={v}" for k, v in options.items())], size))
+        cases.append(named_case(text, "train.py", [*words, f"--data_parallel={text.partition(',')[0]}"], size))
     return cases if size > 1 else cases[:1]
 
 
-def layout_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
-    """The cases of a model size, all with the same whole batch."""
-    words = ["--config=mp_quick", *words]
+def layout_cases(words: list[str], layouts: Sequence[str], size: int | None = None) -> list[Case]:
+    """The cases of an embedding size, None for that of the words, all with the same whole batch."""
+    words = ["--config=mp_quick", *words, *([f"--embed_dim={size}"] if size else [])]
     cases = [named_case(ONE, "train_mp.py", words, 1)]
     batch = f"--global_batch_size={cases[0].config.global_batch_size}"
     for text in dict.fromkeys(layouts):
@@ -98,9 +88,9 @@ def layout_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
     return cases
 
 
-def domain_cases(words: list[str], layouts: Sequence[str], image: Sequence[int]) -> list[Case]:
-    """The cases of an image size; a device, or those that share an image, take one image at a time."""
-    words = ["--config=classify_quick", *words, "--img_size", *map(str, image)]
+def domain_cases(words: list[str], layouts: Sequence[str], side: int) -> list[Case]:
+    """The cases of square images; a device, or those that share an image, take one image at a time."""
+    words = ["--config=classify_quick", *words, "--img_size", str(side), str(side)]
     cases = [named_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text, ("domain", "tp", "dp"))
@@ -137,6 +127,13 @@ def parse_layout(text: str, dims: Sequence[str]) -> tuple[dict[str, str], int]:
     if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
     return dict.fromkeys([*OPTIONS, "dp"], "1") | sizes, ranks
+
+
+PRESETS: dict[str, tuple[Any, ...]] = {  # names, sizes, the cases of a size, and what it is called
+    "dp": (STRATEGIES, (1, 2), strategy_cases, "ranks {}"),
+    "mp": (LAYOUTS, (None,), layout_cases, "embed {}"),
+    "domain": (DOMAINS, (32, 64), domain_cases, "{0} x {0}"),
+}
 
 
 def sent_in(row: dict[str, Any], phase: str) -> dict[str, Any]:

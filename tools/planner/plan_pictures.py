@@ -7,8 +7,9 @@ from pandas import DataFrame, Series
 
 from tools.pictures import draw_bars, finish, mark, panels, save
 from tools.planner.plan import Plan
-from tools.planner.plan_text import GIB, layout_words
+from tools.planner.plan_text import layout_words
 from tools.planner.search import Point
+from tools.tables import GIB
 
 
 def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
