@@ -44,11 +44,11 @@ class Operation(NamedTuple):
 
 
 class Message(NamedTuple):
-    """phase: as of an Operation. group: of ranks, by name. sent: bytes, as tools.instruments.counting counts them."""
+    """phase: as of an Operation. group: its ranks, in a Trace by name. sent: bytes, as counting.py has it."""
 
     phase: str
     kind: str
-    group: str
+    group: Any
     sent: int
 
 
@@ -62,7 +62,7 @@ class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
     tensors: those that exist before. Memory that an operation holds only while it runs is not seen.
-    phase, sent_forward: kept up to date by phases_of. groups: {name of a process group: ranks in it}.
+    phase, sent_forward: kept up to date by phases_of.
     storages: {address: (number in the order of creation, bytes, weak reference)} of those that exist. saved: numbers of
     those that the backward pass needs.
     """
@@ -73,7 +73,6 @@ class Tracker(Watch):
         self.sent_forward = set[int]()
         self.operations = Counter[Operation]()
         self.messages = Counter[Message]()
-        self.groups: dict[str, tuple[int, ...]] = {}
         self.numbers = count()
         self.storages: dict[int, tuple[int, int, weakref.ref]] = {}
         self.saved = set[int]()
@@ -107,10 +106,9 @@ class Tracker(Watch):
         if func in EXPENSIVE and torch.is_grad_enabled():  # selective checkpointing keeps it, and autograd is not told
             self.save(made)
         if sent := collective(func, args, kwargs):
-            name = sent.group.group_name
-            self.groups.setdefault(name, tuple(dist.get_process_group_ranks(sent.group)))
             if sent.kind != "recv":
-                self.messages[Message(self.phase_of(sent), sent.kind, name, sent.sent)] += 1
+                ranks = tuple(dist.get_process_group_ranks(sent.group))
+                self.messages[Message(self.phase_of(sent), sent.kind, ranks, sent.sent)] += 1
             self.label("buffers", made)
         elif not func.is_view and func.namespace == "aten":
             self._operation(func, args, kwargs, result, given, made)
@@ -123,7 +121,7 @@ class Tracker(Watch):
         return "forward" if storage_id(tensor) in self.sent_forward else "backward"
 
     def _operation(self, func, args, kwargs, result, given, made):
-        moved = {_place(t): t.numel() * t.element_size() for t in (*given, *made)}
+        moved = {(storage_id(t), t.storage_offset(), t.shape, t.stride()): t.nbytes for t in (*given, *made)}
         if not moved or func in NO_WORK:
             return
         flops, packet = 0, func._overloadpacket
@@ -189,9 +187,7 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def phases_of(
-    step: TrainingStep, listener: Any, changes: Callable[[str, str], None] = lambda before, phase: None
-) -> Iterator[None]:
+def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], None]) -> Iterator[None]:
     """Inside, listener.phase is the phase of a TrainingStep.
 
     forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
@@ -251,11 +247,6 @@ def by_phase(messages: Counter[Message]) -> Messages:
         before = found[message.phase].get(message.kind, (0, 0))
         found[message.phase][message.kind] = before[0] + calls, before[1] + calls * message.sent
     return found
-
-
-def _place(tensor):
-    """Identifies the part of a storage that a tensor covers."""
-    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 NO_WORK = {

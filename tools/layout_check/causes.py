@@ -8,60 +8,14 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.layout_check.recording import (
-    BATCH,
-    BUFFERS,
-    CLIPPED,
-    EVALUATION,
-    FORWARD,
-    GRADIENT,
-    INITIAL,
-    LOSS,
-    UNREDUCED,
-    UPDATES,
-    Key,
-    Record,
-)  # fmt: skip
+from tools.layout_check.recording import BATCH, FORWARD, GRADIENT, INITIAL, UNREDUCED, Key, Record
 from utils import comm
+from utils.config import read_mappings
 
 GROUPS = ("tp", "cp", "domain", "dp", "image", "dp_image")  # in which ranks may hold parts of one sum
 SIZES = ("dp", "tp", "cp", "domain", "pp", "dp_image")  # by which a number may be wrong
-REASONS = {  # of a difference that begins in a stage: of some ranks alone, of all ranks
-    BATCH: ("other samples, or another part of the image", "a wrong part of the data"),
-    INITIAL: ("other initial weights: its seed, or a missing broadcast", "the weights that training begins with"),
-    FORWARD: (
-        "its {} works with another position, buffer or random state",
-        "the forward function of this {}: its input is right, its output is not",
-    ),
-    LOSS: (
-        "its part of the loss",
-        "outputs are equal, the loss is not: its mean is taken over parts of different size, or not reduced",
-    ),
-    GRADIENT: (
-        "its gradient did not take part in the reduction",
-        "outputs and loss are equal: the backward pass of the function that uses this weight",
-    ),
-    CLIPPED: (
-        "it clips by a norm of its own part of the gradient",
-        "gradients are equal before they are clipped: the norm counts a part twice, or leaves one out",
-    ),
-    **dict.fromkeys(
-        UPDATES,
-        (
-            "its optimizer state or learning rate, after the first step",
-            "the first step is equal: the optimizer's state or the schedule of the learning rate",
-        ),
-    ),
-    UPDATES[0]: (
-        "its learning rate, or a missing broadcast of updated weights",
-        "gradients are equal: the optimizer or its learning rate",
-    ),
-    BUFFERS: ("its buffers, which are not shared", "running statistics: of a part of the batch or of the image"),
-    EVALUATION: (
-        "its buffers or weights in evaluation",
-        "training is equal: running statistics, or what the model does in evaluation alone",
-    ),
-}
+CAUSES = "config/causes.yaml"
+LATER = "weights after a later step"
 
 
 @dataclass
@@ -151,10 +105,12 @@ def cause(key: Key, kind: str, of_ranks: list[Facts]) -> str:
     shared_sums = [name for name in GROUPS if all(name in seen.sums for seen in of_ranks)]
     if shared_sums and stage not in (BATCH, INITIAL):
         return f"each rank has its part of a sum, which is not added up over {_group(shared_sums[0])}"
+    causes = read_mappings(CAUSES, "stages")
+    of_stage = causes.get(stage, causes[LATER])
     if some:
         who = f"rank {wrong[0]} alone" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))} alone"
-        return f"{who}: {REASONS[stage][0].format(kind)}"
-    return (_of_forward(name, kind) if stage == FORWARD else "") or REASONS[stage][1].format(kind)
+        return f"{who}: {of_stage['some'].format(kind)}"
+    return (_of_forward(name, kind) if stage == FORWARD else "") or of_stage["all"].format(kind)
 
 
 def _by_factor(factor: float) -> str:

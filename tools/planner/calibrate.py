@@ -22,6 +22,7 @@ from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm
+from utils.config import read_mappings
 from utils.device import library, peak_memory_bytes
 from utils.errors import ArgumentParser, UsageError
 from utils.files import write_json
@@ -32,19 +33,9 @@ MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
 STEPS = 12
 ROUNDS, MOST_SECONDS = 3, 45  # of measurements; no round begins later
 PRODUCTS = 0.03  # seconds of matrix products between two messages
-# What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
+# Of a tiny model, whose steps show what is around their operations.
 TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
-WRAPPED = {
-    "": "train.py --config=quick --noddp",
-    "full": "train.py --config=quick --noddp --activation_checkpointing=full",
-    "selective": "train.py --config=quick --noddp --activation_checkpointing=selective",
-    "ddp": "train.py --config=quick",
-    "fsdp": "train.py --config=quick --data_parallel=fsdp",
-    "tp": "train_mp.py --config=mp_quick --tensor_parallel=2",
-    "cp": "train_mp.py --config=mp_quick --context_parallel=2",
-    "pp": "train_mp.py --config=mp_quick --pipeline_parallel=2 --gradient_accumulation=2",
-    "domain": "train_shard.py --config=shard_quick --domain_parallel=2",
-}  # fmt: skip
+STEPS_OF_HOST = "config/calibrate.yaml"
 Figures = dict[str, Any]  # nested dicts with seconds at their ends
 
 
@@ -65,26 +56,25 @@ def measure(rank: Process, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dic
     device, size, ranks = rank.device, len(nodes[0]), comm.world_size()
     figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
     tiny: dict[str, RankCase] = {}
-    for name, words in WRAPPED.items():
-        script, *options = words.split()
-        if ranks % 2 == 0 or "--noddp" in options:
-            options += [*TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
-            tiny[name] = held(rank, build_case(words, script, options, ranks))
+    for name, own in read_mappings(STEPS_OF_HOST, "steps").items():
+        if ranks % 2 == 0 or "--noddp" in own["options"]:
+            words = [*own["options"].split(), *TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
+            tiny[name] = held(rank, build_case(name, own["script"], words, ranks))
     for busy in sorted({1, size}) if device.type == "cpu" else [size]:
         if ranks > 1:
             dist.barrier()
         if comm.rank() % size < busy:
             figures["operations"][busy] = operation_speed.measure(device, DTYPES)
-            figures["phases"][busy] = _seconds_of_phases(tiny[""])
+            figures["phases"][busy] = _seconds_of_phases(tiny["alone"])
     if ranks > 1:
         for where, groups in collective_speed.places(nodes).items():
             points = collective_speed.all_points(groups, device, MESSAGES)
             figures["points"][where, max(map(len, groups))] = points
         figures["overlap"] = _side_by_side(device)
     traces = {}
-    for name, own in tiny.items():
-        figures["steps"][name] = _seconds_of_phases(own)
-        traces[name] = own.case, measured(own.step, own.x, own.y)
+    for name, case in tiny.items():
+        figures["steps"][name] = _seconds_of_phases(case)
+        traces[name] = case.case, measured(case.step, case.x, case.y)
     return figures, traces
 
 
@@ -135,7 +125,7 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
     for busy, operations in figures["operations"].items():
         speeds = Speeds(operations, {})
         for phase, whole in figures["phases"][busy].items():
-            own = {op: calls for op, calls in traces[""][1].operations.items() if op.phase == phase}
+            own = {op: calls for op, calls in traces["alone"][1].operations.items() if op.phase == phase}
             inside = sum(calls * speeds.seconds(op, "float32", 8) for op, calls in own.items())
             speeds.host[phase] = max(0.0, whole - inside) / max(1, sum(own.values()))
         compute[busy] = vars(speeds)

@@ -267,7 +267,7 @@ def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> 
 
 
 def collective_time(
-    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool = True
+    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool
 ) -> float:
     """Seconds of `count` collectives in which a rank sends `sent` bytes altogether.
 

@@ -173,8 +173,8 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         step(0, x, y)
     dimensions, messages = _dimensions(), Counter[Message]()
     for message, calls in tracker.messages.items():
-        messages[message._replace(group=dimensions[tracker.groups[message.group]])] += calls
-    groups = {dimensions[ranks]: ranks for ranks in tracker.groups.values()}
+        messages[message._replace(group=dimensions[message.group])] += calls
+    groups = {dimensions[message.group]: message.group for message in tracker.messages}
     return Trace(tracker.memory(step.config.cpu_offload * HOST), held, tracker.operations, messages, groups)
 
 

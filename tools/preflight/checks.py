@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed
 from tools.preflight.rendezvous import CheckResult, Rendezvous
-from utils.config import ROOT
+from utils.config import ROOT, read_mappings
 from utils.device import backend_for, built_for, driver, library, physical_name, select_device
 from utils.errors import first_line
 from utils.files import whole_file
@@ -29,14 +29,7 @@ CLOCKS_APART = 2.0  # seconds
 SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks of years
-SLOW = {
-    ("NCCL_IB_DISABLE", "1"): "InfiniBand is switched off",
-    ("NCCL_P2P_DISABLE", "1"): "GPUs of a node do not talk to one another directly",
-    ("NCCL_SHM_DISABLE", "1"): "shared memory is switched off",
-    ("NCCL_DEBUG", "TRACE"): "a line for every call",
-    ("CUDA_LAUNCH_BLOCKING", "1"): "the host waits for every kernel",
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every collective is checked",
-}
+SLOW = "config/slow_variables.yaml"
 
 
 def packages(_options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
@@ -83,10 +76,11 @@ def environment(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]
     level = "warn" if threads > mine or threads * there > cpus else "ok"
     advice = f"OMP_NUM_THREADS={max(1, min(mine, cpus // there))}" if threads > 1 else "fewer ranks on a node"
     yield CheckResult(level, "threads", f"{message}{there} rank(s) on the node", advice)
+    slow = read_mappings(SLOW, "variables")
     for name, value in sorted(env.items()):
         setting = f"{name}={value}"
-        if (name, value) in SLOW:
-            yield CheckResult("warn", "variables", f"{setting}: {SLOW[name, value]}", f"unset {name}")
+        if reason := slow.get(name, {}).get(value):
+            yield CheckResult("warn", "variables", f"{setting}: {reason}", f"unset {name}")
         elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             level = "FAIL" if unknown_interfaces(value) else "ok"
             yield CheckResult(level, "variables", setting, f"one of {' '.join(interface_addresses())}")
