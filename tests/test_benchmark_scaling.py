@@ -104,7 +104,11 @@ def test_a_run_that_fails_lets_the_others_be_made_and_is_named(pretended, capsys
             [],
             "tiny: a-4: no script has context_parallel and domain_parallel",
         ),
-        ({"layouts": {"a": {"ranks": 6, "global_batch_size": 12}}}, ["--list"], "do not fill nodes"),
+        (
+            {"layouts": {"a": {"ranks": 7, "global_batch_size": 14}}},
+            ["--list"],
+            "7 ranks do not fill 2 nodes",
+        ),
         ({"options": {"global_batch_size": 3}}, [], "ddp-2: config/ViT.yaml: quick: global_batch_size 3 cannot be"),
         ({"options": {"config": "quik"}}, [], "no config 'quik' (did you mean 'quick'?)"),
         (

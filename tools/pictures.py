@@ -32,6 +32,16 @@ def draw_bars(axes: Axes, parts: DataFrame, colors: Sequence[str] | None = None)
     axes.set(ylabel="", ylim=(len(parts) - 0.5, -0.5))
 
 
+def save_curves(curves: DataFrame, path: Path | str, **labels: Any) -> None:
+    """Write a curve for each column, over the index, both axes logarithmic. labels: as Axes.set takes them."""
+    figure, (axes,) = panels(8)
+    curves.plot(ax=axes, marker="o", loglog=True)
+    axes.set_xticks(curves.index, map(str, curves.index))
+    axes.set_xticks([], minor=True)
+    finish(axes, **labels)
+    save(figure, path)
+
+
 def mark(axes: Axes, values: Sequence[float], name: str) -> None:
     """A vertical stroke in each row."""
     axes.plot(values, range(len(values)), "k|", markersize=14, label=name)

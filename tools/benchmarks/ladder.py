@@ -175,11 +175,11 @@ def _end(rank: Process) -> None:
     rank.kept["loader"].close()
 
 
-def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
+def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of some square matrix products, the measured peak of the device.
 
     float32 products use TF32 where that is switched on.
     """
     n = 8192 if device.type != "cpu" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    return 2 * n**3 / min(timed(device, torch.mm, a, b)[0] for _ in range(repeats))
+    return 2 * n**3 / min(timed(device, torch.mm, a, b)[0] for _ in range(5))

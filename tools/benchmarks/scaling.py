@@ -18,8 +18,9 @@ from typing import Annotated, Any
 from pandas import DataFrame
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from tools.pictures import finish, panels, save
+from tools.pictures import save_curves
 from tools.planner.layouts import script_of
+from tools.slurm import on_nodes
 from tools.tables import format_tables
 from utils.config import SCRIPTS, explain, load_config, option_words, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError, reported_as_usage_error
@@ -152,11 +153,8 @@ def array_jobs(runs: Sequence[Run], words: Sequence[str]) -> list[str]:
     """A command for each number of ranks: an array of jobs, of which each task is one run. words: of benchmark.py."""
     lines = []
     for ranks, tasks in Counter(run.ranks for run in runs).items():
-        nodes, gpus = -(-ranks // GPUS_PER_NODE), min(ranks, GPUS_PER_NODE)
-        if nodes * gpus != ranks:
-            raise UsageError(f"{ranks} ranks do not fill nodes of {GPUS_PER_NODE} GPUs")
-        request = f"--nodes={nodes} --ntasks-per-node={gpus} --gpus-per-node={gpus} --array=0-{tasks - 1}"
-        lines.append(f"sbatch {request} submit_scaling.sh {shlex.join(words)}")
+        request = [*on_nodes(ranks, GPUS_PER_NODE), f"--array=0-{tasks - 1}"]
+        lines.append(shlex.join(["sbatch", *request, "submit_scaling.sh", *words]))
     return lines
 
 
@@ -187,8 +185,4 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     rows["layout"] = rows["run"].str.rpartition("-")[0]
     speeds = rows.pivot(index="ranks", columns="layout", values="samples_per_sec")
     speeds["perfect"] = speeds.iloc[0].max() / speeds.index[0] * speeds.index
-    figure, (axes,) = panels(8)
-    speeds.plot(ax=axes, marker="o", loglog=True)
-    axes.set_xticks(speeds.index, map(str, speeds.index))
-    finish(axes, title=f"{figures['study']}: speed of all ranks", xlabel="ranks", ylabel="samples/s")
-    save(figure, path)
+    save_curves(speeds, path, title=f"{figures['study']}: speed of all ranks", xlabel="ranks", ylabel="samples/s")

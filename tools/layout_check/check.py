@@ -124,14 +124,10 @@ def difference(layout: str, found: Record, kinds: dict[str, str], serial: dict[s
         of_key = [of_rank.get(key, 0.0) for of_rank in seen]
         if max(of_key) > tolerance:
             scale = wholes[key].abs().max().item() or 1.0
-            together, facts = all(comm.gather(key in wanted)), causes.Facts(False)
-            if key in wanted:
-                facts = causes.facts(key, found, wanted[key], scale, tolerance, together)
-            of_ranks = comm.gather(facts)
             kind = serial["kinds"].get(key[1].split(" (")[0], "")
             result.stage, result.name, result.kind, result.first_error = *key, kind, max(of_key)
             result.ranks = [r for r, error in enumerate(of_key) if error > tolerance]
-            result.cause = causes.cause(key, kind, of_ranks)
+            result.cause = causes.cause(key, kind, result.ranks, found, wanted.get(key), scale, tolerance)
             break
     return result
 

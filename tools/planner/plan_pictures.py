@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pandas import DataFrame, Series
 
-from tools.pictures import draw_bars, finish, mark, panels, save
+from tools.pictures import draw_bars, finish, mark, panels, save, save_curves
 from tools.planner.plan import Plan
 from tools.planner.plan_text import layout_words
 from tools.planner.search import Point
@@ -30,11 +30,5 @@ def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
 
 def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
     """Write samples/s by number of GPUs as a PNG, a curve for each kind of scaling."""
-    figure, (axes,) = panels(8, 1, 7)
     speeds = {(point.plan.layout.world_size, point.scaling): point.plan.samples_per_sec for point in points}
-    curves = Series(speeds).unstack()
-    curves.plot(ax=axes, marker="o")
-    finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
-    axes.set_xticks(curves.index, map(str, curves.index))
-    axes.set_xticks([], minor=True)
-    save(figure, path)
+    save_curves(Series(speeds).unstack(), path, xlabel="GPUs", ylabel="samples/s, the best layout")

@@ -19,7 +19,7 @@ from tools.planner.hardware import Gpu
 from tools.planner.layouts import arguments, candidates, script_of
 from tools.planner.plan import Plan, plan_layout
 from tools.planner.textbook import textbook_traces
-from tools.slurm import submit
+from tools.slurm import on_nodes, submit
 from utils.config import SCRIPTS, SPLITS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
@@ -157,12 +157,9 @@ def submit_plan(plan: Plan, request: Request, options: str) -> str:
     options: further words for sbatch, as a shell reads them. Raises UsageError where the plan does not fit the GPU or
     its nodes, and where Slurm refuses.
     """
-    ranks, config = plan.layout.world_size, plan.config
     if plan.fits == "no":
         raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
-    if ranks % plan.nodes:
-        raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
-    submit_file, tasks = SCRIPTS[script_of(vars(config))].submit, ranks // plan.nodes
-    sbatch = ["sbatch", "--parsable", f"--nodes={plan.nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}"]
-    line = f"{shlex.join(sbatch)} {options} {shlex.join([submit_file, *arguments(config, request.words)])}"
+    words = [SCRIPTS[script_of(vars(plan.config))].submit, *arguments(plan.config, request.words)]
+    sbatch = ["sbatch", "--parsable", *on_nodes(plan.layout.world_size, plan.gpu.gpus_per_node)]
+    line = f"{shlex.join(sbatch)} {options} {shlex.join(words)}"
     return f"job {submit(['export PREFLIGHT=1', line])}: PREFLIGHT=1 {line}"
