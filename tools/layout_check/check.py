@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,6 @@ from utils.errors import ArgumentParser
 from utils.files import write_json
 from utils.schema import Config
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
 LAYOUTS = ("dp2", "dp2,data_parallel=fsdp", "domain2")
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}  # relative to the largest number of a tensor
 # Random streams and rounding of one's own would hide a difference.
@@ -87,7 +85,7 @@ def record_serially(rank: Process, case: Case, file: Path, dtype: str) -> None:
 def in_dtype(rank: Process, case: Case, dtype: str) -> tuple[Record, dict[str, str]]:
     """The record of a case, computed in a dtype."""
     use_mesh(rank, case.layout)
-    torch.set_default_dtype(DTYPES[dtype])
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
         return record(case.config, rank.device)
     finally:
@@ -95,13 +93,9 @@ def in_dtype(rank: Process, case: Case, dtype: str) -> tuple[Record, dict[str, s
 
 
 def compare(rank: Process, case: Case, file: Path, dtype: str) -> Result:
-    """On every rank of a layout: the same Result."""
-    found, kinds = in_dtype(rank, case, dtype)
-    return difference(case.name, found, kinds, torch.load(file, mmap=True, weights_only=True), TOLERANCES[dtype])
-
-
-def difference(layout: str, found: Record, kinds: dict[str, str], serial: dict[str, Any], tolerance: float) -> Result:
-    """Where a layout first differs from one device. serial: what record_serially has saved."""
+    """On every rank of a layout: where it first differs from one device. file: of record_serially."""
+    (found, _), tolerance = in_dtype(rank, case, dtype), TOLERANCES[dtype]
+    serial = torch.load(file, mmap=True, weights_only=True)
     wholes: dict[Key, Tensor] = serial["parts"]
     shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
     errors: dict[Key, float] = {}
@@ -118,8 +112,8 @@ def difference(layout: str, found: Record, kinds: dict[str, str], serial: dict[s
     weights = {key for _, keys in shapes for key in keys if key[0] == INITIAL}
     if extra := sorted(weights - wholes.keys()):
         apart = "one device has no such weight: a weight that several layers share has come apart"
-        return Result(layout, math.inf, *extra[0], ranks=range(comm.world_size()), cause=apart)
-    result = Result(layout, max(max(of_rank.values(), default=0.0) for of_rank in seen), skipped=skipped)
+        return Result(case.name, math.inf, *extra[0], ranks=range(comm.world_size()), cause=apart)
+    result = Result(case.name, max(max(of_rank.values(), default=0.0) for of_rank in seen), skipped=skipped)
     for key in ordered:
         of_key = [of_rank.get(key, 0.0) for of_rank in seen]
         if max(of_key) > tolerance:
@@ -138,43 +132,38 @@ def coordinates() -> dict[str, int]:
 
 
 def expected_part(key: Key, part: Part, whole: Tensor, shapes: list) -> Tensor | None:
-    """What one device has in the place of a rank's part; None where that place is not known."""
+    """What one device has in the place of a rank's part; None where that place is not known.
+
+    A part of a dimension is found by the ranks whose parts make up its length. shapes: of the parts of all ranks.
+    """
     if whole.dim() != len(part.shape):
         return None
+    here = coordinates()
     for dim, size in enumerate(part.shape):
-        if whole.shape[dim] != size:
-            start = offset(key, dim, whole.dim() - 1, whole.shape[dim], shapes)
-            if start is None:
-                return None
-            whole = whole.narrow(dim, start, size)
+        for names in () if whole.shape[dim] == size else splits_of(key[0], dim, whole.dim()):
+            along = [
+                ([there[name] for name in names], sizes[key][dim])
+                for there, sizes in shapes
+                if key in sizes and all(there[name] == here[name] for name in here if name not in names)
+            ]
+            if sum(length for _, length in along) == whole.shape[dim]:
+                own = [here[name] for name in names]
+                whole = whole.narrow(dim, sum(length for place, length in along if place < own), size)
+                break
+    if whole.shape != part.shape:
+        return None
     return part_of(whole, part.spec) if part.spec else whole
 
 
-def offset(key: Key, dim: int, last: int, length: int, shapes: list) -> int | None:
-    """Where this rank's piece of a dimension begins, if pieces of ranks that split tensors make up its length.
-
-    last: the tensor's last dimension.
-    """
-    here = coordinates()
-    splits: list[tuple[str, ...]]
-    if key[0] not in (BATCH, FORWARD, EVALUATION):  # a weight
-        splits = [("tp",)]
-    elif dim == 0:
-        splits = [("dp",)]
-    elif last > 2:  # images, (B, C, H, W)
-        splits = [("cp",), ("domain_lat",)] if dim == 2 else [("domain_lon",)]
-    else:  # tokens, (B, N, D), or (B, D)
-        splits = [("tp",)] if dim == last else [("cp",), ("tp",), ("cp", "tp")]
-    for names in splits:
-        along = [
-            ([there[name] for name in names], sizes[key][dim])
-            for there, sizes in shapes
-            if key in sizes and all(there[name] == here[name] for name in here if name not in names)
-        ]
-        if sum(size for _, size in along) == length:
-            own = [here[name] for name in names]
-            return sum(size for place, size in along if place < own)
-    return None
+def splits_of(stage: str, dim: int, dims: int) -> list[tuple[str, ...]]:
+    """The dimensions of the mesh, alone or together, that may split a dimension of a tensor with so many."""
+    if stage not in (BATCH, FORWARD, EVALUATION):  # a weight
+        return [("tp",)]
+    if dim == 0:
+        return [("dp",)]
+    if dims > 3:  # images, (B, C, H, W)
+        return [("cp",), ("domain_lat",)] if dim == 2 else [("domain_lon",)]
+    return [("tp",)] if dim == dims - 1 else [("cp",), ("tp",), ("cp", "tp")]  # tokens, (B, N, D), or (B, D)
 
 
 def relative_error(key: Key, part: Part, wanted: Tensor, wholes: dict[Key, Tensor], shapes: list) -> float:
@@ -231,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--layouts", nargs="+", default=LAYOUTS, metavar="LAYOUT", help="tp2xdp2, domain2x2, ... (%(default)s)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="of the comparison (%(default)s)")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float64", help="of the comparison (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results")
     options, words = parser.parse_known_args(argv)
     serial, *cases = cases_of(words, options.layouts)

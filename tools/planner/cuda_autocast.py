@@ -5,7 +5,7 @@ only. The lists of operations: "CUDA Ops that can autocast" in the documentation
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -53,9 +53,7 @@ class CudaAutocast(TorchFunctionMode):
 
         @wraps(function)
         def within(*args, **kwargs):
-            if self.active:
-                return function(*args, **kwargs)
-            with self:
+            with nullcontext() if self.active else self:
                 return function(*args, **kwargs)
 
         return within

@@ -26,7 +26,6 @@ from distributed import attention
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
 from distributed.split import Split
-from tools.instruments.tracker import Tracker
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
@@ -59,6 +58,8 @@ def fake_rank(
         with patch("torch.distributed.device_mesh.new_group", _own_group):
             comm.build_mesh(torch.device(held_on), layout)
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
+        read = property(lambda self: 0.0, lambda self, value: None)  # the value of any tensor
+        stack.enter_context(patch.object(FakeTensor, "item_memo", read))
         for name in SHAPE_MESSAGES:
             if hasattr(_PipelineSchedule, name):
                 stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
@@ -217,13 +218,3 @@ class Replica(nn.Module):
         dist.all_reduce(sent, group=self.group)
         if self.compressed:
             bucket["flat"].copy_(sent)
-
-
-class FakeTracker(Tracker):
-    """A Tracker for real and fake tensors: `.item()` of a fake one, which has no value to read, gives 0."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run and note an operation."""
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0.0
-        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks.vit import Attention
-from tools.instruments.tracker import Message, Operation, phases_of
+from tools.instruments.tracker import Message, Operation, Tracker, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
-from tools.planner.fake import FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
+from tools.planner.fake import Replica, fake_rank, pipeline_shapes, receive_buffers
 from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
@@ -117,7 +117,7 @@ def _trace(config, layout, rank, device_type):
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, build_task(config))
             x, y = random_batch(step.task, device)
-            with FakeTracker():
+            with Tracker():
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
 
@@ -132,7 +132,7 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     called: list[nn.Module] = [stage.submod for stage in stages] or [parallel.module]
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
     received = receive_buffers(stages)
-    tracker = FakeTracker([*weights, *states, *buckets, *received, x, y])
+    tracker = Tracker([*weights, *states, *buckets, *received, x, y])
     tracker.label("parameters", weights)
     tracker.label("gradients", buckets)
     tracker.label("batch", [x, y])
