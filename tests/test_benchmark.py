@@ -121,7 +121,7 @@ class OneGpu:
 
 def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_options, monkeypatch):
     gpu = OneGpu(monkeypatch)
-    steps = ladder.run(tiny_options(), steps=1, rounds=2)["steps"]
+    steps = ladder.run(tiny_options(), workers=2, steps=1, rounds=2)["steps"]
     assert len(gpu.held) > 5 and set(gpu.held.values()) == {2}
     assert {step["gib"] * 2**30 for step in steps} == {52}  # of the training, without the product of the probe
 
@@ -129,7 +129,7 @@ def test_the_steps_of_the_ladder_fit_one_gpu_together(tiny_options, monkeypatch)
 def test_a_step_that_fails_is_named(tiny_options, sample_folder):
     words = tiny_options(train_data_path=sample_folder / "nowhere")
     with pytest.raises(UsageError, match="nowhere: no such data folder"):
-        ladder.run(words, steps=1, rounds=1)
+        ladder.run(words, workers=2, steps=1, rounds=1)
 
 
 @pytest.mark.slow("every loader, read by processes")

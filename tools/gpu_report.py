@@ -98,24 +98,19 @@ def run_command(name: str, command: str, work: Path, seconds: float) -> tuple[st
             saved = name == STOPPED and SAVED in log.read_text(errors="replace")
             time.sleep(POLL_SECONDS)
         running = process.poll() is None and not saved
-    finally:
-        end_group(process)
+    finally:  # end it, and the rest of its group
+        with suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(GRACE_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     if running:
         return "out of time", lines[-1]
     if process.returncode != (STOPPED_STATUS if name == STOPPED else 0):
         return f"failed, status {process.returncode}", lines[-1]
     return "passed", ""
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a process that leads a group, and the rest of its group."""
-    with suppress(subprocess.TimeoutExpired):
-        process.terminate()
-        process.wait(GRACE_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run_figures(folder: Path) -> dict[str, Any]:

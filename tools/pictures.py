@@ -20,15 +20,15 @@ def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
         figure.savefig(part, format="png", dpi=dpi)
 
 
-def panels(rows: int, count: int = 1, width: float = 8, row: float = 0.4) -> tuple[Figure, list[Axes]]:
+def panels(rows: int, count: int = 1, width: float = 8) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels side by side for so many rows of horizontal bars."""
-    figure = Figure(figsize=(width, 1.8 + row * rows), layout="constrained")
+    figure = Figure(figsize=(width, 1.8 + 0.4 * rows), layout="constrained")
     return figure, list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
 
 
-def draw_bars(axes: Axes, parts: DataFrame, colors: Sequence[str] | None = None) -> None:
+def draw_bars(axes: Axes, parts: DataFrame) -> None:
     """Horizontal bars, a row for each label of the index, the first one on top; the columns one behind the other."""
-    parts.plot.barh(ax=axes, stacked=True, color=colors, width=0.8)
+    parts.plot.barh(ax=axes, stacked=True, width=0.8)
     axes.set(ylabel="", ylim=(len(parts) - 0.5, -0.5))
 
 

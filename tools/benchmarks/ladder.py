@@ -58,7 +58,7 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     ]
 
 
-def run(words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
+def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. A step that fails is left out, and named under

@@ -31,7 +31,7 @@ from weather.dataset import FieldDataset
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
 
-def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12, rounds: int = 3) -> dict[str, Any]:
+def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
     words: options of the config. workers: of each loader. frames: of the training data, copied into one file. batches:

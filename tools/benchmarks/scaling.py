@@ -60,11 +60,11 @@ class Run:
 
 def run(
     words: list[str],
-    study: str = "quick",
-    study_file: str = "config/scaling.yaml",
-    only: int | None = None,
-    list_runs: bool = False,
-    report_only: bool = False,
+    study: str,
+    study_file: str,
+    only: int | None,
+    list_runs: bool,
+    report_only: bool,
 ) -> dict[str, Any]:
     """Make the missing runs of a study, one after another, and print the table of all; returns its figures.
 

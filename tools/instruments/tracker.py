@@ -110,8 +110,17 @@ class Tracker(Watch):
                 ranks = tuple(dist.get_process_group_ranks(sent.group))
                 self.messages[Message(self.phase_of(sent), sent.kind, ranks, sent.sent)] += 1
             self.label("buffers", made)
-        elif not func.is_view and func.namespace == "aten":
-            self._operation(func, args, kwargs, result, given, made)
+        elif func.is_view or func.namespace != "aten" or func in NO_WORK:
+            return
+        elif moved := {(storage_id(t), t.storage_offset(), t.shape, t.stride()): t.nbytes for t in (*given, *made)}:
+            flops, packet = 0, func._overloadpacket
+            if formula := flop_registry.get(LIKE.get(packet, packet)):
+                flops = formula(*args, **kwargs, out_val=result)
+            kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
+            if flops:
+                kind = ATTENTION if ATTENTION in str(packet) else "matmul"
+            dtype = (given or made)[0].dtype
+            self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
 
     def phase_of(self, found: Collective) -> str:
         """The phase of a message: one to the next stage of a pipeline counts as forward, whenever it is sent."""
@@ -119,19 +128,6 @@ class Tracker(Watch):
             return self.phase
         (tensor,) = found.tensors[0]
         return "forward" if storage_id(tensor) in self.sent_forward else "backward"
-
-    def _operation(self, func, args, kwargs, result, given, made):
-        moved = {(storage_id(t), t.storage_offset(), t.shape, t.stride()): t.nbytes for t in (*given, *made)}
-        if not moved or func in NO_WORK:
-            return
-        flops, packet = 0, func._overloadpacket
-        if formula := flop_registry.get(LIKE.get(packet, packet)):
-            flops = formula(*args, **kwargs, out_val=result)
-        kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
-        if flops:
-            kind = ATTENTION if ATTENTION in str(packet) else "matmul"
-        dtype = (given or made)[0].dtype
-        self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
 
     def _sized(self, storage):
         """Note the size of a storage, which fully_shard may change; returns its number."""

@@ -25,17 +25,10 @@ ROWS = {  # {key of planned_figures: (title, its unit)}
 OFF = 0.15  # share by which a figure may differ without a reason
 
 
-def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float], **more: Mapping[str, str]) -> str:
-    """Planned figures beside measured ones, and the ratio of measured to planned, as a table.
-
-    planned, measured: {name of a row: figure}. more: {title: {name of a row: text}} of further columns.
-    """
-    rows = []
-    for name, plan in planned.items():
-        ratio = measured[name] / plan if plan else None
-        rows.append((name, plan, measured[name], ratio, *(column[name] for column in more.values())))
-    columns = {title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}
-    return format_table(columns | dict.fromkeys(more, ""), rows)
+def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    """Planned figures beside measured ones, {name of a row: figure}, and measured to planned, as a table."""
+    rows = [(name, plan, measured[name], measured[name] / plan if plan else None) for name, plan in planned.items()]
+    return format_table({title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}, rows)
 
 
 def compare(folder: Path, gpu_name: str | None = None) -> str:

@@ -54,17 +54,15 @@ class Speeds:
             backward = "backward" in name or (not name and operation.phase == "backward")
             alike = [n for n in self.operations if ATTENTION in n and backward == n.endswith("backward")]
             name = alike[0] if operation.kind == ATTENTION and alike else LIKE.get(operation.kind, "mm")
-        work, place = _place(name, operation.flops, operation.moved)
-        return work / math.exp(float(self._table(name, self._type(name, dtype, head))(np.array([place]))[0]))
-
-    def _type(self, name, dtype, head):
-        """The measured type that is nearest."""
 
         def distance(known):
+            """Of a measured type."""
             called, _, size = known.partition(OF_HEADS)
             return called != dtype, abs(math.log(int(size) / max(1, head))) if size else 0.0
 
-        return min(self.operations[name], key=distance)
+        work, place = _place(name, operation.flops, operation.moved)
+        table = self._table(name, min(self.operations[name], key=distance))
+        return work / math.exp(float(table(np.array([place]))[0]))
 
     @cache  # noqa: B019
     def _table(self, name, dtype):

@@ -126,7 +126,7 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     """The Trace of one more step of a TrainingStep that has made one; of a real step too."""
     parallel, optimizer = step.parallel, getattr(step.optimizer, "optim", step.optimizer)  # of ZeroRedundancyOptimizer
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [value for state in optimizer.state.values() for value in state.values()]
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
     stages = parallel.pipeline.stages if parallel.pipeline else []
     called: list[nn.Module] = [stage.submod for stage in stages] or [parallel.module]

@@ -21,7 +21,7 @@ from tools.planner.plan import plan_layout
 from tools.planner.plan_text import layout_words
 from tools.planner.search import Request, best_layouts
 from tools.planner.trace import Trace, measured, trace_step
-from tools.tables import MIB
+from tools.tables import MIB, format_tables
 from utils.config import read_mappings
 from utils.errors import run_main
 
@@ -52,15 +52,17 @@ def verify(cases: Sequence[Case]) -> int:
     """
     with Teams(cases[0].config) as teams:
         real = [teams.call(case.ranks, real_trace, case) for case in cases]
-    planned, kept, sent, results = {}, {}, {}, {}
+    rows: list[dict[str, Any]] = []
     for case, found in zip(cases, real, strict=True):
         traces, messages = trace_step(case.config, case.layout, "cpu"), found[0].messages
         total = sum(message.sent * calls for message, calls in messages.items()) / MIB
-        sent[case.name] = f"{total:.2f} MiB in {messages.total()}"
-        planned[case.name], kept[case.name] = (each[0].held["activations"] / MIB for each in (traces, found))
-        results[case.name] = differ(found, traces)
-    print(beside("MiB kept for the backward pass", planned, kept, collectives=sent, counts=results))
-    return sum(result != "equal" for result in results.values())
+        planned, kept = (each[0].held["activations"] / MIB for each in (traces, found))
+        rows.append({
+            "name": case.name, "planned": planned, "measured": kept, "ratio": kept / planned,
+            "sent": f"{total:.2f} MiB in {messages.total()}", "counts": differ(found, traces),
+        })  # fmt: skip
+    print(format_tables("verify", rows))
+    return sum(row["counts"] != "equal" for row in rows)
 
 
 def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
