@@ -15,13 +15,13 @@ import benchmark
 from tests.support import programs
 from tests.support.launch import popen
 from tools.benchmarks import cases, layouts
-from tools.benchmarks.cases import HELD, STATES, most_messages
+from tools.benchmarks.cases import most_messages
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
 from tools.instruments.pool import is_out_of_memory
 from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker, by_phase, phases_of
-from tools.planner.trace import trace_step
+from tools.planner.trace import HELD, STATES, trace_step
 from training.model import build_model
 from utils.errors import UsageError, run_main
 

@@ -16,12 +16,10 @@ from tools.instruments.pool import OutOfMemory, Process
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import PHASES, Messages, by_phase
-from tools.planner.trace import measured
+from tools.planner.trace import HELD, measured
 from utils.device import empty_cache, library, select_device
 from utils.errors import UsageError
 
-STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out
-HELD = (*STATES, "activations")
 MEMORY = (*HELD, "parameters at most", "peak")
 RANKS_PER_CORE = 32  # more would only fill the machine
 

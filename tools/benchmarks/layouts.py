@@ -16,11 +16,12 @@ from typing import Any
 
 from pandas import DataFrame
 
-from tools.benchmarks.cases import HELD, STATES, compare
+from tools.benchmarks.cases import compare
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.instruments.tracker import PHASES
 from tools.pictures import draw_bars, finish, panels, save
+from tools.planner.trace import HELD, STATES
 from tools.tables import MIB, format_tables, machine
 from utils.config import choices, load_config
 from utils.errors import UsageError
@@ -73,38 +74,33 @@ def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> li
     words = [*words, f"--local_batch_size={batch}", f"--global_batch_size={batch * size}"]
     cases = [build_case(INDEPENDENT, "train.py", [*words, "--data_parallel=ddp", "--noddp"], size)]
     for text in dict.fromkeys(strategies):
-        cases.append(named_case(text, "train.py", [*words, f"--data_parallel={text.partition(',')[0]}"], size))
+        cases.append(build_case(text, "train.py", [*words, f"--data_parallel={text.partition(',')[0]}"], size))
     return cases if size > 1 else cases[:1]
 
 
 def layout_cases(words: list[str], layouts: Sequence[str], size: int | None = None) -> list[Case]:
     """The cases of an embedding size, None for that of the words, all with the same whole batch."""
     words = ["--config=mp_quick", *words, *([f"--embed_dim={size}"] if size else [])]
-    cases = [named_case(ONE, "train_mp.py", words, 1)]
+    cases = [build_case(ONE, "train_mp.py", words, 1)]
     batch = f"--global_batch_size={cases[0].config.global_batch_size}"
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "dp"))
-        cases.append(named_case(text, "train_mp.py", [*split_words(sizes), *words, batch], ranks))
+        cases.append(build_case(text, "train_mp.py", [*split_words(sizes), *words, batch], ranks))
     return cases
 
 
 def domain_cases(words: list[str], layouts: Sequence[str], side: int) -> list[Case]:
     """The cases of square images; a device, or those that share an image, take one image at a time."""
     words = ["--config=classify_quick", *words, "--img_size", str(side), str(side)]
-    cases = [named_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
+    cases = [build_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text, ("domain", "tp", "dp"))
         shared = [
             f"--data_parallel={'ddp' if sizes['domain'] == '1' else 'fsdp'}",
             f"--global_batch_size={sizes['dp']}",
         ]
-        cases.append(named_case(text, "train_shard.py", [*split_words(sizes), *words, *shared], ranks))
+        cases.append(build_case(text, "train_shard.py", [*split_words(sizes), *words, *shared], ranks))
     return cases
-
-
-def named_case(text: str, script: str, words: Sequence[str], ranks: int) -> Case:
-    """The Case of a text like 'tp2,data_parallel=fsdp': a name, then options of its own. words: options before them."""
-    return build_case(text, script, [*words, *(f"--{option}" for option in text.split(",")[1:])], ranks)
 
 
 def split_words(sizes: dict[str, str]) -> list[str]:

@@ -17,7 +17,6 @@ from utils.rank_failure import exit_at_once
 
 OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
 FAREWELL_SECONDS = 1  # for other ranks to say something too, once one has failed
-FOREVER = 1e6
 
 
 class RankError(UsageError):
@@ -105,7 +104,7 @@ class Pool(AbstractContextManager):
             self.processes.append(process)
             self.pipes.append(ours)
 
-    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = FOREVER) -> list[Any]:
+    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 1e6) -> list[Any]:
         """[function(process, *args) of the first `size` processes]; it is sent by its name.
 
         timeout: seconds for all. Raises RanksFailed; the processes, of which some may wait for one another, are ended.

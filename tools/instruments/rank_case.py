@@ -17,7 +17,11 @@ WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is a
 
 
 def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
-    """The Case of a training script with these options. Raises UsageError where it does not fit the ranks."""
+    """The Case of a training script with these options. Raises UsageError where it does not fit the ranks.
+
+    name: in a table; options of its own may follow it, as in 'tp2,data_parallel=fsdp'.
+    """
+    words = [*words, *(f"--{option}" for option in name.split(",")[1:])]
     config = load_config(words, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)
     # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
     return Case(name, config, config.layout(ranks, max(1, ranks // 2)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distributed.shard.spec import part_of
 from tools.benchmarks.cases import check_machine
-from tools.benchmarks.layouts import named_case, parse_layout, split_words
+from tools.benchmarks.layouts import parse_layout, split_words
 from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Teams, use_mesh
@@ -210,7 +210,7 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
         script = "train.py" if str(ranks) == sizes["dp"] else "train_mp.py"
         if sizes["domain"] != "1":
             script = "train_shard.py"
-        cases.append(named_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
+        cases.append(build_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]
 
 

@@ -17,6 +17,7 @@ OF_THE_LAYOUT = (  # keys of the config
     "data_parallel", "sequence_parallel", "cp_method", "domain_method", "pp_schedule", "gradient_accumulation",
     "activation_checkpointing", "amp_mode", "global_batch_size",
 )  # fmt: skip
+VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}  # best first
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "buffers")
 
 

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.planner.layouts import command
-from tools.planner.plan import CATEGORIES, Plan
+from tools.planner.plan import CATEGORIES, VERDICTS, Plan
 from tools.planner.search import Point, Request, sample_bytes
-from tools.planner.trace import HOST
+from tools.planner.trace import STATES
 from tools.tables import GIB, MIB, format_table, format_tables
 from training.flops import precision
-
-VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}
 
 
 def plan_text(plans: Sequence[Plan], request: Request) -> str:
@@ -62,7 +60,7 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def memory_text(plan: Plan) -> str:
     """Memory by category as a table, and whether it fits."""
-    host = HOST if plan.config.cpu_offload else ()
+    host = STATES if plan.config.cpu_offload else ()
     sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
     sizes |= {
         "at most at once, in training": plan.peak,

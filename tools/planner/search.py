@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tools.planner.hardware import Gpu
 from tools.planner.layouts import arguments, candidates, script_of
-from tools.planner.plan import Plan, plan_layout
+from tools.planner.plan import VERDICTS, Plan, plan_layout
 from tools.planner.textbook import textbook_traces
 from tools.slurm import on_nodes, submit
 from utils.config import SCRIPTS, SPLITS, check_config, load_config, parse_command_line, read_named_config
@@ -25,7 +25,6 @@ from utils.errors import UsageError
 from utils.schema import Config
 
 MOST_GPUS = 2**17
-VERDICTS = ("fits", "marginal", "no")
 # Options that fix the layout: with one of them a single layout is planned.
 LAYOUT_OPTIONS = (*SPLITS, "row_parallel_size", "data_parallel", "dp_shard")
 
@@ -97,7 +96,7 @@ def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Pla
 
 def _order(plan: Plan) -> tuple[int, float]:
     cost = plan.needed if plan.fits == "no" else plan.time.seconds / plan.config.global_batch_size
-    return VERDICTS.index(plan.fits), cost
+    return list(VERDICTS).index(plan.fits), cost
 
 
 def expected_slowest(ranks: int) -> float:

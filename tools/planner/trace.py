@@ -42,7 +42,8 @@ GROUPS = (
     "dp_shard_image", "tp_pp",
 )  # fmt: skip
 
-HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host memory
+STATES = "parameters", "gradients", "optimizer"  # what ZeRO shares out, and cpu_offload keeps in host memory
+HELD = *STATES, "activations"
 
 
 class Trace(NamedTuple):
@@ -175,7 +176,7 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     for message, calls in tracker.messages.items():
         messages[message._replace(group=dimensions[message.group])] += calls
     groups = {dimensions[message.group]: message.group for message in tracker.messages}
-    return Trace(tracker.memory(step.config.cpu_offload * HOST), held, tracker.operations, messages, groups)
+    return Trace(tracker.memory(step.config.cpu_offload * STATES), held, tracker.operations, messages, groups)
 
 
 def _dimensions():

@@ -20,12 +20,11 @@ from tools.planner.hardware import gpu_of
 from tools.planner.plan import plan_layout
 from tools.planner.plan_text import layout_words
 from tools.planner.search import Request, best_layouts
-from tools.planner.trace import Trace, measured, trace_step
+from tools.planner.trace import HELD, Trace, measured, trace_step
 from tools.tables import MIB, format_tables
 from utils.config import read_mappings
 from utils.errors import run_main
 
-MEMORY = ("parameters", "gradients", "optimizer", "activations")
 RANKS = 2
 SMALL = "--depth=4", "--device=cpu", "--local_batch_size=4"
 LAYOUTS = "config/verify.yaml"
@@ -74,9 +73,9 @@ def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
 
 
 def counts(trace: Trace) -> Counter[Any]:
-    """The part of a Trace that must be the same in a real run and in a plan: messages, bytes by MEMORY, FLOP."""
+    """The part of a Trace that must be the same in a real run and in a plan: messages, bytes HELD, FLOP."""
     flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
-    return trace.messages + Counter({name: int(trace.held[name]) for name in MEMORY} | {"FLOP": flops})
+    return trace.messages + Counter({name: int(trace.held[name]) for name in HELD} | {"FLOP": flops})
 
 
 def real_trace(rank: Process, case: Case) -> Trace:
