@@ -15,7 +15,6 @@ import benchmark
 from tests.support import programs
 from tests.support.launch import popen
 from tools.benchmarks import cases, layouts
-from tools.benchmarks.cases import most_messages
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
 from tools.instruments.pool import is_out_of_memory
@@ -107,7 +106,7 @@ def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
         row = {"dp": dp, "mp": mp, "domain": domain}[preset][("ranks 4", name) if preset == "dp" else name]
         traces = trace_step(case.config, case.layout, "cpu")
         uneven = 0.12 if "all_to_all" in name else 1e-6  # the plan is of one rank, which has another share
-        for phase, kinds in most_messages([by_phase(trace.messages) for trace in traces]).items():
+        for phase, kinds in by_phase(*[trace.messages for trace in traces]).items():
             expected = {kind: [calls, pytest.approx(size, rel=uneven)] for kind, (calls, size) in kinds.items()}
             assert row["messages"][phase] == expected, (name, phase)
         for part in HELD:

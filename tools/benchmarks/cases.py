@@ -15,7 +15,7 @@ from pandas import DataFrame
 from tools.instruments.pool import OutOfMemory, Process
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Teams
-from tools.instruments.tracker import PHASES, Messages, by_phase
+from tools.instruments.tracker import by_phase
 from tools.planner.trace import HELD, measured
 from utils.device import empty_cache, library, select_device
 from utils.errors import UsageError
@@ -92,7 +92,7 @@ def measure(rank: Process, case: Case, steps: int, limit: float | None, first: b
             memory["activations"] = None
         if limit and memory["peak"] > limit:
             raise MemoryError(f"{memory['peak']:.0f} bytes of tensors: the limit is {limit:.0f}")
-        figures |= {"memory": memory, "messages": by_phase(trace.messages)}
+        figures |= {"memory": memory, "messages": trace.messages}
     del built
     empty_cache(rank.device)
     return figures
@@ -112,15 +112,5 @@ def _row(case: Case, turns: list[Any]) -> dict[str, Any]:
         "seconds": statistics.median(seconds), "seconds_of_rounds": seconds,
         "samples_per_sec": row["batch"] / statistics.median(seconds),
         "memory": DataFrame([figures["memory"] for figures in turns[0]], dtype=float).max(skipna=False).to_dict(),
-        "messages": most_messages([figures["messages"] for figures in turns[0]]),
+        "messages": by_phase(*[figures["messages"] for figures in turns[0]]),
     }  # fmt: skip
-
-
-def most_messages(of_ranks: Sequence[Messages]) -> Messages:
-    """For each phase and kind the most collectives, and the most bytes, of a rank."""
-    found: Messages = {phase: {} for phase in PHASES}
-    for phase, own in found.items():
-        for kind in sorted({kind for sent in of_ranks for kind in sent[phase]}):
-            calls, sizes = zip(*(sent[phase].get(kind, (0, 0)) for sent in of_ranks), strict=True)
-            own[kind] = max(calls), max(sizes)
-    return found

@@ -24,12 +24,13 @@ from training.float8 import has_float8
 from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
-from utils.config import load_config
+from utils.config import load_config, read_mappings
 from utils.device import empty_cache, library, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
 from utils.schema import Config
 
 TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
+STEPS = "config/ladder.yaml"
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 
 
@@ -39,23 +40,16 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     Those of TRIED are measured in their place but not kept.
     """
     device = select_device(config.device)
-    no_gpu = None if device.type == "cuda" else "needs a GPU"
-    no_dali = None if installed("nvidia.dali") else "not installed (requirements-dali.txt)"
-    no_fp8 = None if installed("torchao") else "not installed (requirements-fp8.txt)"
+    reasons = {
+        "DALI": None if installed("nvidia.dali") else "not installed (requirements-dali.txt)",
+        "TF32": None if device.type != "cpu" else "needs a GPU",
+        "fp8": None if installed("torchao") else "not installed (requirements-fp8.txt)",
+        "CUDA graphs": None if device.type == "cuda" else "needs a GPU",
+    }
     if not has_float8(device):
-        no_fp8 = "needs a GPU with 8-bit products"
-    return [
-        ("0 workers", {"num_data_workers": 0}, None),
-        (f"{workers} workers", {"num_data_workers": workers}, None),
-        ("DALI", {"data_loader_config": "dali"}, no_dali),
-        ("TF32", {"enable_tf32": True}, None if device.type != "cpu" else "needs a GPU"),
-        ("channels last", {"enable_channels_last": True}, None),
-        ("bf16", {"amp_mode": "bf16"}, None),
-        ("fused Adam", {"enable_fused": True}, None),
-        ("compile", {"enable_jit": True}, None),
-        ("fp8", {"amp_mode": "fp8"}, no_fp8),
-        ("CUDA graphs", {"enable_cuda_graphs": True}, no_gpu),
-    ]
+        reasons["fp8"] = "needs a GPU with 8-bit products"
+    steps = {f"{number} workers": {"num_data_workers": number} for number in (0, workers)}
+    return [(name, extra, reasons.get(name)) for name, extra in (steps | read_mappings(STEPS, "steps")).items()]
 
 
 def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, Any]:

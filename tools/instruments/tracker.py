@@ -236,12 +236,17 @@ def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], N
 Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
 
 
-def by_phase(messages: Counter[Message]) -> Messages:
-    """{phase: {kind: (collectives, bytes)}} of counted Messages."""
+def by_phase(*of_ranks: Counter[Message]) -> Messages:
+    """{phase: {kind: (collectives, bytes)}} of counted Messages; of several ranks the most of each."""
     found: Messages = {phase: {} for phase in PHASES}
-    for message, calls in messages.items():
-        before = found[message.phase].get(message.kind, (0, 0))
-        found[message.phase][message.kind] = before[0] + calls, before[1] + calls * message.sent
+    for messages in of_ranks:
+        calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for message, number in messages.items():
+            calls[message[:2]] += number
+            sent[message[:2]] += number * message.sent
+        for phase, kind in sorted(calls):
+            most_calls, most_sent = found[phase].get(kind, (0, 0))
+            found[phase][kind] = max(most_calls, calls[phase, kind]), max(most_sent, sent[phase, kind])
     return found
 
 

@@ -209,7 +209,8 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
     passes = config.gradient_accumulation * (2 if config.pp_schedule == "interleaved" else 1)
     table["backward", "bubble"] = ((layout.pp - 1) * every - 2 * gained) / passes
 
-    parts, bounds = Counter[Any](dict.fromkeys(BOUNDS, 0.0)), Counter[Any]()
+    parts: Any = Counter(dict.fromkeys(BOUNDS, 0.0))
+    bounds = Counter[Any]()
     for (_, part), seconds in table.items():
         parts[part] += seconds
     for part, seconds in parts.items():

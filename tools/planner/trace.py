@@ -22,7 +22,7 @@ from distributed.parallel_model import transform_forward
 from networks.vit import Attention
 from tools.instruments.tracker import Message, Operation, Tracker, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
-from tools.planner.fake import Replica, fake_rank, pipeline_shapes, receive_buffers
+from tools.planner.fake import Replica, fake_rank, pipeline_shapes, receive_buffers, values_are_zero
 from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
@@ -98,7 +98,7 @@ def _trace(config, layout, rank, device_type):
     config = config.model_copy(update=plain)
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
-    with fake_rank(layout, rank, device_type) as fake, ExitStack() as stack:
+    with fake_rank(layout, rank, device_type) as fake, values_are_zero(), ExitStack() as stack:
         if autocast:  # one context of all stages: copies of parameters in low precision are made once
             stack.enter_context(autocast.ahead_of_collectives())
             stack.enter_context(patch.object(TrainingStep, "autocast", lambda _: autocast))
