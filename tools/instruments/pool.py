@@ -69,16 +69,13 @@ class Process:
             try:
                 value = function(self, *args)
             except BaseException as error:
-                value = self._as_sent(error)
+                value = error
+                if is_out_of_memory(error):
+                    value = OutOfMemory(f"rank {self.number} has no memory left: {error}")
+                elif not isinstance(error, UsageError):
+                    value = RankError(f"rank {self.number} failed: {type(error).__name__}: {error}")
                 value.add_note(traceback.format_exc())
             self.answer(value)
-
-    def _as_sent(self, error: BaseException) -> Exception:
-        if is_out_of_memory(error):
-            return OutOfMemory(f"rank {self.number} has no memory left: {error}")
-        if isinstance(error, UsageError):
-            return error
-        return RankError(f"rank {self.number} failed: {type(error).__name__}: {error}")
 
 
 class Pool(AbstractContextManager):
