@@ -38,7 +38,7 @@ def check_machine(cases: Sequence[Case]) -> torch.device:
 
 
 def compare(
-    groups: Mapping[str, Sequence[Case]], steps: int, rounds: int, limit: float | None = None
+    groups: Mapping[str, Sequence[Case]], steps: int, rounds: int, limit: float | None
 ) -> tuple[torch.device, list[dict[str, Any]]]:
     """Measure all cases in turns; returns the device and a row for each case.
 

@@ -67,7 +67,7 @@ class Tracker(Watch):
     those that the backward pass needs.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()):
+    def __init__(self, tensors: Iterable[Any] = ()):
         super().__init__()
         self.phase = "forward"
         self.sent_forward = set[int]()
@@ -80,15 +80,15 @@ class Tracker(Watch):
         self.events: list[tuple[int, int]] = []  # number, change of its size
         self.note(tensors)
 
-    def label(self, name: str, tensors: Iterable[Tensor]) -> set[int]:
+    def label(self, name: str, tensors: Iterable[Any]) -> set[int]:
         """Say what the memory of these tensors is used for; returns the numbers of their storages."""
         numbers = self.note(tensors)
         for number in numbers:
             self.labels[number] = min(self.labels.get(number, LABELS[-1]), name, key=LABELS.index)
         return numbers
 
-    def note(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Note the size of the storages of these tensors; returns their numbers."""
+    def note(self, tensors: Iterable[Any]) -> set[int]:
+        """Note the size of the storages of these tensors, whatever else is among them; returns their numbers."""
         return {self._sized(tensor.untyped_storage()) for tensor in plain_tensors(tensors)}
 
     def save(self, tensors: Iterable[Tensor]) -> None:

@@ -118,7 +118,7 @@ def _trace(config, layout, rank, device_type):
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, build_task(config))
             x, y = random_batch(step.task, device)
-            with Tracker():
+            with Tracker():  # in it a fake ShardTensor is its local part
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
 
@@ -152,7 +152,7 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
             note("parameters at most", parameters())
             note("activations", tracker.saved)
         if phase == "update":
-            note("gradients", tracker.label("gradients", [p.grad for p in own if p.grad is not None]))
+            note("gradients", tracker.label("gradients", [p.grad for p in own]))
 
     def gathered(unit, *_):
         tracker.label("buffers", unit.parameters())
