@@ -89,25 +89,20 @@ class Pool(AbstractContextManager):
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def start(self, size: int) -> None:
-        """Start processes until there are so many."""
-        while (number := len(self.processes)) < size:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(
-                target=Process(number, theirs).serve, daemon=self.daemon, name=f"{self.name} {number}"
-            )
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
-
     def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 1e6) -> list[Any]:
         """[function(process, *args) of the first `size` processes]; it is sent by its name.
 
         timeout: seconds for all. Raises RanksFailed; the processes, of which some may wait for one another, are ended.
         """
         try:
-            self.start(size)
+            while (number := len(self.processes)) < size:
+                ours, theirs = self.context.Pipe()
+                serve = Process(number, theirs).serve
+                process = self.context.Process(target=serve, daemon=self.daemon, name=f"{self.name} {number}")
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.pipes.append(ours)
             for pipe in self.pipes[:size]:
                 with suppress(OSError):  # a rank that is gone shows by its missing answer
                     pipe.send_bytes(pickle.dumps((function, args)))
