@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 from tools.planner.compare import measured, planned_figures
-from tools.planner.hardware import Gpu, load_gpu, read_gpus
+from tools.planner.hardware import Gpu, gpu_called, load_gpu
 from tools.planner.search import Request
 from tools.tables import GIB, format_tables, machine
-from training.flops import is_gpu
 from training.loggers import FILE_NAME, read_metrics
 from utils.config import ROOT, read_mappings
 from utils.device import driver, select_device
@@ -157,11 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     work = Path("logs/gpu_report", time.strftime("%Y%m%d-%H%M%S")).absolute()  # for runs and output
     path = options.out / (re.sub(r"\W+", "-", f"{about['name']} x{count}".lower()) + ".md")
-    gpus = [options.gpu] if options.gpu else [gpu for gpu in read_gpus() if is_gpu(gpu, about["name"])]
+    gpu_name = options.gpu or gpu_called(about["name"])
     work.mkdir(parents=True)  # a new one: data in it are deleted at the end
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its command first
     todo, end = commands(device.type, count), time.monotonic() + SECONDS
-    gpu = load_gpu(gpus[-1]) if gpus else None
+    gpu = load_gpu(gpu_name) if gpu_name else None
     rows = [planned(name, command, gpu) if gpu else {"command": name} for name, command in todo.items()]
     print(write_report(path, about, rows, work), flush=True)  # before anything is measured
     try:

@@ -81,11 +81,11 @@ def measure(rank: Process, case: Case, steps: int, limit: float | None, first: b
         total = gpu.get_device_properties(rank.device).total_memory
         gpu.set_per_process_memory_fraction(min(1, limit / total) if limit else 1)
         gpu.reset_peak_memory_stats()
-    built = RankCase(rank, case)
+    before, built = gpu.memory_allocated() if gpu else 0, RankCase(rank, case)
     built.train(WARMUP_STEPS)
     figures: dict[str, Any] = {"seconds": built.seconds(steps)}
     if first:
-        peak = gpu.max_memory_allocated() - built.before if gpu else 0  # its allocator knows better
+        peak = gpu.max_memory_allocated() - before if gpu else 0  # its allocator knows better
         trace = measured(built.step, built.x, built.y)
         memory = {name: trace.held.get(name) for name in MEMORY} | {"peak": peak or trace.memory["peak"]}
         if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part

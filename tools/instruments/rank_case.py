@@ -11,7 +11,7 @@ from tools.instruments.team import Case, use_mesh
 from training.assembly import build_step, random_batch
 from utils import comm
 from utils.config import SCRIPTS, load_config
-from utils.device import library, synchronize
+from utils.device import synchronize
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
 
@@ -32,8 +32,6 @@ class RankCase:
 
     def __init__(self, rank: Process, case: Case):
         self.rank, self.device, self.case = rank, rank.device, case
-        self.gpu = library(self.device, "max_memory_allocated")
-        self.before = self.gpu.memory_allocated() if self.gpu else 0
         self.take_turn()
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
         self.x, self.y = random_batch(self.step.task, self.device)

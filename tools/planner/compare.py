@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tools.planner.hardware import load_gpu, read_gpus
+from tools.planner.hardware import gpu_called, load_gpu
 from tools.planner.plan import Plan, plan_layout
 from tools.tables import format_table
 from training.flops import is_gpu
@@ -43,7 +43,8 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     name, readings = read_summary(file, config=str)["config"], _steady(folder)
     first, last = readings[0], readings[-1]
     ranks, device, where = last["ranks"], last["device"], folder / "config.yaml"
-    if gpu_name is None and not (gpu_name := next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)):
+    gpu_name = gpu_name or gpu_called(device)
+    if gpu_name is None:
         raise UsageError(
             f"{device}: config/hardware.yaml has no such device: give --gpu NAME, one of its names or that of a "
             "measured machine (plan.py --calibrate)"

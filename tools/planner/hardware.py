@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from tools.instruments.operation_speed import OF_HEADS
 from tools.instruments.tracker import ATTENTION, Operation
+from training.flops import is_gpu
 from utils.config import explain, nearest, read_mappings
 from utils.errors import UsageError
 from utils.files import read_json
@@ -203,3 +204,8 @@ def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
 def read_gpus(path: Path = HARDWARE) -> dict[str, dict[str, Any]]:
     """{name: its entry} of the GPUs in a YAML file, unchecked."""
     return {str(name): gpu for name, gpu in read_mappings(path, "GPUs").items() if name != DEFAULTS}
+
+
+def gpu_called(device: str) -> str | None:
+    """Name of the GPU that a device which reports this name is, as load_gpu takes it; None: it is not known."""
+    return next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)
