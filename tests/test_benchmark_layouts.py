@@ -291,7 +291,8 @@ def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backwa
     sent = [SimpleNamespace(tensor=torch.zeros(3))]
     stage = SimpleNamespace(forward_one_chunk=None, get_fwd_send_ops=lambda: sent, get_bwd_send_ops=lambda: sent)
     parallel = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage], used=[stage]))
-    step = SimpleNamespace(parallel=parallel, scaler=SimpleNamespace(step=None), loss=None)
+    task, scaler = SimpleNamespace(predict=None), SimpleNamespace(step=None)
+    step = SimpleNamespace(parallel=parallel, task=task, scaler=scaler, loss=None)
     listener = Tracker()
     message = Collective("send", 12, None, [[sent[0].tensor]])
     with phases_of(step, listener, lambda before, phase: None):

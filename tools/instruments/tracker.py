@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
-from training.profiling import span
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 from utils.torch_private import storage_id
@@ -205,19 +204,15 @@ def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], N
         yield
         change(before)
 
-    @contextmanager
-    def span_and_phase(name):
-        with span(name), within("forward" if name == "forward" else listener.phase):
-            yield
-
     def sends(change, method, *args):
         made = method(*args)
         listener.sent_forward = change(listener.sent_forward, {storage_id(one.tensor) for one in made})
         return made
 
     replaced: list[tuple[Any, str, Any]] = [
+        (step.task, "predict", within("forward")),
+        (step, "loss", within("forward")),
         (step.scaler, "step", within("update")),
-        (step, "loss", within("forward")),  # which a pipeline calls
     ]
     for stage in pipeline.stages if pipeline else ():
         replaced += [
@@ -227,7 +222,6 @@ def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], N
             (stage, "get_bwd_send_ops", lambda method: partial(sends, set.difference, method)),
         ]
     with ExitStack() as stack:
-        stack.enter_context(patch("training.step.span", span_and_phase))
         for owner, name, wrap in replaced:
             stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         yield
