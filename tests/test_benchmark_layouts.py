@@ -180,7 +180,7 @@ def test_a_strategy_may_have_options_of_its_own():
         "ddp,activation_checkpointing=full,checkpointing_interval=2", "ddp,activation_checkpointing=selective",
         "zero2,gather_dtype=bf16,gradient_accumulation=2",
     ]  # fmt: skip
-    rows = {row["layout"]: row for row in layouts.run(DP, "dp", names, [2], steps=1, rounds=1)["rows"]}
+    rows = {row["layout"]: row for row in layouts.run(DP, "dp", names, [2], None, steps=1, rounds=1)["rows"]}
     values = rows[INDEPENDENT]["memory"]["parameters"]
     most = {name: row["memory"]["parameters at most"] for name, row in rows.items()}
     assert most[names[2]] < most["fsdp"] < most[names[1]] == pytest.approx(1.5 * values, rel=1e-3)

@@ -121,19 +121,6 @@ def run_figures(folder: Path) -> dict[str, Any]:
     return summary | measured(folder) | figures
 
 
-def write_report(path: Path, about: dict[str, Any], rows: list[dict[str, Any]], work: Path) -> str:
-    """Write the report, whole or not at all; returns its text. rows: of the commands, with what is known so far."""
-    printed = []
-    for name in PRINTED:
-        if (log := work / f"{name}.log").exists():
-            printed.append(f"## {name}\n\n```text\n{log.read_text(errors='replace').strip()}\n```")
-    made = f"Made by `make gpu`: {', '.join(f'{what} {value}' for what, value in about.items())}."
-    text = "\n\n".join([f"# {about['name']}", made, format_tables("gpu_report", rows), *printed]) + "\n"
-    with whole_file(path) as file:
-        file.write_text(text)
-    return text
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the report that the words of a command line ask for; returns the exit status."""
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,7 +149,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo, end = commands(device.type, count), time.monotonic() + SECONDS
     gpu = load_gpu(gpu_name) if gpu_name else None
     rows = [planned(name, command, gpu) if gpu else {"command": name} for name, command in todo.items()]
-    print(write_report(path, about, rows, work), flush=True)  # before anything is measured
+
+    def report() -> str:
+        """Write the report with what is known so far, whole or not at all; returns its text."""
+        printed = []
+        for name in PRINTED:
+            if (log := work / f"{name}.log").exists():
+                printed.append(f"## {name}\n\n```text\n{log.read_text(errors='replace').strip()}\n```")
+        made = f"Made by `make gpu`: {', '.join(f'{what} {value}' for what, value in about.items())}."
+        text = "\n\n".join([f"# {about['name']}", made, format_tables("gpu_report", rows), *printed]) + "\n"
+        with whole_file(path) as file:
+            file.write_text(text)
+        return text
+
+    print(report(), flush=True)  # before anything is measured
     try:
         for row, (name, command) in zip(rows, todo.items(), strict=True):
             began = time.monotonic()
@@ -171,11 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["status"], row["said"] = run_command(name, command, work, min(LONGEST, end - began))
             row["seconds"] = round(time.monotonic() - began, 1)
             row |= run_figures(work / "logs" / name)
-            text = write_report(path, about, rows, work)
+            report()
             print(f"{row['status']:<12} {row['seconds']:6.1f} s  {name}  {row['said']}", flush=True)
     finally:
         shutil.rmtree(work / "data", ignore_errors=True)
-    print(f"{text}\n{path}; output of the commands: {work}")
+    print(f"{report()}\n{path}; output of the commands: {work}")
     return 0 if all(row.get("status") == "passed" for row in rows) else FAILED_STATUS
 
 

@@ -41,11 +41,11 @@ OPTIONS = {  # of the config, for the size of each dimension of a layout
 def run(
     words: list[str],
     preset: str,
-    layouts: Sequence[str] = (),
-    sizes: Sequence[int] = (),
-    memory_limit_gib: float | None = None,
-    steps: int = 3,
-    rounds: int = 3,
+    layouts: Sequence[str],
+    sizes: Sequence[int],
+    memory_limit_gib: float | None,
+    steps: int,
+    rounds: int,
 ) -> dict[str, Any]:
     """Measure the layouts of a preset, and print three tables: speed, memory, communication.
 

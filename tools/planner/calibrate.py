@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -110,12 +111,12 @@ def _side_by_side(device):
         return timed(device, work, reduces, products)[0]
 
     seconds(1, 1)
-    products = math.ceil(PRODUCTS / max(comm.global_max(seconds(0, 8) / 8, device), 1e-6))
+    products = math.ceil(PRODUCTS / max(*comm.gather(seconds(0, 8) / 8), 1e-6))
     found = []
     for _ in range(STEPS):
         one = {"reduce": seconds(1, 0), "compute": seconds(0, products), "both": seconds(1, products)}
-        mean = float(comm.global_mean(torch.tensor([one["compute"]], device=device)))
-        found.append(one | {"slowest": comm.global_max(one["compute"], device) / mean})
+        times = comm.gather(one["compute"])
+        found.append(one | {"slowest": max(times) / fmean(times)})
     return usual(found)
 
 
@@ -175,7 +176,7 @@ def main(words: Sequence[str]) -> int:
     memory, figures, rank = memory_sizes(device, ranks), list[Figures](), Process(device=device)
     nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
     for _ in range(ROUNDS):
-        if figures and comm.global_max(time.monotonic() - began, device) > MOST_SECONDS:
+        if figures and max(comm.gather(time.monotonic() - began)) > MOST_SECONDS:
             break
         own, traces = measure(rank, nodes)
         figures.append(own)

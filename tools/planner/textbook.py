@@ -180,7 +180,7 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
         moves("backward", moved, kernels, 2 * calls + repeated)
         if first:
             product(inputs, D, passes)
-        if last and not classifies:
+        if last and states:
             product(D, outputs, passes)
         moves("forward", 20 * states, 5, passes)  # the loss
         moves("backward", 20 * states, 5, passes)
