@@ -1,6 +1,5 @@
 """Pictures of benchmarks and plans: horizontal bars, and how a figure is finished and written."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,6 @@ def save_curves(curves: DataFrame, path: Path | str, **labels: Any) -> None:
     axes.set_xticks([], minor=True)
     finish(axes, **labels)
     save(figure, path)
-
-
-def mark(axes: Axes, values: Sequence[float], name: str) -> None:
-    """A vertical stroke in each row."""
-    axes.plot(values, range(len(values)), "k|", markersize=14, label=name)
 
 
 def finish(axes: Axes, **labels: Any) -> None:

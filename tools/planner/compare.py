@@ -13,15 +13,10 @@ from training.flops import is_gpu
 from training.loggers import FILE_NAME, read_metrics
 from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
-from utils.config import check_config, read_named_config
+from utils.config import check_config, read_mappings, read_named_config
 from utils.errors import UsageError
 
-ROWS = {  # {key of planned_figures: (title, its unit)}
-    "step_time_s": ("step, without its data, ms", 1e-3), "forward_s": ("forward, ms", 1e-3),
-    "backward_s": ("backward, ms", 1e-3), "pipeline_s": ("forward and backward, ms", 1e-3),
-    "update_s": ("update, ms", 1e-3), "peak_allocated_bytes": ("memory at most, GiB", 2**30),
-    "calls": ("collectives of a step", 1),
-}  # fmt: skip
+ROWS = "config/compare.yaml"
 OFF = 0.15  # share by which a figure may differ without a reason
 
 
@@ -53,9 +48,9 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
     plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
     planned, found, ratios = {}, {}, {}
-    for key, (title, unit) in ROWS.items():
+    for key, row in read_mappings(ROWS, "figures").items():
         if run[key] is not None:
-            planned[title], found[title] = plan[key] / unit, run[key] / unit
+            planned[row["title"]], found[row["title"]] = plan[key] / row["unit"], run[key] / row["unit"]
             if plan[key]:
                 ratios[key] = run[key] / plan[key]
     return "\n".join([

@@ -6,7 +6,7 @@ from typing import Any
 
 from tools.planner.layouts import command
 from tools.planner.plan import CATEGORIES, VERDICTS, Plan
-from tools.planner.search import Point, Request, sample_bytes
+from tools.planner.search import Request, sample_bytes
 from tools.planner.trace import STATES
 from tools.tables import GIB, MIB, format_table, format_tables
 from training.flops import precision
@@ -130,13 +130,12 @@ def refused_text(refused: dict[str, int]) -> str:
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
-def scaling_text(points: Sequence[Point], request: Request) -> str:
-    """The curve as a table, and what it assumes. points: from tools.planner.search.scaling."""
+def scaling_text(plans: Sequence[Plan], request: Request) -> str:
+    """The curve as a table, and what it assumes. plans: from tools.planner.search.scaling."""
     gpu = request.gpu
-    rows = [point.to_json() | figures(point.plan) for point in points]
     return (
         f"{gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
-        f"samples/s of a GPU to those of the first line.\n\n{format_tables('plan_curve', rows)}\n\n"
+        f"samples/s of a GPU to those of the first line.\n\n{format_tables('plan_curve', map(figures, plans))}\n\n"
         f"Assumed: step times of ranks vary by {gpu.jitter:.1%} (jitter), each step waits for the slowest; a "
         f"sample of {sample_bytes(request.any_layout()) / 1e6:.2f} MB is read at {gpu.node_read / 1e9:g} GB/s a node "
         f"(node_read), {gpu.total_read / 1e9:g} GB/s of all (total_read), while the step before computes."

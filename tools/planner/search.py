@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Any, NamedTuple
 
 from tools.planner.hardware import Gpu
 from tools.planner.layouts import arguments, candidates, script_of
@@ -122,20 +121,8 @@ def at_scale(plan: Plan) -> Plan:
     return replace(plan, time=replace(plan.time, seconds=seconds, bound=bound))
 
 
-class Point(NamedTuple):
-    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first."""
-
-    plan: Plan
-    scaling: str
-    efficiency: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The point as JSON can hold it."""
-        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
-
-
-def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
-    """Points of the best layouts by formula. Strong: the same batch on all. Weak: it grows with the GPUs."""
+def scaling(request: Request, counts: Sequence[int]) -> list[Plan]:
+    """Plans of the best layouts by formula, with `curve`. Strong: the same batch on all. Weak: it grows with them."""
     points = []
     for kind in ("strong", "weak"):
         first = None
@@ -146,7 +133,7 @@ def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
             plan = at_scale(min(plans, key=_order))
             speed = plan.samples_per_sec / gpus
             first = first or speed
-            points.append(Point(plan, kind, speed / first))
+            points.append(replace(plan, curve={"scaling": kind, "efficiency": speed / first}))
     return points
 
 
