@@ -14,7 +14,7 @@ from tests.conftest import TINY
 from tests.support import programs
 from tests.test_slurm import cluster  # noqa: F401
 from tools.benchmarks import scaling
-from tools.benchmarks.scaling import array_jobs, build_runs, collect
+from tools.benchmarks.scaling import array_jobs, build_runs, collect, summary_file
 from utils.config import yaml
 from utils.errors import STOPPED_STATUS, run_main
 from utils.files import write_json
@@ -46,7 +46,7 @@ def call(path, *words):
 def pretend(run, samples_per_sec):
     """A finished run of this speed."""
     summary = {"peak_memory_bytes": 2**29, "iterations": 40, "samples_per_sec": samples_per_sec, "val_loss": 0.25}
-    write_json(run.summary_file, summary)
+    write_json(summary_file(run), summary)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_bad_studies_and_options_are_one_line_and_status_2(study_file, capsys, k
 @pytest.mark.parametrize("name", ["quick", "quick_weak", "cluster", "cluster_weak", "large", "large_weak"])
 def test_the_studies_that_come_along_are_ones_that_the_scripts_take(name):
     runs = build_runs("config/scaling.yaml", name, [])
-    assert len({run.summary_file for run in runs}) == len(runs) > 5
+    assert len({summary_file(run) for run in runs}) == len(runs) > 5
     assert array_jobs(runs, [])
 
 
@@ -170,7 +170,7 @@ def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repea
     path = study_file(options, layouts={"one": {"ranks": 1}, "tensor": TENSOR})
     words = ["scaling", "--study=tiny", f"--study_file={path}", f"--json={tmp_path}/out.json"]
     first, _ = build_runs(path, "tiny", [])
-    log = first.summary_file.with_name("out.log")
+    log = summary_file(first).with_name("out.log")
     study = programs.start(["benchmark.py", *words])
     end = time.monotonic() + 60
     while not log.exists() or "epoch 1 " not in log.read_text():
@@ -204,7 +204,7 @@ def test_slurm_makes_the_runs_in_an_array(cluster, study_file, tmp_path):  # noq
     warned = next(task for task in tasks if task.endswith("_1"))
     cluster.run("scancel", "--batch", "--signal=USR1", warned)
     runs = build_runs(path, "tiny", [])
-    cluster._poll(job, lambda: all(run.summary_file.exists() for run in runs), "the end of both runs")
+    cluster._poll(job, lambda: all(summary_file(run).exists() for run in runs), "the end of both runs")
     assert cluster.field(warned, "Restarts") == "1"
     assert cluster.field(warned.replace("_1", "_0"), "Restarts") == "0"  # of the same array
     assert call(path, "--report_only") is None

@@ -24,7 +24,7 @@ def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case
     words = [*words, *(f"--{option}" for option in name.split(",")[1:])]
     config = load_config(words, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)
     # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
-    return Case(name, config, config.layout(ranks, max(1, ranks // 2)))
+    return Case(name, config, config.layout(ranks, max(1, ranks // 2)), script, words)
 
 
 class RankCase:

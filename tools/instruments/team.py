@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,16 @@ from utils.schema import Config
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A case to measure: a config in a layout, and its name in a table. Compared by identity, since it is a key."""
+    """A case to measure: a config in a layout, and its name in a table. Compared by identity, since it is a key.
+
+    script, words: the training script and its options that give the config, where it was made so.
+    """
 
     name: str
     config: Config
     layout: Layout
+    script: str = ""
+    words: Sequence[str] = ()
 
     @property
     def ranks(self) -> int:
