@@ -252,16 +252,16 @@ def test_it_is_not_started_by_torchrun(monkeypatch):
 def test_a_rank_that_the_system_kills_is_out_of_memory_and_another_that_ends_ends_the_others():
     case = layout_cases([*MP, "--embed_dim=32"], ["tp2"])[1]
     with Teams(case.config) as teams:
-        assert len(cases._turn(teams, case, 1, None, False)) == 2
+        assert len(cases.turn(teams, case, 1, None, False)) == 2
         ranks = list(teams.running[2].processes)
         ranks[1].kill()
-        assert cases._turn(teams, case, 1, None, False) is None
+        assert cases.turn(teams, case, 1, None, False) is None
         assert not any(process.is_alive() for process in ranks)
-        assert len(cases._turn(teams, case, 1, None, False)) == 2  # by new ones
+        assert len(cases.turn(teams, case, 1, None, False)) == 2  # by new ones
         ranks = list(teams.running[2].processes)
         ranks[1].terminate()
         with pytest.raises(UsageError, match="rank 1 of 2 has ended|rank 0 failed"):
-            cases._turn(teams, case, 1, None, False)
+            cases.turn(teams, case, 1, None, False)
     assert not any(process.is_alive() for process in ranks)
 
 

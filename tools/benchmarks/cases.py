@@ -6,7 +6,7 @@ ups and downs of the machine cancel. In its turn a case is built and given up ag
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,35 +37,7 @@ def check_machine(cases: Sequence[Case]) -> torch.device:
     return device
 
 
-def compare(
-    groups: Mapping[str, Sequence[Case]], steps: int, rounds: int, limit: float | None
-) -> tuple[torch.device, list[dict[str, Any]]]:
-    """Measure all cases in turns; returns the device and a row for each case.
-
-    groups: {size: cases that are compared with the first of them}. steps: timed in a turn. limit: bytes that a rank may
-    hold. Where memory runs out the row says so, and the others go on. Raises UsageError for cases that cannot be run,
-    and where a rank fails.
-    """
-    cases = [case for group in groups.values() for case in group]
-    device = check_machine(cases)
-    turns: dict[Case, list[Any]] = {case: [] for case in cases}
-    with Teams(cases[0].config) as teams:
-        for case, done in [*turns.items()] * rounds:
-            if None not in done:  # it has not run out of memory
-                done.append(_turn(teams, case, steps, limit, not done))
-    rows: list[dict[str, Any]] = []
-    for size, group in groups.items():
-        first, *_ = of_group = [{"size": size} | _row(case, turns[case]) for case in group]
-        for row in of_group:
-            if "seconds" in row and "seconds" in first:  # relative to the first of the group, in every round
-                pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
-                row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / other) for own, other in pairs]
-                row["speedup"] = statistics.median(row["speedup_of_rounds"])
-        rows += of_group
-    return device, rows
-
-
-def _turn(teams: Teams, case: Case, steps: int, limit: float | None, first: bool) -> list[dict[str, Any]] | None:
+def turn(teams: Teams, case: Case, steps: int, limit: float | None, first: bool) -> list[dict[str, Any]] | None:
     """The figures of every rank; None where one has run out of memory."""
     try:
         return teams.call(case.ranks, measure, case, steps, limit, first)
@@ -98,7 +70,7 @@ def measure(rank: Process, case: Case, steps: int, limit: float | None, first: b
     return figures
 
 
-def _row(case: Case, turns: list[Any]) -> dict[str, Any]:
+def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
     """The figures of a case, of the rank that has most. turns: figures of every rank, None where memory ran out."""
     row: dict[str, Any] = {
         "layout": case.name, "ranks": case.ranks, "batch": case.config.global_batch_size,

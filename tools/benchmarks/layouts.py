@@ -11,18 +11,19 @@ device (DDP), or one image over several devices (domain).
 
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from pandas import DataFrame
 
-from tools.benchmarks.cases import compare
+from tools.benchmarks.cases import check_machine, row_of, turn
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case
+from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import PHASES
 from tools.pictures import draw_bars, finish, panels, save
 from tools.planner.trace import HELD, STATES
-from tools.tables import MIB, format_tables, machine
+from tools.tables import GIB, MIB, format_tables, machine
 from utils.config import choices, load_config
 from utils.errors import UsageError
 
@@ -51,19 +52,34 @@ def run(
 
     words: options of the config. layouts: names, with options of their own after commas: 'cp4,cp_method=ring'. sizes:
     numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). memory_limit_gib: of a
-    rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON has them. Raises UsageError
-    for what cannot be run, and where a rank fails.
+    rank, None for all that there is; where memory runs out the row says so, and the others go on. steps: timed in one
+    turn. Returns the figures, as JSON has them. Raises UsageError for what cannot be run, and where a rank fails.
     """
     names, usual, cases_of, called = PRESETS[preset]
     groups = {
         called.format(size) if size else "": cases_of(words, layouts or names, size)
         for size in sorted(set(sizes or usual))
     }
-    device, rows = compare(groups, steps, rounds, memory_limit_gib and memory_limit_gib * 2**30)
+    cases = [case for group in groups.values() for case in group]
+    device, limit = check_machine(cases), memory_limit_gib and memory_limit_gib * GIB
+    turns: dict[Case, list[Any]] = {case: [] for case in cases}
+    with Teams(cases[0].config) as teams:
+        for case, done in [*turns.items()] * rounds:
+            if None not in done:  # it has not run out of memory
+                done.append(turn(teams, case, steps, limit, not done))
+    rows: list[dict[str, Any]] = []
+    for size, group in groups.items():
+        first, *_ = of_group = [{"size": size} | row_of(case, turns[case]) for case in group]
+        for row in of_group:
+            if "seconds" in row and "seconds" in first:  # relative to the first of the group, in every round
+                pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
+                row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / other) for own, other in pairs]
+                row["speedup"] = statistics.median(row["speedup_of_rounds"])
+        rows += of_group
     passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]
     print(format_tables("layouts", shown, shown, [row for row in passes if row["kinds"]]))
-    config = next(iter(groups.values()))[0].config
+    config = cases[0].config
     print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device}")
     return {"preset": preset, "config": config.config, "machine": machine(device), "rows": rows}
 
