@@ -18,7 +18,7 @@ from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.team import Teams
 from tools.pictures import draw_bars, finish, panels, save
-from tools.tables import format_tables, installed, machine
+from tools.tables import GIB, format_tables, installed, machine
 from training.assembly import build_step
 from training.float8 import has_float8
 from training.flops import training_flops
@@ -85,7 +85,19 @@ def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, An
         for name in turns:
             teams[name].call(1, _end)
 
-    rows = _rows(config, steps, turns)
+    rows: list[dict[str, Any]] = []
+    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
+    for name, own_turns in turns.items():
+        speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
+        flops, losses = speed * flops_per_sample, own_turns[-1]["losses"]
+        rows.append({
+            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
+            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
+            "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
+            "tera": flops / 1e12, "mfu": flops / max(turn["matmul_flops_per_sec"] for turn in own_turns),
+            "gib": max(turn["peak_memory_bytes"] for turn in own_turns) / GIB, "losses": losses, "loss": losses[-1],
+        })  # fmt: skip
+        kept = kept if name in TRIED else speed
     print(format_tables("ladder", rows))
     batch, count = config.global_batch_size, len(rows[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
@@ -96,24 +108,6 @@ def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, An
         print(f"{name}: failed, {reason}")
     about = machine(select_device(config.device))
     return {"config": config.config, "machine": about, "steps": rows, "failed": failed}
-
-
-def _rows(config, steps, turns):
-    """The figures of each step that was measured, from its turns."""
-    rows: list[dict[str, Any]] = []
-    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
-    for name, own in turns.items():
-        speed = statistics.median(samples / turn["seconds"] for turn in own)
-        flops, losses = speed * flops_per_sample, own[-1]["losses"]
-        rows.append({
-            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
-            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
-            "data_wait": sum(turn["wait"] for turn in own) / sum(turn["seconds"] for turn in own),
-            "tera": flops / 1e12, "mfu": flops / max(turn["matmul_flops_per_sec"] for turn in own),
-            "gib": max(turn["peak_memory_bytes"] for turn in own) / 2**30, "losses": losses, "loss": losses[-1],
-        })  # fmt: skip
-        kept = kept if name in TRIED else speed
-    return rows
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
