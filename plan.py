@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tools.planner import plan_text as report
 from tools.planner.compare import compare
@@ -62,7 +61,6 @@ def main(argv: list[str] | None = None) -> int:
         return calibrate.main(words)
     gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
     request = Request(words, gpu)
-    plans: Any  # Plans, or the Points of a curve
     text: Callable[..., str]
     if len(counts) > 1:
         plans, text = scaling(request, counts), report.scaling_text

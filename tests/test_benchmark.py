@@ -14,7 +14,7 @@ import benchmark
 from tests.support.refusals import refusal
 from tools.benchmarks import ladder
 from tools.benchmarks.loaders import PlainDataset
-from tools.instruments.team import Rank
+from tools.instruments.pool import Process
 from tools.tables import format_table, installed
 from training.model import build_model
 from training.tasks import build_task
@@ -89,7 +89,7 @@ def test_who_waits_for_a_turn_holds_only_its_model(tiny_config, monkeypatch):
     monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: done.append("peak"))
     monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: done.append("products"))
     monkeypatch.setattr(ladder, "empty_cache", lambda _: done.append("emptied"))
-    rank = Rank(CPU)
+    rank = Process(device=CPU)
     ladder._start(rank, tiny_config())
     ladder._turn(rank, 1)
     ladder._end(rank)
@@ -99,7 +99,7 @@ def test_who_waits_for_a_turn_holds_only_its_model(tiny_config, monkeypatch):
 def test_a_step_that_fails_is_named(tiny_options, sample_folder):
     words = tiny_options(train_data_path=sample_folder / "nowhere")
     with refusal("nowhere: no such data folder"):
-        ladder.run(words, steps=1, rounds=1)
+        ladder.run(words, workers=2, steps=1, rounds=1)
 
 
 @pytest.mark.slow("every loader, read by processes")

@@ -18,13 +18,12 @@ from tests.support import programs
 from tests.support.launch import popen, wait_until
 from tests.support.refusals import refusal
 from tools.benchmarks import cases, layouts
-from tools.benchmarks.cases import HELD, STATES, most_messages
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
 from tools.instruments.pool import is_out_of_memory
 from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker, by_phase, phases_of
-from tools.planner.trace import trace_step
+from tools.planner.trace import HELD, STATES, trace_step
 from training.model import build_model
 
 COMMON = ["--num_heads=2", "--device=cpu"]
@@ -93,12 +92,12 @@ def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
 def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
     cases = {("dp", case.name): case for case in layouts.strategy_cases(DP, STRATEGIES, 4)}
     cases |= {("mp", case.name): case for case in layout_cases([*MP, f"--embed_dim={WIDTH}"], LAYOUTS)}
-    cases |= {("domain", case.name): case for case in domain_cases(DOMAIN, DOMAINS, [68, 68])}
+    cases |= {("domain", case.name): case for case in domain_cases(DOMAIN, DOMAINS, 68)}
     for (preset, name), case in cases.items():
         row = {"dp": dp, "mp": mp, "domain": domain}[preset][("ranks 4", name) if preset == "dp" else name]
         traces = trace_step(case.config, case.layout, "cpu")
         uneven = 0.12 if "all_to_all" in name else 1e-6  # the plan is of one rank, which has another share
-        for phase, kinds in most_messages([by_phase(trace.messages) for trace in traces]).items():
+        for phase, kinds in by_phase(*[trace.messages for trace in traces]).items():
             expected = {kind: [calls, pytest.approx(size, rel=uneven)] for kind, (calls, size) in kinds.items()}
             assert row["messages"][phase] == expected, (name, phase)
         for part in HELD:
@@ -121,7 +120,7 @@ def test_memory_of_four_ranks_is_within_5_percent_of_theory(dp):
 
 def test_memory_is_what_tensors_hold(domain):
     """Of one device: weights, gradients, two moments and activations."""
-    (case,) = domain_cases(DOMAIN, [], [68, 68])
+    (case,) = domain_cases(DOMAIN, [], 68)
     weights = 4 * sum(p.numel() for p in build_model(case.config).parameters())
     assert 4 * weights < domain[ONE]["memory"]["peak"] < 5 * weights + 2 * domain[ONE]["memory"]["activations"]
 
@@ -142,7 +141,7 @@ def test_a_strategy_may_have_options_of_its_own():
         "ddp,activation_checkpointing=full,checkpointing_interval=2", "ddp,activation_checkpointing=selective",
         "zero2,gather_dtype=bf16,gradient_accumulation=2",
     ]  # fmt: skip
-    rows = {row["layout"]: row for row in layouts.run(DP, "dp", names, [2], steps=1, rounds=1)["rows"]}
+    rows = {row["layout"]: row for row in layouts.run(DP, "dp", names, [2], None, steps=1, rounds=1)["rows"]}
     values = rows[INDEPENDENT]["memory"]["parameters"]
     most = {name: row["memory"]["parameters at most"] for name, row in rows.items()}
     assert most[names[2]] < most["fsdp"] < most[names[1]] == pytest.approx(1.5 * values, rel=1e-3)
@@ -208,16 +207,16 @@ def test_it_is_not_started_by_torchrun():
 def test_a_rank_that_the_system_kills_is_out_of_memory_and_another_that_ends_ends_the_others():
     case = layout_cases([*MP, "--embed_dim=32"], ["tp2"])[1]
     with Teams(case.config) as teams:
-        assert len(cases._turn(teams, case, 1, None, False)) == 2
+        assert len(cases.turn(teams, case, 1, None, False)) == 2
         ranks = list(teams.running[2].processes)
         ranks[1].kill()
-        assert cases._turn(teams, case, 1, None, False) is None
+        assert cases.turn(teams, case, 1, None, False) is None
         assert not any(process.is_alive() for process in ranks)
-        assert len(cases._turn(teams, case, 1, None, False)) == 2  # by new ones
+        assert len(cases.turn(teams, case, 1, None, False)) == 2  # by new ones
         ranks = list(teams.running[2].processes)
         ranks[1].terminate()
         with refusal("rank 1 of 2 has ended|rank 0 failed"):
-            cases._turn(teams, case, 1, None, False)
+            cases.turn(teams, case, 1, None, False)
     assert not any(process.is_alive() for process in ranks)
 
 
@@ -245,10 +244,11 @@ def test_a_gradient_that_lies_where_an_activation_was_handed_on_counts_as_backwa
     sent = [SimpleNamespace(tensor=torch.zeros(3))]
     stage = SimpleNamespace(forward_one_chunk=None, get_fwd_send_ops=lambda: sent, get_bwd_send_ops=lambda: sent)
     parallel = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage], used=[stage]))
-    step = SimpleNamespace(parallel=parallel, scaler=SimpleNamespace(step=None), loss=None)
+    task, scaler = SimpleNamespace(predict=None), SimpleNamespace(step=None)
+    step = SimpleNamespace(parallel=parallel, task=task, scaler=scaler, loss=None)
     listener = Tracker()
     message = Collective("send", 12, None, [[sent[0].tensor]])
-    with phases_of(step, listener):
+    with phases_of(step, listener, lambda before, phase: None):
         stage.get_fwd_send_ops()
         assert listener.phase_of(message) == "forward"
         stage.get_bwd_send_ops()

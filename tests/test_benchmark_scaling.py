@@ -16,7 +16,7 @@ from tests.support.launch import wait_for
 from tests.support.refusals import refusal
 from tests.test_slurm import cluster  # noqa: F401
 from tools.benchmarks import scaling
-from tools.benchmarks.scaling import array_jobs, build_runs, collect
+from tools.benchmarks.scaling import array_jobs, build_runs, collect, summary_file
 from utils.config import yaml
 from utils.errors import STOPPED_STATUS
 from utils.files import write_json
@@ -48,7 +48,7 @@ def call(path, *words):
 def pretend(run, samples_per_sec):
     """A finished run of this speed."""
     summary = {"peak_memory_bytes": 2**29, "iterations": 40, "samples_per_sec": samples_per_sec, "val_loss": 0.25}
-    write_json(run.summary_file, summary)
+    write_json(summary_file(run), summary)
 
 
 @pytest.fixture
@@ -106,7 +106,11 @@ def test_a_run_that_fails_lets_the_others_be_made_and_is_named(pretended, capsys
             [],
             "tiny: a-4: no script has context_parallel and domain_parallel",
         ),
-        ({"layouts": {"a": {"ranks": 6, "global_batch_size": 12}}}, ["--list"], "do not fill nodes"),
+        (
+            {"layouts": {"a": {"ranks": 7, "global_batch_size": 14}}},
+            ["--list"],
+            "7 ranks do not fill 2 nodes",
+        ),
         ({"options": {"global_batch_size": 3}}, [], "ddp-2: config/ViT.yaml: quick: global_batch_size 3 cannot be"),
         ({"options": {"config": "quik"}}, [], "no config 'quik' (did you mean 'quick'?)"),
         (
@@ -130,7 +134,7 @@ def test_bad_studies_and_options_are_one_line(study_file, keys, words, message):
 @pytest.mark.parametrize("name", ["quick", "quick_weak", "cluster", "cluster_weak", "large", "large_weak"])
 def test_the_studies_that_come_along_are_ones_that_the_scripts_take(name):
     runs = build_runs("config/scaling.yaml", name, [])
-    assert len({run.summary_file for run in runs}) == len(runs) > 5
+    assert len({summary_file(run) for run in runs}) == len(runs) > 5
     assert array_jobs(runs, [])
 
 
@@ -162,7 +166,7 @@ def test_a_study_is_made_by_the_training_scripts_stopped_continued_and_not_repea
     path = study_file(options, layouts={"one": {"ranks": 1}, "tensor": TENSOR})
     words = ["scaling", "--study=tiny", f"--study_file={path}", f"--json={tmp_path}/out.json"]
     first, _ = build_runs(path, "tiny", [])
-    log = first.summary_file.with_name("out.log")
+    log = summary_file(first).with_name("out.log")
     study = programs.start(["benchmark.py", *words])
     wait_for(log, "epoch 1 ", study)
     study.send_signal(signal.SIGTERM)
@@ -193,7 +197,7 @@ def test_slurm_makes_the_runs_in_an_array(cluster, study_file, tmp_path):  # noq
     warned = next(task for task in tasks if task.endswith("_1"))
     cluster.run("scancel", "--batch", "--signal=USR1", warned)
     runs = build_runs(path, "tiny", [])
-    cluster._poll(job, lambda: all(run.summary_file.exists() for run in runs), "the end of both runs")
+    cluster._poll(job, lambda: all(summary_file(run).exists() for run in runs), "the end of both runs")
     assert cluster.field(warned, "Restarts") == "1"
     assert cluster.field(warned.replace("_1", "_0"), "Restarts") == "0"  # of the same array
     assert call(path, "--report_only") is None

@@ -81,7 +81,7 @@ def test_clocks_hold_against_late_ranks_and_reach_ranks_by_way_of_others(tmp_pat
         write(tmp_path, rank, events, 3, clock=[0, -40, 900][rank])
     traces = [timeline.Trace(path) for path in sorted(tmp_path.glob("profile/*.gz"))]
     timeline.align(traces)
-    assert [trace.spans["step"][0, 0] for trace in traces] == [0, 0, 0]
+    assert [trace.of("step")[0, 0] for trace in traces] == [0, 0, 0]
 
 
 def test_collectives_of_two_groups_of_gloo_are_told_apart_by_their_names(tmp_path, capsys):

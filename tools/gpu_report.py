@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 from tools.planner.compare import measured, planned_figures
-from tools.planner.hardware import Gpu, load_gpu, read_gpus
+from tools.planner.hardware import Gpu, gpu_called, load_gpu
 from tools.planner.search import Request
-from tools.tables import format_tables, machine
-from training.flops import is_gpu
+from tools.tables import GIB, format_tables, machine
 from training.loggers import FILE_NAME, read_metrics
 from utils.config import ROOT, read_mappings
 from utils.device import driver, select_device
@@ -48,7 +47,6 @@ GRACE_SECONDS = 40  # for a command to end that was asked to; torchrun kills its
 POLL_SECONDS = 0.1
 STOPPED, SAVED = "quick/stopped", "Saved checkpoint"  # a training that is ended when it says so
 PRINTED = "ladder", "preflight", "loaders"  # commands whose output is part of the report
-GIB = 2**30
 
 
 def commands(device: str, count: int) -> dict[str, str]:
@@ -62,16 +60,17 @@ def commands(device: str, count: int) -> dict[str, str]:
 
 def planned(name: str, command: str, gpu: Gpu) -> dict[str, Any]:
     """A row with the planned figures of a command that trains; of any other its name alone."""
-    row: dict[str, Any] = {"command": name}
-    if trained := training(command):
-        words, ranks = trained
-        try:
-            plan = planned_figures(Request(words, gpu).plan(ranks))
-        except Exception as error:  # of one run: the others have theirs
-            return row | {"said": f"not planned: {type(error).__name__}: {first_line(error)}"}
-        row |= {"on": f"{ranks} x {gpu.name}", "planned_gib": plan["peak_allocated_bytes"] / GIB}
-        row |= {"planned_step_s": plan["step_time_s"], "planned_calls": plan["calls"]}
-    return row
+    trained = training(command)
+    if not trained:
+        return {"command": name}
+    try:
+        plan = planned_figures(Request(trained[0], gpu).plan(trained[1]))
+    except Exception as error:  # of one run: the others have theirs
+        return {"command": name, "said": f"not planned: {type(error).__name__}: {first_line(error)}"}
+    return {
+        "command": name, "on": f"{trained[1]} x {gpu.name}", "planned_gib": plan["peak_allocated_bytes"] / GIB,
+        "planned_step_s": plan["step_time_s"], "planned_calls": plan["calls"],
+    }  # fmt: skip
 
 
 def training(command: str) -> tuple[list[str], int] | None:
@@ -98,24 +97,19 @@ def run_command(name: str, command: str, work: Path, seconds: float) -> tuple[st
             saved = name == STOPPED and SAVED in log.read_text(errors="replace")
             time.sleep(POLL_SECONDS)
         running = process.poll() is None and not saved
-    finally:
-        end_group(process)
+    finally:  # end it, and the rest of its group
+        with suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(GRACE_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     if running:
         return "out of time", lines[-1]
     if process.returncode != (STOPPED_STATUS if name == STOPPED else 0):
         return f"failed, status {process.returncode}", lines[-1]
     return "passed", ""
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a process that leads a group, and the rest of its group."""
-    with suppress(subprocess.TimeoutExpired):
-        process.terminate()
-        process.wait(GRACE_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run_figures(folder: Path) -> dict[str, Any]:
@@ -125,19 +119,6 @@ def run_figures(folder: Path) -> dict[str, Any]:
     summary, last = read_json(folder / "summary.json"), read_metrics(folder / FILE_NAME.format(0))[-1]
     figures = {"mfu": last["speed/mfu"], "gib": summary["peak_memory_bytes"] / GIB}
     return summary | measured(folder) | figures
-
-
-def write_report(path: Path, about: dict[str, Any], rows: list[dict[str, Any]], work: Path) -> str:
-    """Write the report, whole or not at all; returns its text. rows: of the commands, with what is known so far."""
-    printed = []
-    for name in PRINTED:
-        if (log := work / f"{name}.log").exists():
-            printed.append(f"## {name}\n\n```text\n{log.read_text(errors='replace').strip()}\n```")
-    made = f"Made by `make gpu`: {', '.join(f'{what} {value}' for what, value in about.items())}."
-    text = "\n\n".join([f"# {about['name']}", made, format_tables("gpu_report", rows), *printed]) + "\n"
-    with whole_file(path) as file:
-        file.write_text(text)
-    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,13 +143,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     work = Path("logs/gpu_report", time.strftime("%Y%m%d-%H%M%S")).absolute()  # for runs and output
     path = options.out / (re.sub(r"\W+", "-", f"{about['name']} x{count}".lower()) + ".md")
-    gpus = [options.gpu] if options.gpu else [gpu for gpu in read_gpus() if is_gpu(gpu, about["name"])]
+    gpu_name = options.gpu or gpu_called(about["name"])
     work.mkdir(parents=True)  # a new one: data in it are deleted at the end
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its command first
     todo, end = commands(device.type, count), time.monotonic() + SECONDS
-    gpu = load_gpu(gpus[-1]) if gpus else None
+    gpu = load_gpu(gpu_name) if gpu_name else None
     rows = [planned(name, command, gpu) if gpu else {"command": name} for name, command in todo.items()]
-    print(write_report(path, about, rows, work), flush=True)  # before anything is measured
+
+    def report() -> str:
+        """Write the report with what is known so far, whole or not at all; returns its text."""
+        printed = []
+        for name in PRINTED:
+            if (log := work / f"{name}.log").exists():
+                printed.append(f"## {name}\n\n```text\n{log.read_text(errors='replace').strip()}\n```")
+        made = f"Made by `make gpu`: {', '.join(f'{what} {value}' for what, value in about.items())}."
+        text = "\n\n".join([f"# {about['name']}", made, format_tables("gpu_report", rows), *printed]) + "\n"
+        with whole_file(path) as file:
+            file.write_text(text)
+        return text
+
+    print(report(), flush=True)  # before anything is measured
     try:
         for row, (name, command) in zip(rows, todo.items(), strict=True):
             began = time.monotonic()
@@ -177,11 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["status"], row["said"] = run_command(name, command, work, min(LONGEST, end - began))
             row["seconds"] = round(time.monotonic() - began, 1)
             row |= run_figures(work / "logs" / name)
-            text = write_report(path, about, rows, work)
+            report()
             print(f"{row['status']:<12} {row['seconds']:6.1f} s  {name}  {row['said']}", flush=True)
     finally:
         shutil.rmtree(work / "data", ignore_errors=True)
-    print(f"{text}\n{path}; output of the commands: {work}")
+    print(f"{report()}\n{path}; output of the commands: {work}")
     return 0 if all(row.get("status") == "passed" for row in rows) else FAILED_STATUS
 
 

@@ -1,6 +1,5 @@
 """Pictures of benchmarks and plans: horizontal bars, and how a figure is finished and written."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,26 @@ def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
         figure.savefig(part, format="png", dpi=dpi)
 
 
-def panels(rows: int, count: int = 1, width: float = 8, row: float = 0.4) -> tuple[Figure, list[Axes]]:
+def panels(rows: int, count: int = 1, width: float = 8) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels side by side for so many rows of horizontal bars."""
-    figure = Figure(figsize=(width, 1.8 + row * rows), layout="constrained")
+    figure = Figure(figsize=(width, 1.8 + 0.4 * rows), layout="constrained")
     return figure, list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
 
 
-def draw_bars(axes: Axes, parts: DataFrame, colors: Sequence[str] | None = None) -> None:
+def draw_bars(axes: Axes, parts: DataFrame) -> None:
     """Horizontal bars, a row for each label of the index, the first one on top; the columns one behind the other."""
-    parts.plot.barh(ax=axes, stacked=True, color=colors, width=0.8)
+    parts.plot.barh(ax=axes, stacked=True, width=0.8)
     axes.set(ylabel="", ylim=(len(parts) - 0.5, -0.5))
 
 
-def mark(axes: Axes, values: Sequence[float], name: str) -> None:
-    """A vertical stroke in each row."""
-    axes.plot(values, range(len(values)), "k|", markersize=14, label=name)
+def save_curves(curves: DataFrame, path: Path | str, **labels: Any) -> None:
+    """Write a curve for each column, over the index, both axes logarithmic. labels: as Axes.set takes them."""
+    figure, (axes,) = panels(8)
+    curves.plot(ax=axes, marker="o", loglog=True)
+    axes.set_xticks(curves.index, map(str, curves.index))
+    axes.set_xticks([], minor=True)
+    finish(axes, **labels)
+    save(figure, path)
 
 
 def finish(axes: Axes, **labels: Any) -> None:

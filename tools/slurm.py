@@ -13,6 +13,15 @@ ASK = """sbatch() {
 SUBMITTED = "trap 'for name in ${!job@}; do echo ${!name}; done' EXIT"  # the arrays, after the number of the last job
 
 
+def on_nodes(ranks: int, gpus_per_node: int) -> list[str]:
+    """Options of sbatch for the fewest nodes with a GPU for each rank. Raises UsageError where they are not filled."""
+    nodes = -(-ranks // gpus_per_node)
+    if ranks % nodes:
+        raise UsageError(f"{ranks} ranks do not fill {nodes} nodes of {gpus_per_node} GPUs")
+    each = ranks // nodes
+    return [f"--nodes={nodes}", f"--ntasks-per-node={each}", f"--gpus-per-node={each}"]
+
+
 def submit(lines: list[str]) -> str:
     """Submit these jobs, all or none; returns the number of the last one. Raises UsageError where Slurm refuses.
 

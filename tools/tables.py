@@ -11,7 +11,7 @@ import torch
 from utils.config import read_mappings
 from utils.device import library
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 TABLES = "config/benchmarks.yaml"
 
 

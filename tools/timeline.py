@@ -31,12 +31,12 @@ NOTABLE = 0.02  # of a step
 class Trace:
     """The trace of a rank; times in microseconds. Raises UsageError for a file that is damaged.
 
-    spans: {work, waits, or name of a range: (N, 2) start and stop}. messages: a row for each collective; key: its
-    group, its number there, and its name, where known.
+    spans: a row for each. what: work, waits, message, or the name of a range. key: of a collective its group, its
+    number there, and its name, where known.
     """
 
     def __init__(self, path: Path):
-        self.spans, messages = defaultdict[str, Any](list), []
+        rows: list[tuple[Any, ...]] = []
         with reading(str(path)), gzip.open(path) as file:
             content = json.load(file)
             self.rank, self.world_size = (content["distributedInfo"][key] for key in ("rank", "world_size"))
@@ -46,35 +46,31 @@ class Trace:
             events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
             gpu = any(event.get("cat") == "kernel" for event in events)
             for e in sorted(events, key=lambda event: event["ts"], reverse=True):
-                name, kind, args = e["name"], e.get("cat"), e.get("args", {})
-                start, stop = clock + e["ts"], clock + e["ts"] + e["dur"]
-                if kind == "user_annotation" and name.startswith("gloo:"):
-                    messages.append((start, stop, f"{called[name].pop()} {name}" if called[name] else None))
-                elif kind == "kernel" and name.startswith("nccl"):
+                what, kind, args, key = e["name"], e.get("cat"), e.get("args", {}), None
+                if kind == "user_annotation" and what.startswith("gloo:"):
+                    key = f"{called[what].pop()} {what}" if called[what] else None
+                    what = "message"
+                elif kind == "kernel" and what.startswith("nccl"):
                     called[group := args.get("Process Group Name")].append(e)  # numbered from the end, as on all ranks
-                    key = f"{group} {len(called[group])} {args.get('Collective name', name)}"
-                    messages.append((start, stop, key if group else None))
+                    key = f"{group} {len(called[group])} {args.get('Collective name', what)}" if group else None
+                    what = "message"
                 elif kind == ("kernel" if gpu else "cpu_op"):
-                    waits = "wait_tensor" in name or name.startswith("c10d::")
-                    self.spans["waits" if waits else "work"].append((start, stop))
-                elif kind == ("gpu_user_annotation" if gpu else "user_annotation"):
-                    self.spans[name].append((start, stop))
-        if "step" not in self.spans:
+                    what = "waits" if "wait_tensor" in what or what.startswith("c10d::") else "work"
+                elif kind != ("gpu_user_annotation" if gpu else "user_annotation"):
+                    continue
+                rows.append((self.rank, what, key, clock + e["ts"], clock + e["ts"] + e["dur"]))
+        self.spans = DataFrame(rows, columns=["rank", "what", "key", "start", "stop"])
+        if not len(self.of("step")):
             raise UsageError(f"{path}: no range 'step' in it: was it recorded with --profile ranks?")
-        self.messages = DataFrame(messages, columns=["start", "stop", "key"]).assign(rank=self.rank)
-        for name in ("work", "waits", "step", *PHASES):
-            self.spans[name] = np.array(self.spans[name]).reshape(-1, 2)
 
-    def shift(self, time: float) -> None:
-        """Set the clock forward."""
-        self.messages[["start", "stop"]] += time
-        for name in self.spans:
-            self.spans[name] = np.add(self.spans[name], time)
+    def of(self, what: str) -> np.ndarray:
+        """Start and stop of spans, (N, 2)."""
+        return self.spans.loc[self.spans["what"] == what, ["start", "stop"]].to_numpy()
 
 
 def of_ranks(traces: Sequence[Trace], column: str) -> DataFrame:
     """A column of the messages: a row for each collective, a column for each rank."""
-    messages = concat([trace.messages for trace in traces]).dropna(subset="key")
+    messages = concat([trace.spans for trace in traces]).dropna(subset="key")
     return messages.pivot(index="key", columns="rank", values=column).reindex(columns=[t.rank for t in traces])
 
 
@@ -95,7 +91,7 @@ def align(traces: Sequence[Trace]) -> None:
                 shifts[far] = shifts[near] + apart
                 reached.append(far)
     for rank, shift in shifts.items():
-        by_rank[rank].shift(shift)
+        by_rank[rank].spans[["start", "stop"]] += shift
 
 
 def states(trace: Trace, last: Series) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
@@ -103,9 +99,11 @@ def states(trace: Trace, last: Series) -> tuple[np.ndarray, np.ndarray, dict[str
 
     last: when the last rank called each collective. Until then a rank waits, unless it computes; then it communicates.
     """
-    start, stop = trace.messages["start"], trace.messages["stop"]
-    met = trace.messages["key"].map(last).fillna(start).clip(start, stop)
-    parts = trace.spans | {"waiting": np.stack([start, met], 1), "sending": np.stack([met, stop], 1)}
+    messages = trace.spans[trace.spans["what"] == "message"]
+    start, stop = messages["start"], messages["stop"]
+    met = messages["key"].map(last).fillna(start).clip(start, stop)
+    parts = {name: trace.of(name) for name in ("work", "waits", "step", *PHASES)}
+    parts |= {"waiting": np.stack([start, met], 1), "sending": np.stack([met, stop], 1)}
     edges, of = np.unique(np.concatenate([*parts.values()])), {}
     for name, spans in parts.items():
         change = np.zeros(len(edges), int)
@@ -118,7 +116,7 @@ def states(trace: Trace, last: Series) -> tuple[np.ndarray, np.ndarray, dict[str
 
 def summarize(traces: Sequence[Trace], starts: DataFrame) -> str:
     """A table of ms of a step by rank, phase and state; which rank is late, and where. starts: of shared messages."""
-    rows, own, steps, last = [], {}, 1000 * len(traces[0].spans["step"]), starts.max(axis=1)
+    rows, own, steps, last = [], {}, 1000 * len(traces[0].of("step")), starts.max(axis=1)
     for trace in traces:
         edges, found, phases = states(trace, last)
         for phase, inside in phases.items():
@@ -127,7 +125,7 @@ def summarize(traces: Sequence[Trace], starts: DataFrame) -> str:
             if any(time):  # no pipeline, nothing left to reduce
                 rows.append([f"{trace.rank} {phase}", *time, sum(time)])
     table = format_table({"rank, phase: ms of a step": ""} | dict.fromkeys([*STATES, "all"], ".2f"), rows)
-    whole = median(stop - start for trace in traces for start, stop in trace.spans["step"]) / 1000
+    whole = median(stop - start for trace in traces for start, stop in trace.of("step")) / 1000
     said = f"no rank is late: none holds the others up for {NOTABLE:.0%} of a step"
     if len(starts):
         late = starts.idxmax(axis=1)
@@ -144,7 +142,7 @@ def summarize(traces: Sequence[Trace], starts: DataFrame) -> str:
 
 def draw(traces: Sequence[Trace], last: Series, path: Path) -> None:
     """The longest step of the first rank, on all ranks."""
-    begin, end = max(traces[0].spans["step"], key=lambda step: step[1] - step[0])
+    begin, end = max(traces[0].of("step"), key=lambda step: step[1] - step[0])
     figure, (axes,) = panels(len(traces), width=11)
     axes.set_yticks(range(len(traces)), [f"rank {trace.rank}" for trace in traces])
     axes.invert_yaxis()

@@ -121,7 +121,9 @@ class Config(BaseModel):
     init_missing: Literal["error", "draw"] = key(
         "init_from FILE: weights that it lacks are an error, or drawn as without it", "error", "training"
     )
-    freeze: list[Text] = key("weights that are not trained, by names: ['backbone.*']; '!*lora*': but these", [], "training")
+    freeze: list[Text] = key(
+        "weights that are not trained, by names: ['backbone.*']; '!*lora*': but these", [], "training"
+    )
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
     loss: Literal["relative_l2", "squared_error"] = key(
         "of forecasts: of whole images, or of channels and points by their weights", "relative_l2", "training"

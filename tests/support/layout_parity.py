@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
 from tools.benchmarks.layouts import OPTIONS, parse_layout, split_words
 from tools.instruments.counting import CollectiveCounter
+from tools.instruments.pool import Process
 from tools.instruments.team import Case
 from tools.layout_check import check
 from training.assembly import build_step
@@ -205,23 +205,16 @@ def train_in_double(config, steps=10):
         torch.set_default_dtype(torch.float32)
 
 
-class ThisRank(SimpleNamespace):
-    """This process as a Rank of tools/instruments/team.py."""
-
-    def use_mesh(self, layout):
-        comm.build_mesh(self.device, layout)
-
-
 def record_in_double(config, file):
     case = Case("one device", check.plain(config), config.layout(1))
-    check.record_serially(ThisRank(device=CPU), case, file, "float64")
+    check.record_serially(Process(device=CPU), case, file, "float64")
 
 
 def compare_in_double(config, file, plant=nullcontext):
     """On a rank: the Result of `plan.py check` for its layout. plant: makes a context, in which it is computed."""
     case = Case("layout", check.plain(config), config.layout(comm.world_size()))
     with plant():
-        return check.compare(ThisRank(device=CPU), case, file, "float64")
+        return check.compare(Process(device=CPU), case, file, "float64")
 
 
 def check_in_double(ranks, tiny_config, layout, options):

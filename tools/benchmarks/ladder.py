@@ -15,20 +15,22 @@ import torch
 from pandas import DataFrame
 
 from tools.instruments.clock import timed
-from tools.instruments.team import Rank, Teams
+from tools.instruments.pool import Process
+from tools.instruments.team import Teams
 from tools.pictures import draw_bars, finish, panels, save
-from tools.tables import format_tables, installed, machine
+from tools.tables import GIB, format_tables, installed, machine
 from training.assembly import build_step
 from training.float8 import has_float8
 from training.flops import training_flops
 from training.step import AMP_DTYPES
 from training.tasks import build_task
-from utils.config import load_config
+from utils.config import load_config, read_mappings
 from utils.device import empty_cache, library, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
 from utils.schema import Config
 
 TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
+STEPS = "config/ladder.yaml"
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 
 
@@ -38,26 +40,19 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     Those of TRIED are measured in their place but not kept.
     """
     device = select_device(config.device)
-    no_gpu = None if device.type == "cuda" else "needs a GPU"
-    no_dali = None if installed("nvidia.dali") else "not installed (requirements-dali.txt)"
-    no_fp8 = None if installed("torchao") else "not installed (requirements-fp8.txt)"
+    reasons = {
+        "DALI": None if installed("nvidia.dali") else "not installed (requirements-dali.txt)",
+        "TF32": None if device.type != "cpu" else "needs a GPU",
+        "fp8": None if installed("torchao") else "not installed (requirements-fp8.txt)",
+        "CUDA graphs": None if device.type == "cuda" else "needs a GPU",
+    }
     if not has_float8(device):
-        no_fp8 = "needs a GPU with 8-bit products"
-    return [
-        ("0 workers", {"num_data_workers": 0}, None),
-        (f"{workers} workers", {"num_data_workers": workers}, None),
-        ("DALI", {"data_loader_config": "dali"}, no_dali),
-        ("TF32", {"enable_tf32": True}, None if device.type != "cpu" else "needs a GPU"),
-        ("channels last", {"enable_channels_last": True}, None),
-        ("bf16", {"amp_mode": "bf16"}, None),
-        ("fused Adam", {"enable_fused": True}, None),
-        ("compile", {"enable_jit": True}, None),
-        ("fp8", {"amp_mode": "fp8"}, no_fp8),
-        ("CUDA graphs", {"enable_cuda_graphs": True}, no_gpu),
-    ]
+        reasons["fp8"] = "needs a GPU with 8-bit products"
+    steps = {f"{number} workers": {"num_data_workers": number} for number in (0, workers)}
+    return [(name, extra, reasons.get(name)) for name, extra in (steps | read_mappings(STEPS, "steps")).items()]
 
 
-def run(words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3) -> dict[str, Any]:
+def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. A step that fails is left out, and named under
@@ -90,7 +85,19 @@ def run(words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3) ->
         for name in turns:
             teams[name].call(1, _end)
 
-    rows = _rows(config, steps, turns)
+    rows: list[dict[str, Any]] = []
+    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
+    for name, own_turns in turns.items():
+        speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
+        flops, losses = speed * flops_per_sample, own_turns[-1]["losses"]
+        rows.append({
+            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
+            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
+            "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
+            "tera": flops / 1e12, "mfu": flops / max(turn["matmul_flops_per_sec"] for turn in own_turns),
+            "gib": max(turn["peak_memory_bytes"] for turn in own_turns) / GIB, "losses": losses, "loss": losses[-1],
+        })  # fmt: skip
+        kept = kept if name in TRIED else speed
     print(format_tables("ladder", rows))
     batch, count = config.global_batch_size, len(rows[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
@@ -103,24 +110,6 @@ def run(words: list[str], workers: int = 2, steps: int = 10, rounds: int = 3) ->
     return {"config": config.config, "machine": about, "steps": rows, "failed": failed}
 
 
-def _rows(config, steps, turns):
-    """The figures of each step that was measured, from its turns."""
-    rows: list[dict[str, Any]] = []
-    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
-    for name, own in turns.items():
-        speed = statistics.median(samples / turn["seconds"] for turn in own)
-        flops, losses = speed * flops_per_sample, own[-1]["losses"]
-        rows.append({
-            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
-            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
-            "data_wait": sum(turn["wait"] for turn in own) / sum(turn["seconds"] for turn in own),
-            "tera": flops / 1e12, "mfu": flops / max(turn["matmul_flops_per_sec"] for turn in own),
-            "gib": max(turn["peak_memory_bytes"] for turn in own) / 2**30, "losses": losses, "loss": losses[-1],
-        })  # fmt: skip
-        kept = kept if name in TRIED else speed
-    return rows
-
-
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Samples/s of each step."""
     speeds = DataFrame({"samples/s": {step["step"]: step["samples_per_sec"] for step in figures["steps"]}})
@@ -130,7 +119,7 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     save(figure, path)
 
 
-def _start(rank: Rank, config: Config) -> None:
+def _start(rank: Process, config: Config) -> None:
     """In the process of a step: build loader and training step, and train until compilation is over."""
     loader, valid_loader = build_task(config).build_loaders(rank.device)
     valid_loader.close()
@@ -141,7 +130,7 @@ def _start(rank: Rank, config: Config) -> None:
     empty_cache(rank.device)
 
 
-def _train(rank: Rank, steps: int) -> float:
+def _train(rank: Process, steps: int) -> float:
     """Make so many steps; returns the seconds waited for batches."""
     kept, wait = rank.kept, 0.0
     for _ in range(steps):
@@ -152,7 +141,7 @@ def _train(rank: Rank, steps: int) -> float:
     return wait
 
 
-def _turn(rank: Rank, steps: int) -> dict[str, Any]:
+def _turn(rank: Process, steps: int) -> dict[str, Any]:
     """One turn of so many timed steps: seconds, those of them waited for data, memory, and all losses so far."""
     _train(rank, LEAD_IN)
     seconds, wait = timed(rank.device, _train, rank, steps)
@@ -168,17 +157,17 @@ def _turn(rank: Rank, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _end(rank: Rank) -> None:
+def _end(rank: Process) -> None:
     """Stop reading."""
     rank.kept["batches"].close()
     rank.kept["loader"].close()
 
 
-def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
+def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of some square matrix products, the measured peak of the device.
 
     float32 products use TF32 where that is switched on.
     """
     n = 8192 if device.type != "cpu" else 2048
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    return 2 * n**3 / min(timed(device, torch.mm, a, b)[0] for _ in range(repeats))
+    return 2 * n**3 / min(timed(device, torch.mm, a, b)[0] for _ in range(5))

@@ -11,20 +11,21 @@ device (DDP), or one image over several devices (domain).
 
 import math
 import re
-from collections.abc import Collection, Sequence
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from pandas import DataFrame
 
-from tools.benchmarks.cases import HELD, STATES, compare
+from tools.benchmarks.cases import check_machine, row_of, turn
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case
+from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import PHASES
 from tools.pictures import draw_bars, finish, panels, save
-from tools.tables import MIB, format_tables, machine
+from tools.planner.trace import HELD, STATES
+from tools.tables import GIB, MIB, format_tables, machine
 from utils.config import choices, load_config
 from utils.errors import UsageError
-from utils.layout import Layout
 
 STRATEGIES = choices("data_parallel")
 LAYOUTS = (
@@ -32,7 +33,6 @@ LAYOUTS = (
     "tp4", "cp4", "tp2xcp2", "tp2xpp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
 )  # fmt: skip
 DOMAINS = ("dp2", "domain2", "domain2,data_parallel=ddp")
-PRESETS = {"dp": (STRATEGIES, (1, 2)), "mp": (LAYOUTS, ()), "domain": (DOMAINS, (32, 64))}  # names and sizes
 INDEPENDENT, ONE = "independent", "one rank"
 OPTIONS = {  # of the config, for the size of each dimension of a layout
     "tp": "tensor_parallel", "cp": "context_parallel", "pp": "pipeline_parallel", "domain": "domain_parallel",
@@ -42,101 +42,110 @@ OPTIONS = {  # of the config, for the size of each dimension of a layout
 def run(
     words: list[str],
     preset: str,
-    layouts: Sequence[str] = (),
-    sizes: Sequence[int] = (),
-    memory_limit_gib: float | None = None,
-    steps: int = 3,
-    rounds: int = 3,
+    layouts: Sequence[str],
+    sizes: Sequence[int],
+    memory_limit_gib: float | None,
+    steps: int,
+    rounds: int,
 ) -> dict[str, Any]:
     """Measure the layouts of a preset, and print three tables: speed, memory, communication.
 
     words: options of the config. layouts: names, with options of their own after commas: 'cp4,cp_method=ring'. sizes:
     numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). memory_limit_gib: of a
-    rank, None for all that there is. steps: timed in one turn. Returns the figures, as JSON has them. Raises UsageError
-    for what cannot be run, and where a rank fails.
+    rank, None for all that there is; where memory runs out the row says so, and the others go on. steps: timed in one
+    turn. Returns the figures, as JSON has them. Raises UsageError for what cannot be run, and where a rank fails.
     """
-    names, usual = PRESETS[preset]
-    layouts, sizes = layouts or names, sizes or usual
-    groups: dict[str, list[Case]] = {}
-    if preset == "dp":
-        groups = {f"ranks {size}": strategy_cases(words, layouts, size) for size in sorted(set(sizes))}
-    elif preset == "mp":
-        groups = {f"embed {n}": layout_cases([*words, f"--embed_dim={n}"], layouts) for n in sizes}
-        groups = groups or {"": layout_cases(words, layouts)}
-    else:
-        groups = {f"{side} x {side}": domain_cases(words, layouts, [side, side]) for side in sizes}
-    device, rows = compare(groups, steps, rounds, memory_limit_gib and memory_limit_gib * 2**30)
+    names, usual, cases_of, called = PRESETS[preset]
+    groups = {
+        called.format(size) if size else "": cases_of(words, layouts or names, size)
+        for size in sorted(set(sizes or usual))
+    }
+    cases = [case for group in groups.values() for case in group]
+    device, limit = check_machine(cases), memory_limit_gib and memory_limit_gib * GIB
+    turns: dict[Case, list[Any]] = {case: [] for case in cases}
+    with Teams(cases[0].config) as teams:
+        for case, done in [*turns.items()] * rounds:
+            if None not in done:  # it has not run out of memory
+                done.append(turn(teams, case, steps, limit, not done))
+    rows: list[dict[str, Any]] = []
+    for size, group in groups.items():
+        first, *_ = of_group = [{"size": size} | row_of(case, turns[case]) for case in group]
+        for row in of_group:
+            if "seconds" in row and "seconds" in first:  # relative to the first of the group, in every round
+                pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
+                row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / other) for own, other in pairs]
+                row["speedup"] = statistics.median(row["speedup_of_rounds"])
+        rows += of_group
     passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]
     print(format_tables("layouts", shown, shown, [row for row in passes if row["kinds"]]))
-    config = next(iter(groups.values()))[0].config
+    config = cases[0].config
     print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device}")
     return {"preset": preset, "config": config.config, "machine": machine(device), "rows": rows}
 
 
 def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> list[Case]:
     """The cases of a number of ranks; in one rank the strategies are all the same."""
-    config = load_config(words)
-    batch = config.global_batch_size  # of one rank
-    shared = {"local_batch_size": batch, "global_batch_size": batch * size}
-    apart = config.model_copy(update={"data_parallel": "ddp", "noddp": True, **shared})
-    cases = [Case(INDEPENDENT, apart, Layout(size))]
+    batch = load_config(words).global_batch_size  # of one rank
+    words = [*words, f"--local_batch_size={batch}", f"--global_batch_size={batch * size}"]
+    cases = [build_case(INDEPENDENT, "train.py", [*words, "--data_parallel=ddp", "--noddp"], size)]
     for text in dict.fromkeys(strategies):
-        options = {"data_parallel": text.partition(",")[0], **shared}
-        cases.append(named_case(text, "train.py", [*words, *(f"--{k}={v}" for k, v in options.items())], size))
+        cases.append(build_case(text, "train.py", [*words, f"--data_parallel={text.partition(',')[0]}"], size))
     return cases if size > 1 else cases[:1]
 
 
-def layout_cases(words: list[str], layouts: Sequence[str]) -> list[Case]:
-    """The cases of a model size, all with the same whole batch."""
-    words = ["--config=mp_quick", *words]
-    cases = [named_case(ONE, "train_mp.py", words, 1)]
+def layout_cases(words: list[str], layouts: Sequence[str], size: int | None = None) -> list[Case]:
+    """The cases of an embedding size, None for that of the words, all with the same whole batch."""
+    words = ["--config=mp_quick", *words, *([f"--embed_dim={size}"] if size else [])]
+    cases = [build_case(ONE, "train_mp.py", words, 1)]
     batch = f"--global_batch_size={cases[0].config.global_batch_size}"
     for text in dict.fromkeys(layouts):
-        sizes, ranks = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "dp"), "tp4 or tp2xcp2xdp2")
-        # Micro-batches for a pipeline, unless the words say otherwise.
-        parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
-        cases.append(named_case(text, "train_mp.py", [*parts, *words, *split_words(sizes), batch], ranks))
+        sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "dp"))
+        cases.append(build_case(text, "train_mp.py", [*split_words(sizes), *words, batch], ranks))
     return cases
 
 
-def domain_cases(words: list[str], layouts: Sequence[str], image: Sequence[int]) -> list[Case]:
-    """The cases of an image size; a device, or those that share an image, take one image at a time."""
-    words = ["--config=classify_quick", *words, "--img_size", *map(str, image)]
-    cases = [named_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
+def domain_cases(words: list[str], layouts: Sequence[str], side: int) -> list[Case]:
+    """The cases of square images; a device, or those that share an image, take one image at a time."""
+    words = ["--config=classify_quick", *words, "--img_size", str(side), str(side)]
+    cases = [build_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
     for text in dict.fromkeys(layouts):
-        sizes, ranks = parse_layout(text.partition(",")[0], ("domain", "tp", "dp"), "domain2 or domain2x2xdp2")
+        sizes, ranks = parse_layout(text, ("domain", "tp", "dp"))
         shared = [
             f"--data_parallel={'ddp' if sizes['domain'] == '1' else 'fsdp'}",
             f"--global_batch_size={sizes['dp']}",
         ]
-        cases.append(named_case(text, "train_shard.py", [*words, *split_words(sizes), *shared], ranks))
+        cases.append(build_case(text, "train_shard.py", [*split_words(sizes), *words, *shared], ranks))
     return cases
 
 
-def named_case(text: str, script: str, words: Sequence[str], ranks: int) -> Case:
-    """The Case of a text like 'tp2,data_parallel=fsdp': a name, then options of its own. words: options before them."""
-    return build_case(text, script, [*words, *(f"--{option}" for option in text.split(",")[1:])], ranks)
-
-
 def split_words(sizes: dict[str, str]) -> list[str]:
-    """The options that split a model as parse_layout says."""
-    return [f"--{OPTIONS[dim]}={size}" for dim, size in sizes.items() if dim in OPTIONS]
+    """The options that split a model as parse_layout says, in micro-batches for a pipeline; other words may follow."""
+    words = [f"--{option}={sizes[dim]}" for dim, option in OPTIONS.items()]
+    return words if sizes["pp"] == "1" else [*words, f"--gradient_accumulation={2 * int(sizes['pp'])}"]
 
 
-def parse_layout(name: str, dims: Collection[str], example: str) -> tuple[dict[str, str], int]:
-    """Sizes and ranks of a layout: 'domain2x2xdp2' -> {'domain': '2x2', 'tp': '1', 'dp': '2'}, 8.
+def parse_layout(text: str, dims: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Sizes and ranks of a layout: 'domain2x2xdp2,amp_mode=bf16' -> {'domain': '2x2', 'dp': '2', others: '1'}, 8.
 
-    Raises UsageError, with an example, for anything else, and for a layout of one rank.
+    dims: those that it may have. Raises UsageError, with an example, for anything else, and for a layout of one rank.
     """
+    name = text.partition(",")[0]
     parts = [re.fullmatch(r"([a-z]+)([1-9]\d*(?:x[1-9]\d*)?)", part) for part in re.split("x(?=[a-z])", name)]
     sizes = {part[1]: part[2] for part in parts if part and part[1] in dims}
     if len(sizes) < len(parts) or any("x" in size for dim, size in sizes.items() if dim != "domain"):
-        raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {example}")
+        raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {dims[0]}2xdp2")
     ranks = math.prod(int(number) for size in sizes.values() for number in size.split("x"))
     if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
-    return dict.fromkeys(dims, "1") | sizes, ranks
+    return dict.fromkeys([*OPTIONS, "dp"], "1") | sizes, ranks
+
+
+PRESETS: dict[str, tuple[Any, ...]] = {  # names, sizes, the cases of a size, and what it is called
+    "dp": (STRATEGIES, (1, 2), strategy_cases, "ranks {}"),
+    "mp": (LAYOUTS, (None,), layout_cases, "embed {}"),
+    "domain": (DOMAINS, (32, 64), domain_cases, "{0} x {0}"),
+}
 
 
 def sent_in(row: dict[str, Any], phase: str) -> dict[str, Any]:

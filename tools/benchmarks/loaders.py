@@ -18,6 +18,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from tools.instruments.clock import timed
+from tools.planner.search import sample_bytes
 from tools.tables import format_tables, installed, machine
 from training.tasks import build_task
 from training.tasks.forecast import statistics_of
@@ -30,7 +31,7 @@ from weather.dataset import FieldDataset
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
 
-def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12, rounds: int = 3) -> dict[str, Any]:
+def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
     words: options of the config. workers: of each loader. frames: of the training data, copied into one file. batches:
@@ -48,15 +49,15 @@ def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12,
         own = {"train_data_path": folder, "valid_data_path": folder, "num_data_workers": workers}
         copied = config.model_copy(update=own)
         turns = [{name: measure(copied) for name, measure in loaders.items()} for _ in range(rounds)]
-    speeds, sample_bytes = DataFrame(turns), _sample_bytes(config)
+    speeds, size = DataFrame(turns), sample_bytes(config)
     medians = speeds.median()
     results: list[dict[str, Any]] = DataFrame({
-        "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * sample_bytes,
+        "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * size,
         "ratio_to_plain": speeds.div(speeds["plain"], axis=0).median(),
     }).to_dict("records")  # fmt: skip
     print(format_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results]))
     print(
-        f"{workers} workers, batch {config.global_batch_size}, a sample is {sample_bytes / 1e6:.1f} MB; GB/s as if all "
+        f"{workers} workers, batch {config.global_batch_size}, a sample is {size / 1e6:.1f} MB; GB/s as if all "
         "of it were read"
     )
     if not installed("nvidia.dali"):
@@ -122,8 +123,3 @@ def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.de
 
     take(LEAD_IN)
     return count * batch_size / timed(device, take, count)[0]
-
-
-def _sample_bytes(config: Config) -> int:
-    """Of two frames, in float32."""
-    return 2 * 4 * max(config.n_in_channels, config.n_out_channels) * config.img_size[0] * config.img_size[1]

@@ -11,21 +11,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pandas import DataFrame
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from tools.pictures import finish, panels, save
+from tools.instruments.rank_case import build_case
+from tools.instruments.team import Case
+from tools.pictures import save_curves
 from tools.planner.layouts import script_of
+from tools.slurm import on_nodes
 from tools.tables import format_tables
-from utils.config import SCRIPTS, explain, load_config, option_words, read_named_config
+from utils.config import SCRIPTS, explain, option_words, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError, reported_as_usage_error
 from utils.files import read_json
 from utils.launch import read_launch
-from utils.schema import Config, key
+from utils.schema import key
 from utils.signals import StopRequest
 
 POLL_SECONDS = 0.1
@@ -41,29 +43,18 @@ class Study(BaseModel, extra="forbid", strict=True):
     layouts: dict[Name, dict[str, Any]] = key("named layouts: ranks, or a list of them, and keys of the config")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run: `ranks` processes of `script` with `words`, which give `config`."""
-
-    name: str
-    ranks: int
-    script: str
-    words: list[str]
-    config: Config
-
-    @property
-    def summary_file(self) -> Path:
-        """The file that the training script writes at the end."""
-        return Path(self.config.expdir) / self.config.config / self.config.run_num / "summary.json"
+def summary_file(run: Case) -> Path:
+    """The file that the training script of a run writes at the end."""
+    return Path(run.config.expdir) / run.config.config / run.config.run_num / "summary.json"
 
 
 def run(
     words: list[str],
-    study: str = "quick",
-    study_file: str = "config/scaling.yaml",
-    only: int | None = None,
-    list_runs: bool = False,
-    report_only: bool = False,
+    study: str,
+    study_file: str,
+    only: int | None,
+    list_runs: bool,
+    report_only: bool,
 ) -> dict[str, Any]:
     """Make the missing runs of a study, one after another, and print the table of all; returns its figures.
 
@@ -93,13 +84,13 @@ def run(
             print(f"{run.name}: failed with status {status}", flush=True)
     rows = collect(runs)
     print(format_tables("scaling", rows))
-    missing = [run.name for run in runs if not run.summary_file.exists()]
+    missing = [run.name for run in runs if not summary_file(run).exists()]
     if missing:
         print(f"not finished: {', '.join(missing)}")
     return {"study": study, "rows": rows, "failed": [*failed, *missing]}
 
 
-def build_runs(path: str, name: str, words: list[str]) -> list[Run]:
+def build_runs(path: str, name: str, words: list[str]) -> list[Case]:
     """The runs of a study in the order of its file. words: options of the config; they win over the study's.
 
     Raises UsageError for unknown keys, and naming the run where the training script would refuse it.
@@ -123,12 +114,11 @@ def build_runs(path: str, name: str, words: list[str]) -> list[Run]:
                 own += [*words, f"--run_num={name}-{run_name}"]
                 if study.batch_per_rank:
                     own.append(f"--global_batch_size={study.batch_per_rank * ranks}")
-                config = load_config(own, None, ranks, *SCRIPTS[script][:2])
-            runs.append(Run(run_name, ranks, script, own, config))
+                runs.append(build_case(run_name, script, own, ranks))
     return runs
 
 
-def start(run: Run) -> int:
+def start(run: Case) -> int:
     """Train on this machine to the end; returns the exit status, STOPPED_STATUS where a signal asked to stop.
 
     SIGTERM and Ctrl-C are passed on: the run saves first.
@@ -148,24 +138,21 @@ def start(run: Run) -> int:
     return STOPPED_STATUS if stop.made else status
 
 
-def array_jobs(runs: Sequence[Run], words: Sequence[str]) -> list[str]:
+def array_jobs(runs: Sequence[Case], words: Sequence[str]) -> list[str]:
     """A command for each number of ranks: an array of jobs, of which each task is one run. words: of benchmark.py."""
     lines = []
     for ranks, tasks in Counter(run.ranks for run in runs).items():
-        nodes, gpus = -(-ranks // GPUS_PER_NODE), min(ranks, GPUS_PER_NODE)
-        if nodes * gpus != ranks:
-            raise UsageError(f"{ranks} ranks do not fill nodes of {GPUS_PER_NODE} GPUs")
-        request = f"--nodes={nodes} --ntasks-per-node={gpus} --gpus-per-node={gpus} --array=0-{tasks - 1}"
-        lines.append(f"sbatch {request} submit_scaling.sh {shlex.join(words)}")
+        request = [*on_nodes(ranks, GPUS_PER_NODE), f"--array=0-{tasks - 1}"]
+        lines.append(shlex.join(["sbatch", *request, "submit_scaling.sh", *words]))
     return lines
 
 
-def collect(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def collect(runs: Sequence[Case]) -> list[dict[str, Any]]:
     """The figures of finished runs. Speedup and efficiency are relative to the fastest of the smallest runs."""
     rows: list[dict[str, Any]] = []
     for run in runs:
-        if run.summary_file.exists():
-            summary, batch = read_json(run.summary_file), run.config.global_batch_size
+        if summary_file(run).exists():
+            summary, batch = read_json(summary_file(run)), run.config.global_batch_size
             speed = summary["samples_per_sec"]
             rows.append({
                 "run": run.name, "ranks": run.ranks, "batch": batch, "samples_per_sec": speed,
@@ -187,8 +174,4 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     rows["layout"] = rows["run"].str.rpartition("-")[0]
     speeds = rows.pivot(index="ranks", columns="layout", values="samples_per_sec")
     speeds["perfect"] = speeds.iloc[0].max() / speeds.index[0] * speeds.index
-    figure, (axes,) = panels(8)
-    speeds.plot(ax=axes, marker="o", loglog=True)
-    axes.set_xticks(speeds.index, map(str, speeds.index))
-    finish(axes, title=f"{figures['study']}: speed of all ranks", xlabel="ranks", ylabel="samples/s")
-    save(figure, path)
+    save_curves(speeds, path, title=f"{figures['study']}: speed of all ranks", xlabel="ranks", ylabel="samples/s")

@@ -8,7 +8,6 @@
 It sees functional collectives, eager or compiled, those of torch.distributed, and those of DDP and fully_shard.
 """
 
-import math
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -110,5 +109,5 @@ def _group(arguments):
 
 def _nbytes(values):
     if isinstance(values, torch.Tensor):
-        return math.prod(values.shape) * values.element_size()
+        return values.nbytes
     return sum(map(_nbytes, values))

@@ -4,8 +4,8 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from itertools import cycle, islice, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,23 +69,14 @@ def _backward(out, leaves, grad):
     return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-@cache
-def _pool(device, dtype):
-    return torch.rand(FOOTPRINT.get(device.type, 2**28) // dtype.itemsize, device=device).add_(0.5).to(dtype)
-
-
 def _sets(device, dtype, shapes):
-    """Sets of tensors, cut out of one pool: at most 32, and two at least."""
-    pool, sizes = _pool(device, dtype), [torch.Size(shape).numel() for shape in shapes]
-    number = min(32, max(2, len(pool) // 2 // sum(sizes)))
-    needed = number * sum(sizes)
-    if needed > len(pool):
-        pool = pool.repeat(-(-needed // len(pool)))
-    parts = iter(pool[:needed].split(sizes * number))
-    return [tuple(next(parts).view(shape) for shape in shapes) for _ in range(number)]
+    """Sets of tensors, alike: at most 32, and two at least."""
+    made = [torch.rand(shape, device=device).add_(0.5).to(dtype) for shape in shapes]
+    number = FOOTPRINT.get(device.type, 2**28) // 2 // sum(tensor.nbytes for tensor in made)
+    return [[tensor.clone() for tensor in made] for _ in range(min(32, max(2, number)))]
 
 
-def seconds_of(operation: Callable[..., object], sets: list[tuple], device: torch.device, seconds: float) -> float:
+def seconds_of(operation: Callable[..., object], sets: list[Any], device: torch.device, seconds: float) -> float:
     """Seconds of a call, the median of some batches. Results are kept for a while, as in a step."""
     results: deque[object] = deque(maxlen=len(sets))
     turns = cycle(sets)

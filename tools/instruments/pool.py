@@ -17,7 +17,6 @@ from utils.rank_failure import exit_at_once
 
 OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
 FAREWELL_SECONDS = 1  # for other ranks to say something too, once one has failed
-FOREVER = 1e6
 
 
 class RankError(UsageError):
@@ -44,10 +43,13 @@ class RanksFailed(Exception):
 
 
 class Process:
-    """A process of a Pool, as functions that run there see it. kept: what they leave for one another."""
+    """A process of a Pool, as functions that run there see it.
 
-    def __init__(self, number: int, pipe: Connection):
-        self.number, self.pipe = number, pipe
+    kept: what they leave for one another. device: of a rank of training.
+    """
+
+    def __init__(self, number: int = 0, pipe: Any = None, device: Any = None):
+        self.number, self.pipe, self.device = number, pipe, device
         self.kept: dict[Any, Any] = {}
 
     def answer(self, value: Any) -> None:
@@ -67,16 +69,13 @@ class Process:
             try:
                 value = function(self, *args)
             except BaseException as error:
-                value = self._as_sent(error)
+                value = error
+                if is_out_of_memory(error):
+                    value = OutOfMemory(f"rank {self.number} has no memory left: {error}")
+                elif not isinstance(error, UsageError):
+                    value = RankError(f"rank {self.number} failed: {type(error).__name__}: {error}")
                 value.add_note(traceback.format_exc())
             self.answer(value)
-
-    def _as_sent(self, error: BaseException) -> Exception:
-        if is_out_of_memory(error):
-            return OutOfMemory(f"rank {self.number} has no memory left: {error}")
-        if isinstance(error, UsageError):
-            return error
-        return RankError(f"rank {self.number} failed: {type(error).__name__}: {error}")
 
 
 class Pool(AbstractContextManager):
@@ -90,25 +89,20 @@ class Pool(AbstractContextManager):
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def start(self, size: int) -> None:
-        """Start processes until there are so many."""
-        while (number := len(self.processes)) < size:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(
-                target=_serve, args=(number, theirs), daemon=self.daemon, name=f"{self.name} {number}"
-            )
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
-
-    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = FOREVER) -> list[Any]:
+    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 1e6) -> list[Any]:
         """[function(process, *args) of the first `size` processes]; it is sent by its name.
 
         timeout: seconds for all. Raises RanksFailed; the processes, of which some may wait for one another, are ended.
         """
         try:
-            self.start(size)
+            while (number := len(self.processes)) < size:
+                ours, theirs = self.context.Pipe()
+                serve = Process(number, theirs).serve
+                process = self.context.Process(target=serve, daemon=self.daemon, name=f"{self.name} {number}")
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.pipes.append(ours)
             for pipe in self.pipes[:size]:
                 with suppress(OSError):  # a rank that is gone shows by its missing answer
                     pipe.send_bytes(pickle.dumps((function, args)))
@@ -151,10 +145,6 @@ class Pool(AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-def _serve(number: int, pipe: Connection) -> None:
-    Process(number, pipe).serve()
 
 
 def _end_after_the_parent() -> None:

@@ -6,36 +6,39 @@ import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
 from tools.instruments.clock import timed
-from tools.instruments.team import Case, Rank
+from tools.instruments.pool import Process
+from tools.instruments.team import Case, use_mesh
 from training.assembly import build_step, random_batch
 from utils import comm
 from utils.config import SCRIPTS, load_config
-from utils.device import library, synchronize
+from utils.device import synchronize
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
 
 
 def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
-    """The Case of a training script with these options. Raises UsageError where it does not fit the ranks."""
+    """The Case of a training script with these options. Raises UsageError where it does not fit the ranks.
+
+    name: in a table; options of its own may follow it, as in 'tp2,data_parallel=fsdp'.
+    """
+    words = [*words, *(f"--{option}" for option in name.split(",")[1:])]
     config = load_config(words, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)
     # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
-    return Case(name, config, config.layout(ranks, max(1, ranks // 2)))
+    return Case(name, config, config.layout(ranks, max(1, ranks // 2)), script, words)
 
 
 class RankCase:
     """A case on one rank: its training step, and a batch of random numbers."""
 
-    def __init__(self, rank: Rank, case: Case):
+    def __init__(self, rank: Process, case: Case):
         self.rank, self.device, self.case = rank, rank.device, case
-        self.gpu = library(self.device, "max_memory_allocated")
-        self.before = self.gpu.memory_allocated() if self.gpu else 0
         self.take_turn()
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
         self.x, self.y = random_batch(self.step.task, self.device)
 
     def take_turn(self) -> None:
         """Make its groups, and its method of attention over split images, those of this process."""
-        self.rank.use_mesh(self.case.layout)
+        use_mesh(self.rank, self.case.layout)
         set_attention_method(self.case.config.domain_method)
 
     def train(self, steps: int) -> None:
@@ -52,7 +55,7 @@ class RankCase:
         return timed(self.device, self.train, steps)[0] / steps
 
 
-def held(rank: Rank, case: Case) -> RankCase:
+def held(rank: Process, case: Case) -> RankCase:
     """On a rank: its RankCase, which it builds and warms up once, and whose turn it is now."""
     key = repr(case)  # each call sends another copy of the case
     if key not in rank.kept:
@@ -62,6 +65,6 @@ def held(rank: Rank, case: Case) -> RankCase:
     return rank.kept[key]
 
 
-def seconds_of(rank: Rank, case: Case) -> float:
+def seconds_of(rank: Process, case: Case) -> float:
     """On a rank: seconds of a step of a case that it holds."""
     return held(rank, case).seconds(1)

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,16 @@ from utils.schema import Config
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A case to measure: a config in a layout, and its name in a table. Compared by identity, since it is a key."""
+    """A case to measure: a config in a layout, and its name in a table. Compared by identity, since it is a key.
+
+    script, words: the training script and its options that give the config, where it was made so.
+    """
 
     name: str
     config: Config
     layout: Layout
+    script: str = ""
+    words: Sequence[str] = ()
 
     @property
     def ranks(self) -> int:
@@ -30,20 +35,12 @@ class Case:
         return self.layout.world_size
 
 
-class Rank:
-    """One rank, in its own process. kept: what the functions called on it leave for one another."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.kept: dict[Any, Any] = {}
-        self.meshes: dict[Layout, Any] = {}
-
-    def use_mesh(self, layout: Layout) -> None:
-        """Make the groups of a Layout those of this process."""
-        if layout not in self.meshes:
-            comm.build_mesh(self.device, layout)
-            self.meshes[layout] = comm.swap_meshes({})
-        comm.swap_meshes(self.meshes[layout])
+def use_mesh(rank: Process, layout: Layout) -> None:
+    """On a rank: make the groups of a Layout those of this process."""
+    if layout not in rank.kept:
+        comm.build_mesh(rank.device, layout)
+        rank.kept[layout] = comm.swap_meshes({})
+    comm.swap_meshes(rank.kept[layout])
 
 
 class Teams(AbstractContextManager):
@@ -58,7 +55,7 @@ class Teams(AbstractContextManager):
         self.running: dict[int, Pool] = {}
 
     def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """[function(rank, *args) of `size` ranks], each given its Rank; the function is sent by its name.
+        """[function(rank, *args) of `size` ranks], each given its Process; the function is sent by its name.
 
         Raises UsageError where a rank fails or is gone, OutOfMemory where one lacked memory. These ranks are ended
         then; the next call starts new ones.
@@ -70,7 +67,7 @@ class Teams(AbstractContextManager):
                     free.bind(("127.0.0.1", 0))
                     port = free.getsockname()[1]
                 self.running[size].call(size, _join, size, port, self.config, self.whole_machine)
-            return self.running[size].call(size, _call, function, args)
+            return self.running[size].call(size, function, *args)
         except RanksFailed as failed:
             self.running.pop(size)
             failures = list(failed.failures.values())
@@ -92,10 +89,6 @@ def _join(process: Process, size: int, port: int, config: Config, whole_machine:
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
-    process.kept["rank"] = Rank(comm.init(config.device, config.comm_timeout))
-    if process.kept["rank"].device.type == "cpu" and not whole_machine:
+    process.device = comm.init(config.device, config.comm_timeout)
+    if process.device.type == "cpu" and not whole_machine:
         torch.set_num_threads(1)
-
-
-def _call(process: Process, function: Callable[..., Any], args: tuple) -> Any:
-    return function(process.kept["rank"], *args)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
-from training.profiling import span
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 from utils.torch_private import storage_id
@@ -44,11 +43,11 @@ class Operation(NamedTuple):
 
 
 class Message(NamedTuple):
-    """phase: as of an Operation. group: of ranks, by name. sent: bytes, as tools.instruments.counting counts them."""
+    """phase: as of an Operation. group: its ranks, in a Trace by name. sent: bytes, as counting.py has it."""
 
     phase: str
     kind: str
-    group: str
+    group: Any
     sent: int
 
 
@@ -62,18 +61,17 @@ class Tracker(Watch):
     """Context: `operations` and `messages` are Counters of what runs inside; `memory()` tells what was held.
 
     tensors: those that exist before. Memory that an operation holds only while it runs is not seen.
-    phase, sent_forward: kept up to date by phases_of. groups: {name of a process group: ranks in it}.
+    phase, sent_forward: kept up to date by phases_of.
     storages: {address: (number in the order of creation, bytes, weak reference)} of those that exist. saved: numbers of
     those that the backward pass needs.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()):
+    def __init__(self, tensors: Iterable[Any] = ()):
         super().__init__()
         self.phase = "forward"
         self.sent_forward = set[int]()
         self.operations = Counter[Operation]()
         self.messages = Counter[Message]()
-        self.groups: dict[str, tuple[int, ...]] = {}
         self.numbers = count()
         self.storages: dict[int, tuple[int, int, weakref.ref]] = {}
         self.saved = set[int]()
@@ -81,15 +79,15 @@ class Tracker(Watch):
         self.events: list[tuple[int, int]] = []  # number, change of its size
         self.note(tensors)
 
-    def label(self, name: str, tensors: Iterable[Tensor]) -> set[int]:
+    def label(self, name: str, tensors: Iterable[Any]) -> set[int]:
         """Say what the memory of these tensors is used for; returns the numbers of their storages."""
         numbers = self.note(tensors)
         for number in numbers:
             self.labels[number] = min(self.labels.get(number, LABELS[-1]), name, key=LABELS.index)
         return numbers
 
-    def note(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Note the size of the storages of these tensors; returns their numbers."""
+    def note(self, tensors: Iterable[Any]) -> set[int]:
+        """Note the size of the storages of these tensors, whatever else is among them; returns their numbers."""
         return {self._sized(tensor.untyped_storage()) for tensor in plain_tensors(tensors)}
 
     def save(self, tensors: Iterable[Tensor]) -> None:
@@ -107,13 +105,21 @@ class Tracker(Watch):
         if func in EXPENSIVE and torch.is_grad_enabled():  # selective checkpointing keeps it, and autograd is not told
             self.save(made)
         if sent := collective(func, args, kwargs):
-            name = sent.group.group_name
-            self.groups.setdefault(name, tuple(dist.get_process_group_ranks(sent.group)))
             if sent.kind != "recv":
-                self.messages[Message(self.phase_of(sent), sent.kind, name, sent.sent)] += 1
+                ranks = tuple(dist.get_process_group_ranks(sent.group))
+                self.messages[Message(self.phase_of(sent), sent.kind, ranks, sent.sent)] += 1
             self.label("buffers", made)
-        elif not func.is_view and func.namespace == "aten":
-            self._operation(func, args, kwargs, result, given, made)
+        elif func.is_view or func.namespace != "aten" or func in NO_WORK:
+            return
+        elif moved := {(storage_id(t), t.storage_offset(), t.shape, t.stride()): t.nbytes for t in (*given, *made)}:
+            flops, packet = 0, func._overloadpacket
+            if formula := flop_registry.get(LIKE.get(packet, packet)):
+                flops = formula(*args, **kwargs, out_val=result)
+            kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
+            if flops:
+                kind = ATTENTION if ATTENTION in str(packet) else "matmul"
+            dtype = (given or made)[0].dtype
+            self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
 
     def phase_of(self, found: Collective) -> str:
         """The phase of a message: one to the next stage of a pipeline counts as forward, whenever it is sent."""
@@ -121,19 +127,6 @@ class Tracker(Watch):
             return self.phase
         (tensor,) = found.tensors[0]
         return "forward" if storage_id(tensor) in self.sent_forward else "backward"
-
-    def _operation(self, func, args, kwargs, result, given, made):
-        moved = {_place(t): t.numel() * t.element_size() for t in (*given, *made)}
-        if not moved or func in NO_WORK:
-            return
-        flops, packet = 0, func._overloadpacket
-        if formula := flop_registry.get(LIKE.get(packet, packet)):
-            flops = formula(*args, **kwargs, out_val=result)
-        kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
-        if flops:
-            kind = ATTENTION if ATTENTION in str(packet) else "matmul"
-        dtype = (given or made)[0].dtype
-        self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
 
     def _sized(self, storage):
         """Note the size of a storage, which fully_shard may change; returns its number."""
@@ -189,9 +182,7 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def phases_of(
-    step: TrainingStep, listener: Any, changes: Callable[[str, str], None] = lambda before, phase: None
-) -> Iterator[None]:
+def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], None]) -> Iterator[None]:
     """Inside, listener.phase is the phase of a TrainingStep.
 
     forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
@@ -213,19 +204,15 @@ def phases_of(
         yield
         change(before)
 
-    @contextmanager
-    def span_and_phase(name):
-        with span(name), within("forward" if name == "forward" else listener.phase):
-            yield
-
     def sends(change, method, *args):
         made = method(*args)
         listener.sent_forward = change(listener.sent_forward, {storage_id(one.tensor) for one in made})
         return made
 
     replaced: list[tuple[Any, str, Any]] = [
+        (step.task, "predict", within("forward")),
+        (step, "loss", within("forward")),
         (step.scaler, "step", within("update")),
-        (step, "loss", within("forward")),  # which a pipeline calls
     ]
     for stage in pipeline.stages if pipeline else ():
         replaced += [
@@ -235,7 +222,6 @@ def phases_of(
             (stage, "get_bwd_send_ops", lambda method: partial(sends, set.difference, method)),
         ]
     with ExitStack() as stack:
-        stack.enter_context(patch("training.step.span", span_and_phase))
         for owner, name, wrap in replaced:
             stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         yield
@@ -244,18 +230,18 @@ def phases_of(
 Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
 
 
-def by_phase(messages: Counter[Message]) -> Messages:
-    """{phase: {kind: (collectives, bytes)}} of counted Messages."""
+def by_phase(*of_ranks: Counter[Message]) -> Messages:
+    """{phase: {kind: (collectives, bytes)}} of counted Messages; of several ranks the most of each."""
     found: Messages = {phase: {} for phase in PHASES}
-    for message, calls in messages.items():
-        before = found[message.phase].get(message.kind, (0, 0))
-        found[message.phase][message.kind] = before[0] + calls, before[1] + calls * message.sent
+    for messages in of_ranks:
+        calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for message, number in messages.items():
+            calls[message[:2]] += number
+            sent[message[:2]] += number * message.sent
+        for phase, kind in sorted(calls):
+            most_calls, most_sent = found[phase].get(kind, (0, 0))
+            found[phase][kind] = max(most_calls, calls[phase, kind]), max(most_sent, sent[phase, kind])
     return found
-
-
-def _place(tensor):
-    """Identifies the part of a storage that a tensor covers."""
-    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 NO_WORK = {

@@ -1,70 +1,66 @@
 """The likely cause of a difference between a layout and one device, by the pattern of the difference.
 
-All ranks call these functions together, because some patterns show in sums over groups of ranks.
+All ranks call `cause` together, because some patterns show in sums over groups of ranks.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.layout_check.recording import (
-    BATCH,
-    BUFFERS,
-    CLIPPED,
-    EVALUATION,
-    FORWARD,
-    GRADIENT,
-    INITIAL,
-    LOSS,
-    UNREDUCED,
-    UPDATES,
-    Key,
-    Record,
-)  # fmt: skip
+from tools.layout_check.recording import BATCH, FORWARD, GRADIENT, INITIAL, UNREDUCED, Key, Record
 from utils import comm
+from utils.config import read_mappings
 
 GROUPS = ("tp", "cp", "domain", "dp", "image", "dp_image")  # in which ranks may hold parts of one sum
 SIZES = ("dp", "tp", "cp", "domain", "pp", "dp_image")  # by which a number may be wrong
+CAUSES = "config/causes.yaml"
+LATER = "weights after a later step"
 
 
-@dataclass
-class Facts:
-    """What a rank sees of a difference. factor: got / wanted, where that is one number.
+def cause(
+    key: Key, kind: str, wrong: Sequence[int], found: Record, wanted: Tensor | None, scale: float, tolerance: float
+) -> str:
+    """The likely cause of a difference in words.
 
-    beside_cuts: only rows next to another rank's differ. sums: groups over which the ranks' tensors add up to what is
-    wanted. unchanged: a gradient that no reduction has changed. mean_is_right: the mean of the ranks'
-    gradients before their reduction is what is wanted.
+    kind: class of the module. wrong: ranks that differ. found: of this rank. wanted: what one device has in this rank's
+    place, None where it has no part of this tensor. scale: size of the tensor's numbers.
     """
+    (stage, name), some = key, len(wrong) < comm.world_size()
+    together, beside, factor = all(comm.gather(wanted is not None)), False, None
+    if wanted is not None:
+        got = found[key].value
+        beside = stage == FORWARD and _beside_cuts((got - wanted).abs() > tolerance * scale)
+        factor = _factor(got, wanted, tolerance)
 
-    differs: bool
-    factor: float | None = None
-    beside_cuts: bool = False
-    sums: list[str] = field(default_factory=list)
-    unchanged: bool = False
-    mean_is_right: bool = False
+    def is_wanted(x):
+        """On each rank: tell whether a tensor is what is wanted there."""
+        right = x is not None and x.shape == wanted.shape and ((x - wanted).abs() <= tolerance * scale).all()
+        return comm.gather(bool(right))
 
-
-def facts(key: Key, record: Record, wanted: Tensor, scale: float, tolerance: float, together: bool) -> Facts:
-    """Facts about a difference. wanted: what one device has in this rank's place. scale: size of its numbers.
-
-    together: whether all ranks have a part of this tensor, and call this.
-    """
-    got = record[key].value
-    apart = (got - wanted).abs() > tolerance * scale
-    found = Facts(bool(apart.any() or got.isnan().any()), _factor(got, wanted, tolerance))
-    found.beside_cuts = _beside_cuts(apart) if key[0] == FORWARD else False
-    if not together:
-        return found
-    if len(set(comm.gather(got.shape))) == 1:
-        found.sums = [name for name in GROUPS if _alike(_summed(got, name), wanted, scale, tolerance)]
-    before = record.get((UNREDUCED, key[1])) if key[0] == GRADIENT else None
-    if all(comm.gather(before is not None)):
+    if any(comm.gather(beside)):
+        return "only rows beside a cut differ: the halo that a rank borrows from its neighbours"
+    before, mean_is_right = found.get((UNREDUCED, name)) if stage == GRADIENT else None, False
+    if together and all(comm.gather(before is not None)):
         assert before is not None
-        found.unchanged = _alike(before.value, got, scale, tolerance)
-        mean = _summed(before.value / comm.get_size("dp_image"), "dp_image")
-        found.mean_is_right = _alike(mean, wanted, scale, tolerance)
-    return found
+        mean_is_right = is_wanted(_summed(before.value / comm.get_size("dp_image"), "dp_image"))[wrong[0]]
+    factors = comm.gather(factor)
+    if factor := factors[wrong[0]]:
+        alike = all(abs((factors[rank] or 0) - factor) < 1e-6 for rank in wrong)
+        if alike and not some and (explained := _by_factor(factor)):
+            return explained + (": what a rank computes is right, its reduction is not" if mean_is_right else "")
+    if mean_is_right:
+        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}"
+    if together and stage not in (BATCH, INITIAL) and len(set(comm.gather(got.shape))) == 1:
+        for group in GROUPS:
+            if all(is_wanted(_summed(got, group))):
+                return f"each rank has its part of a sum, which is not added up over {_group(group)}"
+    causes = read_mappings(CAUSES, "stages")
+    of_stage = causes.get(stage, causes[LATER])
+    if some:
+        who = f"rank {wrong[0]} alone" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))} alone"
+        return f"{who}: {of_stage['some'].format(kind)}"
+    return (_of_forward(name, kind) if stage == FORWARD else "") or of_stage["all"].format(kind)
 
 
 def _summed(x: Tensor, group: str) -> Tensor | None:
@@ -74,10 +70,6 @@ def _summed(x: Tensor, group: str) -> Tensor | None:
     total = x.clone()
     dist.all_reduce(total, group=comm.get_group(group))
     return total
-
-
-def _alike(x: Tensor | None, y: Tensor, scale: float, tolerance: float) -> bool:
-    return x is not None and x.shape == y.shape and bool(((x - y).abs() <= tolerance * scale).all())
 
 
 def _factor(got: Tensor, wanted: Tensor, tolerance: float) -> float | None:
@@ -102,27 +94,6 @@ def _beside_cuts(apart: Tensor) -> bool:
     return False
 
 
-def cause(key: Key, kind: str, of_ranks: list[Facts]) -> str:
-    """The likely cause in words. kind: class of the module. of_ranks: facts of all ranks."""
-    stage, name = key
-    wrong = [rank for rank, seen in enumerate(of_ranks) if seen.differs]
-    first = of_ranks[wrong[0]] if wrong else of_ranks[0]
-    some = 0 < len(wrong) < len(of_ranks)
-    if any(seen.beside_cuts for seen in of_ranks):
-        return "only rows beside a cut differ: the halo that a rank borrows from its neighbours"
-    if stage == GRADIENT and first.mean_is_right and all(of_ranks[rank].unchanged for rank in wrong):
-        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}"
-    factors = {round(of_ranks[rank].factor or 0, 6) for rank in wrong}
-    if len(factors) == 1 and first.factor and not some and (explained := _by_factor(first.factor)):
-        return explained + (": what a rank computes is right, its reduction is not" if first.mean_is_right else "")
-    shared_sums = [name for name in GROUPS if all(name in seen.sums for seen in of_ranks)]
-    if shared_sums and stage not in (BATCH, INITIAL):
-        return f"each rank has its part of a sum, which is not added up over {_group(shared_sums[0])}"
-    if some:
-        return _of_some(stage, kind, wrong)
-    return _by_stage(stage, name, kind)
-
-
 def _by_factor(factor: float) -> str:
     """Explain a constant factor by the size of a group of ranks."""
     for size, what in (
@@ -140,41 +111,12 @@ def _group(name: str) -> str:
     return f"{names.get(name, name)} ({comm.get_size(name)} ranks)"
 
 
-def _of_some(stage: str, kind: str, wrong: list[int]) -> str:
-    """Explain a difference that some of the ranks alone have."""
-    who = f"rank {wrong[0]} alone" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))} alone"
-    reasons = {
-        BATCH: "other samples, or another part of the image",
-        INITIAL: "other initial weights: its seed, or a missing broadcast",
-        FORWARD: f"its {kind} works with another position, buffer or random state",
-        GRADIENT: "its gradient did not take part in the reduction",
-        CLIPPED: "it clips by a norm of its own part of the gradient",
-        UPDATES[0]: "its learning rate, or a missing broadcast of updated weights",
-        BUFFERS: "its buffers, which are not shared",
-        EVALUATION: "its buffers or weights in evaluation",
-    }
-    return f"{who}: {reasons.get(stage, 'its optimizer state or learning rate, after the first step')}"
-
-
-def _by_stage(stage: str, name: str, kind: str) -> str:
-    """Explain a difference of all ranks by where it begins."""
-    if stage == FORWARD and "BatchNorm" in kind and comm.get_size("dp") > 1:
+def _of_forward(name: str, kind: str) -> str:
+    """Explain a difference of all ranks that begins in a module of a well-known kind."""
+    if "BatchNorm" in kind and comm.get_size("dp") > 1:
         return "each rank normalizes by the statistics of its own samples, as PyTorch does: give --sync_batchnorm"
-    if stage == FORWARD and "Norm" in kind:
+    if "Norm" in kind:
         return "a norm: statistics of a rank's part instead of the whole, or another eps"
-    if stage == FORWARD and "attn" in name.lower() and comm.get_size("image") > 1:
+    if "attn" in name.lower() and comm.get_size("image") > 1:
         return "attention does not see the keys and values of all ranks, or in another order"
-    if stage == FORWARD and "pos" in name.lower():
-        return "the position embedding is not split as the tokens are"
-    reasons = {
-        BATCH: "a wrong part of the data",
-        INITIAL: "the weights that training begins with",
-        FORWARD: f"the forward function of this {kind}: its input is right, its output is not",
-        LOSS: "outputs are equal, the loss is not: its mean is taken over parts of different size, or not reduced",
-        GRADIENT: "outputs and loss are equal: the backward pass of the function that uses this weight",
-        CLIPPED: "gradients are equal before they are clipped: the norm counts a part twice, or leaves one out",
-        UPDATES[0]: "gradients are equal: the optimizer or its learning rate",
-        BUFFERS: "running statistics: of a part of the batch or of the image",
-        EVALUATION: "training is equal: running statistics, or what the model does in evaluation alone",
-    }
-    return reasons.get(stage, "the first step is equal: the optimizer's state or the schedule of the learning rate")
+    return "the position embedding is not split as the tokens are" if "pos" in name.lower() else ""

@@ -9,26 +9,37 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import shard
 from distributed.shard.spec import part_of
 from tools.benchmarks.cases import check_machine
-from tools.benchmarks.layouts import named_case, parse_layout, split_words
+from tools.benchmarks.layouts import parse_layout, split_words
+from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case, Rank, Teams
+from tools.instruments.team import Case, Teams, use_mesh
 from tools.layout_check import causes
-from tools.layout_check.recording import GRADIENT, INITIAL, STAGES, UNREDUCED, UPDATES, Key, Part, Record, record
+from tools.layout_check.recording import (
+    BATCH,
+    EVALUATION,
+    FORWARD,
+    GRADIENT,
+    INITIAL,
+    STAGES,
+    UNREDUCED,
+    UPDATES,
+    Key,
+    Part,
+    Record,
+    record,
+)
 from tools.tables import format_table
 from utils import comm
 from utils.errors import ArgumentParser
 from utils.files import write_json
 from utils.schema import Config
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
 LAYOUTS = ("dp2", "dp2,data_parallel=fsdp", "domain2")
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}  # relative to the largest number of a tensor
 # Random streams and rounding of one's own would hide a difference.
@@ -59,56 +70,41 @@ class Result:
         return not self.stage
 
 
-def check(serial: Case, cases: Sequence[Case], dtype: str = "float64") -> list[Result]:
-    """Compare cases with the one of a single rank. Raises UsageError where a model cannot be built, or a rank fails."""
-    with tempfile.TemporaryDirectory() as folder, Teams(serial.config) as teams:
-        file = Path(folder) / "one_device.pt"
-        teams.call(1, record_serially, serial, file, dtype)
-        return [teams.call(case.ranks, compare, case, file, dtype)[0] for case in cases]
-
-
 def plain(config: Config) -> Config:
     """The config without what makes layouts differ in any case."""
     return config.model_copy(update=PLAIN)
 
 
-def record_serially(rank: Rank, case: Case, file: Path, dtype: str) -> None:
+def record_serially(rank: Process, case: Case, file: Path, dtype: str) -> None:
     """On a single rank: record it into a file."""
     found, kinds = in_dtype(rank, case, dtype)
     parts = {key: part.value.cpu() for key, part in found.items() if key[0] != UNREDUCED}
     torch.save({"parts": parts, "kinds": kinds}, file)
 
 
-def in_dtype(rank: Rank, case: Case, dtype: str) -> tuple[Record, dict[str, str]]:
+def in_dtype(rank: Process, case: Case, dtype: str) -> tuple[Record, dict[str, str]]:
     """The record of a case, computed in a dtype."""
-    rank.use_mesh(case.layout)
-    torch.set_default_dtype(DTYPES[dtype])
+    use_mesh(rank, case.layout)
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
         return record(case.config, rank.device)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def compare(rank: Rank, case: Case, file: Path, dtype: str) -> Result:
-    """On every rank of a layout: the same Result."""
-    found, kinds = in_dtype(rank, case, dtype)
-    return difference(case.name, found, kinds, torch.load(file, mmap=True, weights_only=True), TOLERANCES[dtype])
-
-
-def difference(layout: str, found: Record, kinds: dict[str, str], serial: dict[str, Any], tolerance: float) -> Result:
-    """Where a layout first differs from one device. serial: what record_serially has saved."""
+def compare(rank: Process, case: Case, file: Path, dtype: str) -> Result:
+    """On every rank of a layout: where it first differs from one device. file: of record_serially."""
+    (found, _), tolerance = in_dtype(rank, case, dtype), TOLERANCES[dtype]
+    serial = torch.load(file, mmap=True, weights_only=True)
     wholes: dict[Key, Tensor] = serial["parts"]
-    shapes = comm.gather((coordinates(), {key: part.value.shape for key, part in found.items()}))
+    shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
     errors: dict[Key, float] = {}
     wanted: dict[Key, Tensor] = {}
     for key, part in found.items():
-        if key not in wholes:
-            continue
-        expected = expected_part(key, part, wholes[key], shapes)
+        expected = expected_part(key, part, wholes[key], shapes) if key in wholes else None
         if expected is not None:
             wanted[key] = expected.to(part.value.device)
-            mask = significant(key, part, wholes, shapes)
-            errors[key] = relative_error(part.value, wanted[key], wholes[key], mask)
+            errors[key] = relative_error(key, part, wanted[key], wholes, shapes)
     seen = comm.gather(errors)
     ordered = sorted(wholes, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     compared = set().union(*seen)
@@ -116,20 +112,16 @@ def difference(layout: str, found: Record, kinds: dict[str, str], serial: dict[s
     weights = {key for _, keys in shapes for key in keys if key[0] == INITIAL}
     if extra := sorted(weights - wholes.keys()):
         apart = "one device has no such weight: a weight that several layers share has come apart"
-        return Result(layout, math.inf, *extra[0], ranks=range(comm.world_size()), cause=apart)
-    result = Result(layout, max(max(of_rank.values(), default=0.0) for of_rank in seen), skipped=skipped)
+        return Result(case.name, math.inf, *extra[0], ranks=range(comm.world_size()), cause=apart)
+    result = Result(case.name, max(max(of_rank.values(), default=0.0) for of_rank in seen), skipped=skipped)
     for key in ordered:
         of_key = [of_rank.get(key, 0.0) for of_rank in seen]
         if max(of_key) > tolerance:
             scale = wholes[key].abs().max().item() or 1.0
-            together, facts = all(comm.gather(key in wanted)), causes.Facts(False)
-            if key in wanted:
-                facts = causes.facts(key, found, wanted[key], scale, tolerance, together)
-            of_ranks = comm.gather(facts)
             kind = serial["kinds"].get(key[1].split(" (")[0], "")
             result.stage, result.name, result.kind, result.first_error = *key, kind, max(of_key)
             result.ranks = [r for r, error in enumerate(of_key) if error > tolerance]
-            result.cause = causes.cause(key, kind, of_ranks)
+            result.cause = causes.cause(key, kind, result.ranks, found, wanted.get(key), scale, tolerance)
             break
     return result
 
@@ -140,66 +132,53 @@ def coordinates() -> dict[str, int]:
 
 
 def expected_part(key: Key, part: Part, whole: Tensor, shapes: list) -> Tensor | None:
-    """What one device has in the place of a rank's part; None where that place is not known."""
-    dp, samples = comm.get_size("dp"), part.value.shape[0] if part.value.dim() else 0
-    if part.samples and dp > 1 and whole.dim() and whole.shape[0] == samples * dp:
-        whole = whole.narrow(0, comm.get_rank("dp") * samples, samples)
-    if part.spec is not None:
-        if whole.dim() and whole.shape[-1] == part.spec.shape[-1] * comm.get_size("tp"):  # features are split over tp
-            whole = shard(whole, whole.dim() - 1, comm.get_rank("tp"), comm.get_size("tp"))
-        return part_of(whole, part.spec) if whole.shape == part.spec.shape else None
-    if part.dim is not None:
-        return shard(whole, part.dim, comm.get_rank("tp"), comm.get_size("tp"))
-    for dim in range(whole.dim() if whole.dim() == part.value.dim() else 0):
-        if whole.shape[dim] != part.value.shape[dim]:
-            start = offset(key, dim, whole.dim() - 1, whole.shape[dim], shapes)
-            if start is None:
-                return None
-            whole = whole.narrow(dim, start, part.value.shape[dim])
-    return whole if whole.shape == part.value.shape else None
+    """What one device has in the place of a rank's part; None where that place is not known.
 
-
-def offset(key: Key, dim: int, last: int, length: int, shapes: list) -> int | None:
-    """Where this rank's piece of a dimension begins, if pieces of ranks that split tensors make up its length.
-
-    last: the tensor's last dimension.
+    A part of a dimension is found by the ranks whose parts make up its length. shapes: of the parts of all ranks.
     """
-    here = coordinates()
-    splits: list[tuple[str, ...]]
-    if last > 2:  # images, (B, C, H, W)
-        splits = [("cp",), ("domain_lat",)] if dim == 2 else [("domain_lon",)]
-    else:  # tokens, (B, N, D), or (B, D)
-        splits = [("tp",)] if dim == last else [("cp",), ("tp",), ("cp", "tp")]
-    for names in splits:
-        along = [
-            ([there[name] for name in names], sizes[key][dim])
-            for there, sizes in shapes
-            if key in sizes and all(there[name] == here[name] for name in here if name not in names)
-        ]
-        if sum(size for _, size in along) == length:
-            own = [here[name] for name in names]
-            return sum(size for place, size in along if place < own)
-    return None
-
-
-def significant(key: Key, part: Part, wholes: dict[Key, Tensor], shapes: list) -> Tensor | None:
-    """Of weights after steps, those whose gradient is more than rounding: Adam divides a gradient by its size."""
-    gradient = wholes.get((GRADIENT, key[1]))
-    if key[0] not in UPDATES or gradient is None:
+    if whole.dim() != len(part.shape):
         return None
-    size = gradient.abs()
-    own = expected_part(key, part, size, shapes)
-    return None if own is None else own > torch.finfo(size.dtype).eps ** 0.5 * size.max()
+    here = coordinates()
+    for dim, size in enumerate(part.shape):
+        for names in () if whole.shape[dim] == size else splits_of(key[0], dim, whole.dim()):
+            along = [
+                ([there[name] for name in names], sizes[key][dim])
+                for there, sizes in shapes
+                if key in sizes and all(there[name] == here[name] for name in here if name not in names)
+            ]
+            if sum(length for _, length in along) == whole.shape[dim]:
+                own = [here[name] for name in names]
+                whole = whole.narrow(dim, sum(length for place, length in along if place < own), size)
+                break
+    if whole.shape != part.shape:
+        return None
+    return part_of(whole, part.spec) if part.spec else whole
 
 
-def relative_error(got: Tensor, wanted: Tensor, whole: Tensor, mask: Tensor | None) -> float:
-    """The largest difference, relative to the largest number of the whole tensor."""
-    apart = (got - wanted).abs()
-    if mask is not None:
-        apart = apart[mask.to(apart.device)]
+def splits_of(stage: str, dim: int, dims: int) -> list[tuple[str, ...]]:
+    """The dimensions of the mesh, alone or together, that may split a dimension of a tensor with so many."""
+    if stage not in (BATCH, FORWARD, EVALUATION):  # a weight
+        return [("tp",)]
+    if dim == 0:
+        return [("dp",)]
+    if dims > 3:  # images, (B, C, H, W)
+        return [("cp",), ("domain_lat",)] if dim == 2 else [("domain_lon",)]
+    return [("tp",)] if dim == dims - 1 else [("cp",), ("tp",), ("cp", "tp")]  # tokens, (B, N, D), or (B, D)
+
+
+def relative_error(key: Key, part: Part, wanted: Tensor, wholes: dict[Key, Tensor], shapes: list) -> float:
+    """The largest difference, relative to the largest number of the whole tensor.
+
+    Of weights after steps, those count whose gradient is more than rounding: Adam divides a gradient by its size.
+    """
+    apart, gradient = (part.value - wanted).abs(), wholes.get((GRADIENT, key[1]))
+    if key[0] in UPDATES and gradient is not None:
+        size = expected_part(key, part, gradient.abs(), shapes)
+        assert size is not None
+        apart = apart[(size > torch.finfo(size.dtype).eps ** 0.5 * gradient.abs().max()).to(apart.device)]
     if not apart.numel():
         return 0.0
-    largest = apart.max().item() / (whole.abs().max().item() or 1.0)
+    largest = apart.max().item() / (wholes[key].abs().max().item() or 1.0)
     return math.inf if math.isnan(largest) else largest
 
 
@@ -227,12 +206,11 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     cases = [build_case("one device", "train.py", [*given, *words], 1)]
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
     for text in layouts:
-        sizes, ranks = parse_layout(text.partition(",")[0], ("tp", "cp", "pp", "domain", "dp"), "tp2xdp2 or domain2")
+        sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "domain", "dp"))
         script = "train.py" if str(ranks) == sizes["dp"] else "train_mp.py"
         if sizes["domain"] != "1":
             script = "train_shard.py"
-        parts = [f"--gradient_accumulation={2 * int(sizes['pp'])}"] if sizes["pp"] != "1" else []
-        cases.append(named_case(text, script, [*given, *parts, *words, *split_words(sizes), *batch], ranks))
+        cases.append(build_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]
 
 
@@ -242,12 +220,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--layouts", nargs="+", default=LAYOUTS, metavar="LAYOUT", help="tp2xdp2, domain2x2, ... (%(default)s)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="of the comparison (%(default)s)")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float64", help="of the comparison (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results")
     options, words = parser.parse_known_args(argv)
     serial, *cases = cases_of(words, options.layouts)
     check_machine(cases)
-    results = check(serial, cases, options.dtype)
+    with tempfile.TemporaryDirectory() as folder, Teams(serial.config) as teams:
+        file = Path(folder) / "one_device.pt"
+        teams.call(1, record_serially, serial, file, options.dtype)
+        results = [teams.call(case.ranks, compare, case, file, options.dtype)[0] for case in cases]
     print(as_text(results, options.dtype))
     if options.json:
         write_json(options.json, [asdict(r) | {"equal": r.equal} for r in results])

@@ -1,8 +1,11 @@
 """Record what a rank computes in some training steps: outputs of modules, losses, gradients, weights, buffers."""
 
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +30,27 @@ Key = tuple[str, str]  # (stage, name)
 
 @dataclass
 class Part:
-    """A rank's part of a tensor. None or False: nothing is split in this way.
-
-    spec: how the domain ranks split it. dim: the dimension that tensor-parallel ranks split. samples: the first
-    dimension holds samples, of which data-parallel ranks have equal parts.
-    """
+    """A rank's part of a tensor. spec: how the domain ranks split it, None where they do not."""
 
     value: Tensor
     spec: Spec | None = None
-    dim: int | None = None
-    samples: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of what the domain ranks have together."""
+        return self.spec.shape if self.spec else self.value.shape
+
+
+def part_of_rank(value: Tensor, spec: Spec | None = None) -> Part:
+    """A detached copy of a tensor of any kind; what fully_shard has cut is whole again.
+
+    spec: of a plain tensor.
+    """
+    if isinstance(value, ShardTensor):
+        split = reduced(value)
+        value, spec = local(split), split.spec
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return Part(whole.detach().clone(), spec)
 
 
 Record = dict[Key, Part]  # in the order in which they are computed
@@ -44,27 +58,25 @@ Record = dict[Key, Part]  # in the order in which they are computed
 
 def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]]:
     """Train for STEPS steps on random batches and evaluate once; (Record of this rank, {module: its class})."""
-    step = build_step(config, device)
-    recorder = Recorder(step)
-    random = torch.Generator().manual_seed(config.seed)
+    step, found = build_step(config, device), Record()
+    model, random = step.parallel.model, torch.Generator().manual_seed(config.seed)
     for i in range(STEPS):
         x, y = (own_part(whole, step) for whole in step.task.random_batch(random))
-        if i == 0:
-            recorder.record[BATCH, "input"] = Part(x.clone(), samples=True)
-            recorder.record[BATCH, "target"] = Part(y.clone(), samples=True)
-            recorder.add_weights(INITIAL)
-        recorder.first = i == 0
-        loss = comm.all_reduce(step(i, x, y).clone()) / comm.world_size()
-        if i == 0:
-            recorder.record[LOSS, "of step 1"] = Part(loss)
-        recorder.add_weights(UPDATES[i])
-    recorder.add_buffers()
+        if i > 0:
+            step(i, x, y)
+        else:
+            found |= {(BATCH, "input"): Part(x), (BATCH, "target"): Part(y)} | weights(step, INITIAL)
+            with recorded(step, found):
+                loss = step(i, x, y).clone()
+            found[LOSS, "of step 1"] = Part(comm.all_reduce(loss) / comm.world_size())
+        found |= weights(step, UPDATES[i])
+    found |= {(BUFFERS, name): part_of_rank(buffer) for name, buffer in model.named_buffers()}
     step.parallel.share_buffers()
-    step.parallel.model.eval()
+    model.eval()
     with torch.no_grad():
         output = step.parallel.predict(x[:, : config.model_in_channels], config.n_out_channels)
-    recorder.record[EVALUATION, "output"] = recorder.part(output, samples=True)
-    return recorder.record, {name: type(module).__name__ for name, module in step.parallel.model.named_modules()}
+    found[EVALUATION, "output"] = part_of_rank(output)
+    return found, {name: type(module).__name__ for name, module in model.named_modules()}
 
 
 def own_part(whole: Tensor, step: TrainingStep) -> Tensor:
@@ -75,92 +87,67 @@ def own_part(whole: Tensor, step: TrainingStep) -> Tensor:
     return (whole[(slice(None), slice(None), *window)] if image else whole).to(step.device).clone()
 
 
-class Recorder:
-    """Hooks on a training step that record its first step."""
+def of_parameter(step: TrainingStep, name: str, value: Tensor) -> Part:
+    """The part of a parameter or its gradient."""
+    return part_of_rank(value, step.parallel.split.specs.get(name))
 
-    def __init__(self, step: TrainingStep):
-        self.step, self.model, self.record = step, step.parallel.model, Record()
-        self.first, self.inside = False, 0
-        self.calls: dict[str, list[Part]] = {}
-        outermost: list[nn.Module] = [*step.parallel.split.stages] or [self.model]
-        for part in outermost:
-            part.register_forward_pre_hook(self._enter)
-        for name, module in self.model.named_modules():
-            module.register_forward_hook(partial(self._output, name))
-        for part in outermost:
-            part.register_forward_hook(self._leave)
-        for name, parameter in self.model.named_parameters():
-            if not isinstance(parameter, DTensor):  # fully_shard's gathers are not seen by hooks
-                parameter.register_hook(partial(self._unreduced, name))
-        update = step.update
 
-        def recorded_update() -> Tensor | None:
-            if self.first:
-                self._outputs()
-            self._gradients(GRADIENT)
-            return update()
+def weights(step: TrainingStep, stage: str) -> Record:
+    """All parameters."""
+    return {(stage, name): of_parameter(step, name, p) for name, p in step.parallel.model.named_parameters()}
 
-        step.update = recorded_update  # type: ignore[method-assign]
-        step.optimizer.register_step_pre_hook(lambda *_: self._gradients(CLIPPED))
 
-    def part(self, value: Any, samples: bool = False) -> Part:
-        """A detached copy of a tensor of any kind, with its split."""
-        if isinstance(value, ShardTensor):
-            value = reduced(value)
-            return Part(local(value).detach().clone(), value.spec, samples=samples)
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return Part(whole.detach().clone(), samples=samples)
+@contextmanager
+def recorded(step: TrainingStep, found: Record) -> Iterator[None]:
+    """Inside, a step puts outputs of modules and gradients into a Record."""
+    model, update, inside = step.parallel.model, step.update, False
+    calls = defaultdict[str, list[Part]](list)  # outputs of a module
 
-    def add_weights(self, stage: str) -> None:
-        """Record all parameters."""
-        for name, parameter in self.model.named_parameters():
-            self.record[stage, name] = self._of_parameter(name, parameter)
+    def goes(inward, *_):
+        nonlocal inside
+        inside = inward
 
-    def add_buffers(self) -> None:
-        """Record all buffers."""
-        for name, buffer in self.model.named_buffers():
-            self.record[BUFFERS, name] = self.part(buffer)
-
-    def _of_parameter(self, name: str, value: Tensor) -> Part:
-        """A parameter or its gradient: whole again where fully_shard has cut it, else as split says."""
-        split, part = self.step.parallel.split, self.part(value)
-        return Part(part.value, split.specs.get(name), split.dims.get(name))
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self.inside += 1
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.inside -= 1
-
-    def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def outputs(name, module, inputs, output):
         """Keep the output of a module; what is computed again in the backward pass is not kept."""
-        if self.first and self.inside and torch.is_grad_enabled() and isinstance(output, Tensor):
-            self.calls.setdefault(name, []).append(self.part(output, samples=True))
+        if inside and torch.is_grad_enabled() and isinstance(output, Tensor):
+            calls[name].append(part_of_rank(output))
 
-    def _outputs(self) -> None:
-        """Record the outputs that were kept, those of all micro-batches as one; a module may be called twice."""
-        micro_batches = self.step.config.gradient_accumulation
-        for name, calls in self.calls.items():
-            if self.step.parallel.pipeline:
-                calls = calls[len(calls) // (micro_batches + 1) :]  # it has tried its stages out before
-            times = len(calls) // micro_batches
-            for i in range(times):
-                parts = calls[i::times]
-                part = Part(torch.cat([p.value for p in parts]), parts[0].spec, samples=True)
-                if part.spec and micro_batches > 1:
-                    part.spec = part.spec.resized({0: part.spec.shape[0] * micro_batches})
-                self.record[FORWARD, f"{name} ({i + 1})" if i else name] = part
+    def unreduced(name, gradient):
+        part, before = of_parameter(step, name, gradient), found.get((UNREDUCED, name))
+        if before:
+            part.value += before.value
+        found[UNREDUCED, name] = part
 
-    def _unreduced(self, name: str, gradient: Tensor) -> None:
-        if self.first:
-            part = self._of_parameter(name, gradient)
-            before = self.record.get((UNREDUCED, name))
-            if before:
-                part.value += before.value
-            self.record[UNREDUCED, name] = part
-
-    def _gradients(self, stage: str) -> None:
-        """Record the gradients, in the order in which the backward pass computes them."""
-        for name, parameter in reversed(list(self.model.named_parameters())) if self.first else ():
+    def gradients(stage):
+        """In the order in which the backward pass computes them."""
+        for name, parameter in reversed(list(model.named_parameters())):
             if parameter.grad is not None:
-                self.record[stage, name] = self._of_parameter(name, parameter.grad)
+                found[stage, name] = of_parameter(step, name, parameter.grad)
+
+    def recorded_update():
+        gradients(GRADIENT)
+        return update()
+
+    hooks = [step.optimizer.register_step_pre_hook(lambda *_: gradients(CLIPPED))]
+    outermost: list[nn.Module] = [*step.parallel.split.stages] or [model]
+    hooks += [part.register_forward_pre_hook(partial(goes, True)) for part in outermost]
+    hooks += [module.register_forward_hook(partial(outputs, name)) for name, module in model.named_modules()]
+    hooks += [part.register_forward_hook(partial(goes, False)) for part in outermost]
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):  # fully_shard's gathers are not seen by hooks
+            hooks.append(parameter.register_hook(partial(unreduced, name)))
+    with patch.object(step, "update", recorded_update):
+        yield
+    for hook in hooks:
+        hook.remove()
+    # The outputs of all micro-batches as one; a module may be called twice.
+    micro_batches = step.config.gradient_accumulation
+    for name, parts in calls.items():
+        if step.parallel.pipeline:
+            parts = parts[len(parts) // (micro_batches + 1) :]  # it has tried its stages out before
+        times = len(parts) // micro_batches
+        for i in range(times):
+            values, spec = [part.value for part in parts[i::times]], parts[i].spec
+            if spec and micro_batches > 1:
+                spec = spec.resized({0: spec.shape[0] * micro_batches})
+            found[FORWARD, f"{name} ({i + 1})" if i else name] = Part(torch.cat(values), spec)

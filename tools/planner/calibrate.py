@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed, operation_speed
 from tools.instruments.clock import timed
+from tools.instruments.pool import Process
 from tools.instruments.rank_case import RankCase, build_case, held
-from tools.instruments.team import Rank
 from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
 from tools.planner.step_time import step_time, wrapped
 from tools.planner.trace import measured
@@ -22,6 +23,7 @@ from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm
+from utils.config import read_mappings
 from utils.device import library, peak_memory_bytes
 from utils.errors import ArgumentParser, UsageError
 from utils.files import write_json
@@ -32,19 +34,9 @@ MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
 STEPS = 12
 ROUNDS, MOST_SECONDS = 3, 45  # of measurements; no round begins later
 PRODUCTS = 0.03  # seconds of matrix products between two messages
-# What is around the operations of a step: scripts and options of a tiny model, alone and under what wraps it.
+# Of a tiny model, whose steps show what is around their operations.
 TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
-WRAPPED = {
-    "": "train.py --config=quick --noddp",
-    "full": "train.py --config=quick --noddp --activation_checkpointing=full",
-    "selective": "train.py --config=quick --noddp --activation_checkpointing=selective",
-    "ddp": "train.py --config=quick",
-    "fsdp": "train.py --config=quick --data_parallel=fsdp",
-    "tp": "train_mp.py --config=mp_quick --tensor_parallel=2",
-    "cp": "train_mp.py --config=mp_quick --context_parallel=2",
-    "pp": "train_mp.py --config=mp_quick --pipeline_parallel=2 --gradient_accumulation=2",
-    "domain": "train_shard.py --config=shard_quick --domain_parallel=2",
-}  # fmt: skip
+STEPS_OF_HOST = "config/calibrate.yaml"
 Figures = dict[str, Any]  # nested dicts with seconds at their ends
 
 
@@ -57,7 +49,7 @@ def usual(rounds: Sequence[Figures]) -> Figures:
     return found
 
 
-def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[str, Any]]:
+def measure(rank: Process, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[str, Any]]:
     """On every rank: (seconds of operations, collectives and tiny steps; {name of a tiny step: its Case and Trace}).
 
     nodes: the ranks of each. On a CPU operations are measured by one rank of each node alone, then by all at once.
@@ -65,26 +57,25 @@ def measure(rank: Rank, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[s
     device, size, ranks = rank.device, len(nodes[0]), comm.world_size()
     figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
     tiny: dict[str, RankCase] = {}
-    for name, words in WRAPPED.items():
-        script, *options = words.split()
-        if ranks % 2 == 0 or "--noddp" in options:
-            options += [*TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
-            tiny[name] = held(rank, build_case(words, script, options, ranks))
+    for name, own in read_mappings(STEPS_OF_HOST, "steps").items():
+        if ranks % 2 == 0 or "--noddp" in own["options"]:
+            words = [*own["options"].split(), *TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
+            tiny[name] = held(rank, build_case(name, own["script"], words, ranks))
     for busy in sorted({1, size}) if device.type == "cpu" else [size]:
         if ranks > 1:
             dist.barrier()
         if comm.rank() % size < busy:
             figures["operations"][busy] = operation_speed.measure(device, DTYPES)
-            figures["phases"][busy] = _seconds_of_phases(tiny[""])
+            figures["phases"][busy] = _seconds_of_phases(tiny["alone"])
     if ranks > 1:
         for where, groups in collective_speed.places(nodes).items():
             points = collective_speed.all_points(groups, device, MESSAGES)
             figures["points"][where, max(map(len, groups))] = points
         figures["overlap"] = _side_by_side(device)
     traces = {}
-    for name, own in tiny.items():
-        figures["steps"][name] = _seconds_of_phases(own)
-        traces[name] = own.case, measured(own.step, own.x, own.y)
+    for name, case in tiny.items():
+        figures["steps"][name] = _seconds_of_phases(case)
+        traces[name] = case.case, measured(case.step, case.x, case.y)
     return figures, traces
 
 
@@ -120,12 +111,12 @@ def _side_by_side(device):
         return timed(device, work, reduces, products)[0]
 
     seconds(1, 1)
-    products = math.ceil(PRODUCTS / max(comm.global_max(seconds(0, 8) / 8, device), 1e-6))
+    products = math.ceil(PRODUCTS / max(*comm.gather(seconds(0, 8) / 8), 1e-6))
     found = []
     for _ in range(STEPS):
         one = {"reduce": seconds(1, 0), "compute": seconds(0, products), "both": seconds(1, products)}
-        mean = float(comm.global_mean(torch.tensor([one["compute"]], device=device)))
-        found.append(one | {"slowest": comm.global_max(one["compute"], device) / mean})
+        times = comm.gather(one["compute"])
+        found.append(one | {"slowest": max(times) / fmean(times)})
     return usual(found)
 
 
@@ -135,7 +126,7 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
     for busy, operations in figures["operations"].items():
         speeds = Speeds(operations, {})
         for phase, whole in figures["phases"][busy].items():
-            own = {op: calls for op, calls in traces[""][1].operations.items() if op.phase == phase}
+            own = {op: calls for op, calls in traces["alone"][1].operations.items() if op.phase == phase}
             inside = sum(calls * speeds.seconds(op, "float32", 8) for op, calls in own.items())
             speeds.host[phase] = max(0.0, whole - inside) / max(1, sum(own.values()))
         compute[busy] = vars(speeds)
@@ -182,10 +173,10 @@ def main(words: Sequence[str]) -> int:
     device = comm.init(options.device)
     ranks, world = min(launch.ranks_per_node, launch.world_size), launch.world_size
     name = options.name or f"{device.type}-{ranks}"
-    memory, figures, rank = memory_sizes(device, ranks), list[Figures](), Rank(device)
+    memory, figures, rank = memory_sizes(device, ranks), list[Figures](), Process(device=device)
     nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
     for _ in range(ROUNDS):
-        if figures and comm.global_max(time.monotonic() - began, device) > MOST_SECONDS:
+        if figures and max(comm.gather(time.monotonic() - began)) > MOST_SECONDS:
             break
         own, traces = measure(rank, nodes)
         figures.append(own)

@@ -6,36 +6,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tools.planner.hardware import load_gpu, read_gpus
+from tools.planner.hardware import gpu_called, load_gpu
 from tools.planner.plan import Plan, plan_layout
 from tools.tables import format_table
 from training.flops import is_gpu
 from training.loggers import FILE_NAME, read_metrics
 from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
-from utils.config import check_config, read_named_config
+from utils.config import check_config, read_mappings, read_named_config
 from utils.errors import UsageError
 
-ROWS = {  # {key of planned_figures: (title, its unit)}
-    "step_time_s": ("step, without its data, ms", 1e-3), "forward_s": ("forward, ms", 1e-3),
-    "backward_s": ("backward, ms", 1e-3), "pipeline_s": ("forward and backward, ms", 1e-3),
-    "update_s": ("update, ms", 1e-3), "peak_allocated_bytes": ("memory at most, GiB", 2**30),
-    "calls": ("collectives of a step", 1),
-}  # fmt: skip
+ROWS = "config/compare.yaml"
 OFF = 0.15  # share by which a figure may differ without a reason
 
 
-def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float], **more: Mapping[str, str]) -> str:
-    """Planned figures beside measured ones, and the ratio of measured to planned, as a table.
-
-    planned, measured: {name of a row: figure}. more: {title: {name of a row: text}} of further columns.
-    """
-    rows = []
-    for name, plan in planned.items():
-        ratio = measured[name] / plan if plan else None
-        rows.append((name, plan, measured[name], ratio, *(column[name] for column in more.values())))
-    columns = {title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}
-    return format_table(columns | dict.fromkeys(more, ""), rows)
+def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    """Planned figures beside measured ones, {name of a row: figure}, and measured to planned, as a table."""
+    rows = [(name, plan, measured[name], measured[name] / plan if plan else None) for name, plan in planned.items()]
+    return format_table({title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}, rows)
 
 
 def compare(folder: Path, gpu_name: str | None = None) -> str:
@@ -50,7 +38,8 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     name, readings = read_summary(file, config=str)["config"], _steady(folder)
     first, last = readings[0], readings[-1]
     ranks, device, where = last["ranks"], last["device"], folder / "config.yaml"
-    if gpu_name is None and not (gpu_name := next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)):
+    gpu_name = gpu_name or gpu_called(device)
+    if gpu_name is None:
         raise UsageError(
             f"{device}: config/hardware.yaml has no such device: give --gpu NAME, one of its names or that of a "
             "measured machine (plan.py --calibrate)"
@@ -59,9 +48,9 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
     plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
     planned, found, ratios = {}, {}, {}
-    for key, (title, unit) in ROWS.items():
+    for key, row in read_mappings(ROWS, "figures").items():
         if run[key] is not None:
-            planned[title], found[title] = plan[key] / unit, run[key] / unit
+            planned[row["title"]], found[row["title"]] = plan[key] / row["unit"], run[key] / row["unit"]
             if plan[key]:
                 ratios[key] = run[key] / plan[key]
     return "\n".join([
@@ -73,7 +62,7 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
 
 
 def planned_figures(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON, also with its config, its seconds by phase, and its collectives, the batch's included."""
+    """A plan as JSON, also with its config, seconds by phase, and number of collectives, the batch's included."""
     phases = {f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()}
     broadcasts = 2 if plan.layout.tp * plan.layout.pp > 1 else 0  # input and target, which one rank reads for them all
     return plan.to_json() | phases | {

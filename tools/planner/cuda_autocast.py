@@ -5,14 +5,15 @@ only. The lists of operations: "CUDA Ops that can autocast" in the documentation
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from distributed.shard.tensor import rules_apply
 
@@ -52,9 +53,7 @@ class CudaAutocast(TorchFunctionMode):
 
         @wraps(function)
         def within(*args, **kwargs):
-            if self.active:
-                return function(*args, **kwargs)
-            with self:
+            with nullcontext() if self.active else self:
                 return function(*args, **kwargs)
 
         return within
@@ -65,8 +64,9 @@ class CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        wanted = self.dtype if func in LOW_PRECISION else torch.float32 if func in FULL_PRECISION else None
-        wanted = wanted if self.dtype else None
+        wanted = self.dtype
+        if wanted and func not in LOW_PRECISION:
+            wanted = torch.float32 if func in FULL_PRECISION else None
         sharded = next((t for t in args if hasattr(t, "spec")), None)
         if sharded is not None and rules_apply():  # its rule computes on local parts
             super().__enter__()
@@ -79,11 +79,10 @@ class CudaAutocast(TorchFunctionMode):
         if wanted is None:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            args = [self._cast(a, wanted) for a in args]
-            kwargs = {name: self._cast(a, wanted) for name, a in kwargs.items()}
+            args, kwargs = tree_map(partial(self._cast, wanted), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _cast(self, value, dtype):
+    def _cast(self, dtype, value):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
             return value
         if not (value.is_leaf and value.requires_grad):

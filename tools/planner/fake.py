@@ -8,25 +8,25 @@ DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from distributed import attention
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
 from distributed.split import Split
-from tools.instruments.tracker import Tracker
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
@@ -70,6 +70,12 @@ def fake_rank(
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def values_are_zero() -> AbstractContextManager[Any]:
+    """Inside, what reads the value of a fake tensor gets 0, or True of a truth value; elsewhere it fails."""
+    value = property(lambda self: float(self.dtype == torch.bool), lambda self, value: None)
+    return patch.object(FakeTensor, "item_memo", value)
+
+
 def _own_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
     """A group of this rank. Those of other ranks, a thousand in a mesh of a thousand, are not made."""
     return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
@@ -81,15 +87,15 @@ def _gpu_kernel(choose, q, mask):
     return attention.CpuFlash if fused is not attention.Plain else fused
 
 
-_classes: dict[type, type] = {}
+@cache
+def _fake_class(cls):
+    return type(f"Fake{cls.__name__}", (cls, FakeTensor), {})
 
 
 def _as_subclass(self, cls):
     """A FakeTensor has a Python class already: to be a ShardTensor too, it gets a class that inherits from both."""
-    if cls not in _classes:
-        _classes[cls] = type(f"Fake{cls.__name__}", (cls, FakeTensor), {})
     alias = self.view_as(self)
-    alias.__class__ = _classes[cls]
+    alias.__class__ = _fake_class(cls)
     return alias
 
 
@@ -133,15 +139,10 @@ def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
         yield
 
 
-def receive_buffers(stages: Iterable[PipelineStage]) -> list[Tensor]:
-    """The buffers into which stages of a pipeline receive: one for each micro-batch, for the whole run."""
-    infos = [
-        info
-        for stage in stages
-        for each in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-        for info in each
-    ]
-    return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+def receive_buffers(stages: Iterable[PipelineStage]) -> list[Any]:
+    """The buffers into which stages of a pipeline receive: one for each micro-batch, for the whole run; and None."""
+    infos = tree_leaves([(stage.args_recv_info, stage.grad_recv_info) for stage in stages])
+    return [getattr(info, "buffer", None) for info in infos]
 
 
 class Replica(nn.Module):
@@ -170,7 +171,7 @@ class Replica(nn.Module):
         for numbers in grouped:
             members = [parameters[i] for i in numbers]
             flat = members[0].new_empty(sum(p.numel() for p in members))
-            views = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in members]), members, strict=True)]
+            views = torch._utils._unflatten_dense_tensors(flat, members)
             bucket = {"flat": flat, "missing": len(members), "members": len(members)}
             self.bucket_of |= {p: (bucket, view) for p, view in zip(members, views, strict=True)}
             self.buckets.append(bucket)
@@ -179,14 +180,9 @@ class Replica(nn.Module):
         """The output of the module."""
         return self.module(*args)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """Inside, gradients are added up without a reduction."""
-        self.wanted = False
-        try:
-            yield
-        finally:
-            self.wanted = True
+        return patch.object(self, "wanted", False)
 
     @torch.no_grad()
     def _collect(self, parameter):
@@ -217,13 +213,3 @@ class Replica(nn.Module):
         dist.all_reduce(sent, group=self.group)
         if self.compressed:
             bucket["flat"].copy_(sent)
-
-
-class FakeTracker(Tracker):
-    """A Tracker for real and fake tensors. A fake one has no value: `.item()` gives 0, a truth value is true."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run and note an operation."""
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return float(args[0].dtype == torch.bool)
-        return super().__torch_dispatch__(func, types, args, kwargs)

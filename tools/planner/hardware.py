@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from tools.instruments.operation_speed import OF_HEADS
 from tools.instruments.tracker import ATTENTION, Operation
+from training.flops import is_gpu
 from utils.config import explain, nearest, read_mappings
 from utils.errors import UsageError
 from utils.files import read_json
@@ -54,17 +55,15 @@ class Speeds:
             backward = "backward" in name or (not name and operation.phase == "backward")
             alike = [n for n in self.operations if ATTENTION in n and backward == n.endswith("backward")]
             name = alike[0] if operation.kind == ATTENTION and alike else LIKE.get(operation.kind, "mm")
-        work, place = _place(name, operation.flops, operation.moved)
-        return work / math.exp(float(self._table(name, self._type(name, dtype, head))(np.array([place]))[0]))
-
-    def _type(self, name, dtype, head):
-        """The measured type that is nearest."""
 
         def distance(known):
+            """Of a measured type."""
             called, _, size = known.partition(OF_HEADS)
             return called != dtype, abs(math.log(int(size) / max(1, head))) if size else 0.0
 
-        return min(self.operations[name], key=distance)
+        work, place = _place(name, operation.flops, operation.moved)
+        table = self._table(name, min(self.operations[name], key=distance))
+        return work / math.exp(float(table(np.array([place]))[0]))
 
     @cache  # noqa: B019
     def _table(self, name, dtype):
@@ -205,3 +204,8 @@ def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
 def read_gpus(path: Path = HARDWARE) -> dict[str, dict[str, Any]]:
     """{name: its entry} of the GPUs in a YAML file, unchecked."""
     return {str(name): gpu for name, gpu in read_mappings(path, "GPUs").items() if name != DEFAULTS}
+
+
+def gpu_called(device: str) -> str | None:
+    """Name of the GPU that a device which reports this name is, as load_gpu takes it; None: it is not known."""
+    return next((gpu for gpu in read_gpus() if is_gpu(gpu, device)), None)

@@ -59,6 +59,52 @@ def candidates(
         """The values of a key that are tried."""
         return wanted if of_use and name not in fixed else [getattr(config, name)]
 
+    def splits(ranks):
+        """Sizes of cp, pp and domain, among so many ranks."""
+        rows, columns = (n // config.patch_size for n in config.img_size[:2])
+        counts = _divisors(ranks)
+        cps, pps = values("context_parallel", counts), values("pipeline_parallel", counts)
+        for cp, pp in itertools.product(cps, pps):
+            free = cps == pps == counts  # else the scripts say what is wrong
+            if not free or (ranks % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
+                yield cp, pp, 1
+        tiles = [n for n in counts if 1 < n <= rows]
+        tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
+        for domain in values("domain_parallel", tiles):
+            if domain not in (1, "1", "1x1") and 1 in cps and 1 in pps:
+                yield 1, 1, domain
+
+    def ways(dp, tp, cp, pp, domain):
+        """Methods and schedules of a split, as settings."""
+        share = config.global_batch_size // dp
+        micro_batches = [next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)]
+        slices = [False, True] if cp == pp == 1 else [True]  # a rank holds less and sends the same bytes
+        options = {
+            "sequence_parallel": values("sequence_parallel", slices, tp > 1 and domain == 1),
+            "cp_method": values("cp_method", choices("cp_method"), cp > 1),
+            "domain_method": values("domain_method", choices("domain_method"), domain != 1),
+            "pp_schedule": values("pp_schedule", SCHEDULES, pp > 1),
+            "gradient_accumulation": values("gradient_accumulation", micro_batches, pp > 1),
+        }
+        for way in itertools.product(*options.values()):
+            yield dict(zip(options, way, strict=True))
+
+    def strategies(dp, several):
+        """Data-parallel strategies and activation checkpointing of dp ranks, as settings.
+
+        several: more than one rank has the same weights.
+        """
+        inside = max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
+        tried = values("data_parallel", choices("data_parallel") if several else ["ddp"])
+        for strategy in tried:
+            if strategy == "hsdp" and len(tried) > 1 and (gpus <= ranks_per_node or inside == dp or dp == 1):
+                continue  # the same as fsdp
+            for again in values("activation_checkpointing", CHECKPOINTING):
+                # Keys that belong to other strategies are at their defaults.
+                others = [key for key, own in STRATEGY_KEYS.items() if strategy not in own]
+                plain = {key: values(key, [Config.model_fields[key].default])[0] for key in others}
+                yield {"data_parallel": strategy, "activation_checkpointing": again, **plain}
+
     found: list[tuple[Config, Layout]] = []
     refused = Counter[str]()
     refusal, keys = trial(config), config.model_dump(exclude={"config"})
@@ -70,13 +116,13 @@ def candidates(
         except UsageError as error:
             refused[str(error)] += 1
             continue
-        for cp, pp, domain in _splits(config, gpus // tp, values):
+        for cp, pp, domain in splits(gpus // tp):
             split = dict(zip(SPLITS, (tp, cp, pp, domain), strict=True))
             dp = max(1, gpus // (tp * cp * pp * math.prod(tile_counts(domain))))
-            strategies = _strategies(config, gpus, ranks_per_node, dp, gpus // (tp * pp) > 1, values)
-            for way in _ways(config, dp, split, values):
+            own_strategies = list(strategies(dp, gpus // (tp * pp) > 1))
+            for way in ways(dp, *split.values()):
                 takes = []
-                for own in strategies:
+                for own in own_strategies:
                     try:
                         checked = check_config(keys | split | way | own, config.config, "", (), gpus)
                         takes.append((checked, checked.layout(gpus, ranks_per_node)))
@@ -92,57 +138,6 @@ def candidates(
 def _divisors(number: int) -> list[int]:
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})
-
-
-def _splits(config, ranks, values):
-    """Sizes of cp, pp and domain, among so many ranks."""
-    rows, columns = (n // config.patch_size for n in config.img_size[:2])
-    counts = _divisors(ranks)
-    cps, pps = values("context_parallel", counts), values("pipeline_parallel", counts)
-    for cp, pp in itertools.product(cps, pps):
-        free = cps == pps == counts  # else the scripts say what is wrong
-        if not free or (ranks % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
-            yield cp, pp, 1
-    tiles = [n for n in counts if 1 < n <= rows]
-    tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
-    for domain in values("domain_parallel", tiles):
-        if domain not in (1, "1", "1x1") and 1 in cps and 1 in pps:
-            yield 1, 1, domain
-
-
-def _ways(config, dp, sizes, values):
-    """Methods and schedules of a split, as settings."""
-    tp, cp, pp, domain = sizes.values()
-    share = config.global_batch_size // dp
-    micro_batches = [next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)]
-    slices = [False, True] if cp == pp == 1 else [True]  # a rank holds less and sends the same bytes
-    options = {
-        "sequence_parallel": values("sequence_parallel", slices, tp > 1 and domain == 1),
-        "cp_method": values("cp_method", choices("cp_method"), cp > 1),
-        "domain_method": values("domain_method", choices("domain_method"), domain != 1),
-        "pp_schedule": values("pp_schedule", SCHEDULES, pp > 1),
-        "gradient_accumulation": values("gradient_accumulation", micro_batches, pp > 1),
-    }
-    for way in itertools.product(*options.values()):
-        yield dict(zip(options, way, strict=True))
-
-
-def _strategies(config, gpus, ranks_per_node, dp, several, values):
-    """Data-parallel strategies and activation checkpointing of dp ranks, as settings.
-
-    several: more than one rank has the same weights.
-    """
-    found, inside = [], max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
-    strategies = values("data_parallel", choices("data_parallel") if several else ["ddp"])
-    for strategy in strategies:
-        if strategy == "hsdp" and len(strategies) > 1 and (gpus <= ranks_per_node or inside == dp or dp == 1):
-            continue  # the same as fsdp
-        for again in values("activation_checkpointing", CHECKPOINTING):
-            # Keys that belong to other strategies are at their defaults.
-            others = [key for key, own in STRATEGY_KEYS.items() if strategy not in own]
-            plain = {key: values(key, [Config.model_fields[key].default])[0] for key in others}
-            found.append({"data_parallel": strategy, "activation_checkpointing": again, **plain})
-    return found
 
 
 def trial(config: Config) -> Callable[[dict[str, Any]], str | None]:

@@ -1,7 +1,7 @@
 """The plan of a layout: memory, communication and time on a GPU, and whether it fits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tools.planner.hardware import Gpu
@@ -17,6 +17,7 @@ OF_THE_LAYOUT = (  # keys of the config
     "data_parallel", "sequence_parallel", "cp_method", "domain_method", "pp_schedule", "gradient_accumulation",
     "activation_checkpointing", "amp_mode", "global_batch_size",
 )  # fmt: skip
+VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}  # best first
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "buffers")
 
 
@@ -26,7 +27,8 @@ class Plan:
 
     memory: {category: its own largest size}; "activations" includes the batch and the batch that is fetched ahead.
     peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells.
-    flops: of a step on all devices, including what checkpointing computes again.
+    flops: of a step on all devices, including what checkpointing computes again. curve: of a point of a scaling curve,
+    scaling: strong or weak, and efficiency: samples/s per GPU, relative to the first.
     """
 
     config: Config
@@ -36,6 +38,7 @@ class Plan:
     peak: float
     flops: float
     time: StepTime
+    curve: dict[str, Any] = field(default_factory=dict)
 
     @property
     def overhead(self) -> float:
@@ -73,7 +76,7 @@ class Plan:
         """The plan as JSON can hold it."""
         c, layout = self.config, self.layout
         rows, columns = layout.domain
-        return {
+        return self.curve | {
             "layout": {
                 "gpus": layout.world_size, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp,
                 "domain": rows * columns if columns == 1 else f"{rows}x{columns}", "dp_shard": layout.shard,

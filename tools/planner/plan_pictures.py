@@ -5,10 +5,10 @@ from pathlib import Path
 
 from pandas import DataFrame, Series
 
-from tools.pictures import draw_bars, finish, mark, panels, save
+from tools.pictures import draw_bars, finish, panels, save, save_curves
 from tools.planner.plan import Plan
-from tools.planner.plan_text import GIB, layout_words
-from tools.planner.search import Point
+from tools.planner.plan_text import layout_words
+from tools.tables import GIB
 
 
 def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
@@ -17,7 +17,8 @@ def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
     figure, (memory, *others) = panels(len(plans), count, 6.5 * count)
     sizes = DataFrame([plan.memory | {"overhead": plan.overhead} for plan in plans], labels)
     draw_bars(memory, sizes / GIB)
-    mark(memory, [plan.needed / GIB for plan in plans], "needed at once")
+    needed = [plan.needed / GIB for plan in plans]
+    memory.plot(needed, range(len(plans)), "k|", markersize=14, label="needed at once")
     memory.axvline(plans[0].gpu.memory / GIB, color="black", linestyle="--", linewidth=1, label=plans[0].gpu.name)
     finish(memory, title="memory of a rank, each category at its most", xlabel="GiB")
     for axes in others:
@@ -27,13 +28,7 @@ def layouts_picture(plans: Sequence[Plan], path: Path | str) -> None:
     save(figure, path)
 
 
-def scaling_picture(points: Sequence[Point], path: Path | str) -> None:
+def scaling_picture(plans: Sequence[Plan], path: Path | str) -> None:
     """Write samples/s by number of GPUs as a PNG, a curve for each kind of scaling."""
-    figure, (axes,) = panels(8, 1, 7)
-    speeds = {(point.plan.layout.world_size, point.scaling): point.plan.samples_per_sec for point in points}
-    curves = Series(speeds).unstack()
-    curves.plot(ax=axes, marker="o")
-    finish(axes, xlabel="GPUs", ylabel="samples/s, the best layout", xscale="log", yscale="log")
-    axes.set_xticks(curves.index, map(str, curves.index))
-    axes.set_xticks([], minor=True)
-    save(figure, path)
+    speeds = {(plan.layout.world_size, plan.curve["scaling"]): plan.samples_per_sec for plan in plans}
+    save_curves(Series(speeds).unstack(), path, xlabel="GPUs", ylabel="samples/s, the best layout")

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from tools.planner.layouts import command
-from tools.planner.plan import CATEGORIES, Plan
-from tools.planner.search import Point, Request, sample_bytes
-from tools.planner.trace import HOST
-from tools.tables import format_table
+from tools.planner.plan import CATEGORIES, VERDICTS, Plan
+from tools.planner.search import Request, sample_bytes
+from tools.planner.trace import STATES
+from tools.tables import GIB, MIB, format_table, format_tables
 from training.flops import precision
-
-GIB = 2**30
-VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}
 
 
 def plan_text(plans: Sequence[Plan], request: Request) -> str:
@@ -52,9 +50,17 @@ def rate(plan: Plan) -> str:
     return f"{speed:.{1 if speed >= 10 else 3}f}"
 
 
+def figures(plan: Plan) -> dict[str, Any]:
+    """The figures of a plan in a table of several."""
+    return plan.to_json() | {
+        "layout": layout_words(plan), "gpus": plan.layout.world_size, "batch": plan.config.global_batch_size,
+        "gib": plan.needed / GIB, "rate": rate(plan), "ms": plan.time.seconds * 1e3,
+    }  # fmt: skip
+
+
 def memory_text(plan: Plan) -> str:
     """Memory by category as a table, and whether it fits."""
-    host = HOST if plan.config.cpu_offload else ()
+    host = STATES if plan.config.cpu_offload else ()
     sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
     sizes |= {
         "at most at once, in training": plan.peak,
@@ -72,14 +78,11 @@ def messages_text(plan: Plan) -> str:
     if not plan.time.collectives:
         return "No messages: one device."
     rows = [
-        (f"{c['phase']} {c['kind']}", c["group"], len(c["ranks"]), "inside a node" if c["inside"] else "across nodes",
-         c["count"], c["bytes"] / 2**20, c["seconds"] * 1e3)
+        c | {"members": len(c["ranks"]), "where": "inside a node" if c["inside"] else "across nodes",
+             "mib": c["bytes"] / MIB, "ms": c["seconds"] * 1e3}
         for c in plan.time.collectives
     ]  # fmt: skip
-    columns = {
-        "messages of a step": "", "group": "", "ranks": "d", "where": "", "count": "d", "MiB": ".2f", "ms": ".2f"
-    }  # fmt: skip
-    return format_table(columns, rows)
+    return format_tables("plan_messages", rows)
 
 
 def time_text(plan: Plan) -> str:
@@ -107,15 +110,7 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
     """The best layouts, why others were refused, and how to run the first; where none fits, those that need least."""
     if not plans:
         return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
-    rows = [
-        (number, layout_words(plan), plan.fits, plan.needed / GIB, rate(plan),
-         plan.time.seconds * 1e3, plan.time.bound)
-        for number, plan in enumerate(plans, 1)
-    ]  # fmt: skip
-    columns = {
-        "": "d", "layout": "", "memory": "", "GiB needed": ".1f", "samples/s": "", "ms a step": ".1f",
-        "bound by": "",
-    }  # fmt: skip
+    rows = [figures(plan) | {"number": number} for number, plan in enumerate(plans, 1)]
     best = plans[0]
     found, run = f"the best of {request.compared} layouts", run_text(best, request, "Run the first one:")
     if best.fits == "no":
@@ -123,7 +118,7 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
         run = "Nothing to run: more GPUs, or ones with more memory."
     return (
         f"{head(best).partition(':')[0]}, {found}:\n\n"
-        f"{format_table(columns, rows)}\n\n"
+        f"{format_tables('plan_layouts', rows)}\n\n"
         f"Times are good to {best.time.error:.0%}; of two layouts that are closer the planner knows no better one.\n\n"
         f"{refused_text(request.refused)}\n\n{run}"
     )
@@ -135,21 +130,12 @@ def refused_text(refused: dict[str, int]) -> str:
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
-def scaling_text(points: Sequence[Point], request: Request) -> str:
-    """The curve as a table, and what it assumes. points: from tools.planner.search.scaling."""
+def scaling_text(plans: Sequence[Plan], request: Request) -> str:
+    """The curve as a table, and what it assumes. plans: from tools.planner.search.scaling."""
     gpu = request.gpu
-    rows = [
-        (point.plan.layout.world_size, point.scaling, layout_words(point.plan), point.plan.config.global_batch_size,
-         rate(point.plan), point.efficiency, point.plan.needed / GIB, point.plan.time.bound)
-        for point in points
-    ]  # fmt: skip
-    columns = {
-        "GPUs": "d", "scaling": "", "best layout": "", "batch": "d", "samples/s": "", "efficiency": ".0%",
-        "GiB needed": ".1f", "bound by": "",
-    }  # fmt: skip
     return (
         f"{gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
-        f"samples/s of a GPU to those of the first line.\n\n{format_table(columns, rows)}\n\n"
+        f"samples/s of a GPU to those of the first line.\n\n{format_tables('plan_curve', map(figures, plans))}\n\n"
         f"Assumed: step times of ranks vary by {gpu.jitter:.1%} (jitter), each step waits for the slowest; a "
         f"sample of {sample_bytes(request.any_layout()) / 1e6:.2f} MB is read at {gpu.node_read / 1e9:g} GB/s a node "
         f"(node_read), {gpu.total_read / 1e9:g} GB/s of all (total_read), while the step before computes."

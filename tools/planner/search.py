@@ -13,19 +13,17 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Any, NamedTuple
 
 from tools.planner.hardware import Gpu
 from tools.planner.layouts import arguments, candidates, script_of
-from tools.planner.plan import Plan, plan_layout
+from tools.planner.plan import VERDICTS, Plan, plan_layout
 from tools.planner.textbook import textbook_traces
-from tools.slurm import submit
+from tools.slurm import on_nodes, submit
 from utils.config import SCRIPTS, SPLITS, check_config, load_config, parse_command_line, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
 
 MOST_GPUS = 2**17
-VERDICTS = ("fits", "marginal", "no")
 # Options that fix the layout: with one of them a single layout is planned.
 LAYOUT_OPTIONS = (*SPLITS, "row_parallel_size", "data_parallel", "dp_shard")
 
@@ -97,7 +95,7 @@ def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Pla
 
 def _order(plan: Plan) -> tuple[int, float]:
     cost = plan.needed if plan.fits == "no" else plan.time.seconds / plan.config.global_batch_size
-    return VERDICTS.index(plan.fits), cost
+    return list(VERDICTS).index(plan.fits), cost
 
 
 def expected_slowest(ranks: int) -> float:
@@ -123,20 +121,8 @@ def at_scale(plan: Plan) -> Plan:
     return replace(plan, time=replace(plan.time, seconds=seconds, bound=bound))
 
 
-class Point(NamedTuple):
-    """A point of a scaling curve. scaling: strong or weak. efficiency: samples/s per GPU, relative to the first."""
-
-    plan: Plan
-    scaling: str
-    efficiency: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The point as JSON can hold it."""
-        return {"scaling": self.scaling, "efficiency": self.efficiency} | self.plan.to_json()
-
-
-def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
-    """Points of the best layouts by formula. Strong: the same batch on all. Weak: it grows with the GPUs."""
+def scaling(request: Request, counts: Sequence[int]) -> list[Plan]:
+    """Plans of the best layouts by formula, with `curve`. Strong: the same batch on all. Weak: it grows with them."""
     points = []
     for kind in ("strong", "weak"):
         first = None
@@ -147,7 +133,7 @@ def scaling(request: Request, counts: Sequence[int]) -> list[Point]:
             plan = at_scale(min(plans, key=_order))
             speed = plan.samples_per_sec / gpus
             first = first or speed
-            points.append(Point(plan, kind, speed / first))
+            points.append(replace(plan, curve={"scaling": kind, "efficiency": speed / first}))
     return points
 
 
@@ -157,12 +143,9 @@ def submit_plan(plan: Plan, request: Request, options: str) -> str:
     options: further words for sbatch, as a shell reads them. Raises UsageError where the plan does not fit the GPU or
     its nodes, and where Slurm refuses.
     """
-    ranks, config = plan.layout.world_size, plan.config
     if plan.fits == "no":
         raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
-    if ranks % plan.nodes:
-        raise UsageError(f"--submit: {ranks} ranks do not fill {plan.nodes} nodes of {plan.gpu.gpus_per_node} GPUs")
-    submit_file, tasks = SCRIPTS[script_of(vars(config))].submit, ranks // plan.nodes
-    sbatch = ["sbatch", "--parsable", f"--nodes={plan.nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}"]
-    line = f"{shlex.join(sbatch)} {options} {shlex.join([submit_file, *arguments(config, request.words)])}"
+    words = [SCRIPTS[script_of(vars(plan.config))].submit, *arguments(plan.config, request.words)]
+    sbatch = ["sbatch", "--parsable", *on_nodes(plan.layout.world_size, plan.gpu.gpus_per_node)]
+    line = f"{shlex.join(sbatch)} {options} {shlex.join(words)}"
     return f"job {submit(['export PREFLIGHT=1', line])}: PREFLIGHT=1 {line}"

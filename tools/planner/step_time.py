@@ -122,12 +122,11 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
 
     def is_ring(kind, group):
         """Tell whether a collective is an exchange of ring attention: an all-to-all to the next rank alone."""
-        method = {"cp": config.cp_method, "domain": config.domain_method}.get(_kind_of(group))
+        method = {"cp": config.cp_method, "domain": config.domain_method}.get(group)
         return kind == "all_to_all" and method == "ring"
 
-    def overlap_of(collective):
+    def overlap_of(phase, kind, group):
         """The work that hides a collective: "compute" of its phase, "attention" of its phase, or None."""
-        phase, kind, group = collective["phase"], collective["kind"], _kind_of(collective["group"])
         if is_ring(kind, group):
             return ATTENTION
         if phase == "backward" and kind == "all_reduce" and group in SAME_WEIGHTS:
@@ -154,14 +153,14 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
     for (phase, kind, group), sent in sizes.items():
         count, members = max(1, round(counts[phase, kind, group])), trace.groups[group]
         shapes = node_shapes(members, layout.world_size, gpu.gpus_per_node)
-        ring = not (kind == "send" or is_ring(kind, group))
+        ring = not (kind == "send" or is_ring(kind, _kind_of(group)))
         seconds = max(collective_time(kind, sent, count, len(members), *shape, gpu, ring) for shape in shapes)
         collective: dict[str, Any] = {
             "phase": phase, "kind": kind, "group": group, "ranks": members, "count": count, "bytes": round(sent),
             "inside": all(nodes == 1 for nodes, _ in shapes), "seconds": seconds,
         }  # fmt: skip
         collectives.append(collective)
-        together[phase, overlap_of(collective)].append(collective)
+        together[phase, overlap_of(phase, kind, _kind_of(group))].append(collective)
 
     # The host launches operations: a lower bound, on a CPU beside computing.
     each = measured.speeds(ranks).host if measured else dict.fromkeys(PHASES, gpu.launch)
@@ -210,9 +209,10 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
     passes = config.gradient_accumulation * (2 if config.pp_schedule == "interleaved" else 1)
     table["backward", "bubble"] = ((layout.pp - 1) * every - 2 * gained) / passes
 
-    parts, bounds = dict.fromkeys(BOUNDS, 0.0), defaultdict[str, float](float)
+    parts: Any = Counter(dict.fromkeys(BOUNDS, 0.0))
+    bounds = Counter[Any]()
     for (_, part), seconds in table.items():
-        parts[part] = parts.get(part, 0.0) + seconds
+        parts[part] += seconds
     for part, seconds in parts.items():
         kind, _, group = part.partition(" ")
         bounds[BOUNDS.get(part, f"{kind} ({group})")] += seconds
@@ -267,7 +267,7 @@ def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> 
 
 
 def collective_time(
-    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool = True
+    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool
 ) -> float:
     """Seconds of `count` collectives in which a rank sends `sent` bytes altogether.
 

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks.vit import Attention
-from tools.instruments.tracker import Message, Operation, phases_of
+from tools.instruments.tracker import Message, Operation, Tracker, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
-from tools.planner.fake import FakeTracker, Replica, fake_rank, pipeline_shapes, receive_buffers
+from tools.planner.fake import Replica, fake_rank, pipeline_shapes, receive_buffers, values_are_zero
 from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
@@ -42,7 +42,8 @@ GROUPS = (
     "dp_shard_image", "tp_pp",
 )  # fmt: skip
 
-HOST = "parameters", "gradients", "optimizer"  # what cpu_offload keeps in host memory
+STATES = "parameters", "gradients", "optimizer"  # what ZeRO shares out, and cpu_offload keeps in host memory
+HELD = *STATES, "activations"
 
 
 class Trace(NamedTuple):
@@ -97,7 +98,7 @@ def _trace(config, layout, rank, device_type):
     config = config.model_copy(update=plain)
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
-    with fake_rank(layout, rank, device_type) as fake, ExitStack() as stack:
+    with fake_rank(layout, rank, device_type) as fake, values_are_zero(), ExitStack() as stack:
         if autocast:  # one context of all stages: copies of parameters in low precision are made once
             stack.enter_context(autocast.ahead_of_collectives())
             stack.enter_context(patch.object(TrainingStep, "autocast", lambda _: autocast))
@@ -118,7 +119,7 @@ def _trace(config, layout, rank, device_type):
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, task)
             x, y = random_batch(step.task, device)
-            with FakeTracker():
+            with Tracker():  # in it a fake ShardTensor is its local part
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
 
@@ -127,13 +128,13 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
     """The Trace of one more step of a TrainingStep that has made one; of a real step too."""
     parallel, optimizer = step.parallel, getattr(step.optimizer, "optim", step.optimizer)  # of ZeroRedundancyOptimizer
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [value for state in optimizer.state.values() for value in state.values()]
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
     stages = parallel.pipeline.stages if parallel.pipeline else []
     called: list[nn.Module] = [stage.submod for stage in stages] or [parallel.module]
     buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
     received = receive_buffers(stages)
-    tracker = FakeTracker([*weights, *states, *buckets, *received, x, y])
+    tracker = Tracker([*weights, *states, *buckets, *received, x, y])
     tracker.label("parameters", weights)
     tracker.label("gradients", buckets)
     tracker.label("batch", [x, y])
@@ -152,7 +153,7 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
             note("parameters at most", parameters())
             note("activations", tracker.saved)
         if phase == "update":
-            note("gradients", tracker.label("gradients", [p.grad for p in own if p.grad is not None]))
+            note("gradients", tracker.label("gradients", [p.grad for p in own]))
 
     def gathered(unit, *_):
         tracker.label("buffers", unit.parameters())
@@ -174,9 +175,9 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         step(0, x, y)
     dimensions, messages = _dimensions(), Counter[Message]()
     for message, calls in tracker.messages.items():
-        messages[message._replace(group=dimensions[tracker.groups[message.group]])] += calls
-    groups = {dimensions[ranks]: ranks for ranks in tracker.groups.values()}
-    return Trace(tracker.memory(step.config.cpu_offload * HOST), held, tracker.operations, messages, groups)
+        messages[message._replace(group=dimensions[message.group])] += calls
+    groups = {dimensions[message.group]: message.group for message in tracker.messages}
+    return Trace(tracker.memory(step.config.cpu_offload * STATES), held, tracker.operations, messages, groups)
 
 
 def _dimensions():

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
+from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case, held, seconds_of
-from tools.instruments.team import Case, Rank, Teams
+from tools.instruments.team import Case, Teams
 from tools.planner import calibrate
 from tools.planner.compare import beside
 from tools.planner.hardware import gpu_of
 from tools.planner.plan import plan_layout
 from tools.planner.plan_text import layout_words
 from tools.planner.search import Request, best_layouts
-from tools.planner.trace import Trace, measured, trace_step
-from tools.tables import MIB
+from tools.planner.trace import HELD, Trace, measured, trace_step
+from tools.tables import MIB, format_tables
 from utils.config import read_mappings
 from utils.errors import run_main
 
-MEMORY = ("parameters", "gradients", "optimizer", "activations")
 RANKS = 2
 SMALL = "--depth=4", "--device=cpu", "--local_batch_size=4"
 LAYOUTS = "config/verify.yaml"
@@ -51,15 +51,17 @@ def verify(cases: Sequence[Case]) -> int:
     """
     with Teams(cases[0].config) as teams:
         real = [teams.call(case.ranks, real_trace, case) for case in cases]
-    planned, kept, sent, results = {}, {}, {}, {}
+    rows: list[dict[str, Any]] = []
     for case, found in zip(cases, real, strict=True):
         traces, messages = trace_step(case.config, case.layout, "cpu"), found[0].messages
         total = sum(message.sent * calls for message, calls in messages.items()) / MIB
-        sent[case.name] = f"{total:.2f} MiB in {messages.total()}"
-        planned[case.name], kept[case.name] = (each[0].held["activations"] / MIB for each in (traces, found))
-        results[case.name] = differ(found, traces)
-    print(beside("MiB kept for the backward pass", planned, kept, collectives=sent, counts=results))
-    return sum(result != "equal" for result in results.values())
+        planned, kept = (each[0].held["activations"] / MIB for each in (traces, found))
+        rows.append({
+            "name": case.name, "planned": planned, "measured": kept, "ratio": kept / planned,
+            "sent": f"{total:.2f} MiB in {messages.total()}", "counts": differ(found, traces),
+        })  # fmt: skip
+    print(format_tables("verify", rows))
+    return sum(row["counts"] != "equal" for row in rows)
 
 
 def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
@@ -71,12 +73,12 @@ def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
 
 
 def counts(trace: Trace) -> Counter[Any]:
-    """The part of a Trace that must be the same in a real run and in a plan: messages, bytes by MEMORY, FLOP."""
+    """The part of a Trace that must be the same in a real run and in a plan: messages, bytes HELD, FLOP."""
     flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
-    return trace.messages + Counter({name: int(trace.held[name]) for name in MEMORY} | {"FLOP": flops})
+    return trace.messages + Counter({name: int(trace.held[name]) for name in HELD} | {"FLOP": flops})
 
 
-def real_trace(rank: Rank, case: Case) -> Trace:
+def real_trace(rank: Process, case: Case) -> Trace:
     """On a rank: the Trace of a real step."""
     own = held(rank, case)
     return measured(own.step, own.x, own.y)

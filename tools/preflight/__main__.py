@@ -12,14 +12,14 @@ Every wait has a time limit, and a missing rank is named. Exit status: 0 nothing
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 try:
     import torch  # noqa: F401
 except ImportError as error:
     sys.exit(f"FAIL  torch: {error} - make setup, or take the python of the environment that has it")
 
-from tools.preflight.checks import CHECKS
+from tools.preflight.checks import CHECKS, Results
 from tools.preflight.rendezvous import Absent, CheckResult, Rendezvous, limited, merge
 from utils.comm import run_ranks
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real
@@ -27,7 +27,6 @@ from utils.launch import read_launch
 from utils.rank_failure import exit_at_once
 
 OTHER_PATHS = ("valid_data", "inf_data", "global_means", "global_stds", "time_means")  # sites/launch.sh gives them
-Check = Callable[[argparse.Namespace, Rendezvous], Iterator[CheckResult]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def run_checks(options: argparse.Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def run_checks(options: argparse.Namespace, ranks: Rendezvous) -> Results:
     """Yield the results of all ranks, check by check. A missing rank is the last result: no check can follow."""
     try:
         if ranks.size > 1:
@@ -64,7 +63,7 @@ def run_checks(options: argparse.Namespace, ranks: Rendezvous) -> Iterator[Check
         yield result
 
 
-def attempt(check: Check, options: argparse.Namespace, ranks: Rendezvous) -> list[CheckResult]:
+def attempt(check: Callable[..., Results], options: argparse.Namespace, ranks: Rendezvous) -> list[CheckResult]:
     """The results of a check on this rank. An exception or a timeout becomes a FAIL."""
     results: list[CheckResult] = []
     try:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed
 from tools.preflight.rendezvous import CheckResult, Rendezvous
-from utils.config import ROOT
+from utils.config import ROOT, read_mappings
 from utils.device import backend_for, built_for, driver, library, physical_name, select_device
 from utils.errors import first_line
 from utils.files import whole_file
@@ -29,17 +29,11 @@ CLOCKS_APART = 2.0  # seconds
 SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks of years
-SLOW = {
-    ("NCCL_IB_DISABLE", "1"): "InfiniBand is switched off",
-    ("NCCL_P2P_DISABLE", "1"): "GPUs of a node do not talk to one another directly",
-    ("NCCL_SHM_DISABLE", "1"): "shared memory is switched off",
-    ("NCCL_DEBUG", "TRACE"): "a line for every call",
-    ("CUDA_LAUNCH_BLOCKING", "1"): "the host waits for every kernel",
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every collective is checked",
-}
+Results = Iterator[CheckResult]
+SLOW = "config/slow_variables.yaml"
 
 
-def packages(_options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
+def packages(_options: Namespace, _ranks: Rendezvous) -> Results:
     """Check that Python and the packages have the versions that requirements.txt pins."""
     level = "ok" if sys.version_info >= (3, 11) else "FAIL"
     yield CheckResult(level, "python", platform.python_version(), "3.11 or newer is needed")
@@ -58,7 +52,7 @@ def packages(_options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
     yield CheckResult("ok", "packages", f"{len(pins)} compared; torch {torch.__version__}, built for {built_for()}")
 
 
-def devices(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def devices(options: Namespace, ranks: Rendezvous) -> Results:
     """The device of this rank, and its free memory; select_device refuses one that torch does not see."""
     device = select_device(options.device, ranks.launch.local_rank)
     if device.type == "cpu":
@@ -73,7 +67,7 @@ def devices(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     yield CheckResult(level, "devices", message, "another process holds memory")
 
 
-def environment(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def environment(_options: Namespace, ranks: Rendezvous) -> Results:
     """Find variables of the environment that slow a run down or name something that does not exist."""
     cpus, env, threads = os.cpu_count() or 1, os.environ, torch.get_num_threads()
     yield CheckResult("ok", "launch", f"{ranks.size} rank(s) on {ranks.launch.nodes} node(s)")
@@ -83,10 +77,11 @@ def environment(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]
     level = "warn" if threads > mine or threads * there > cpus else "ok"
     advice = f"OMP_NUM_THREADS={max(1, min(mine, cpus // there))}" if threads > 1 else "fewer ranks on a node"
     yield CheckResult(level, "threads", f"{message}{there} rank(s) on the node", advice)
+    slow = read_mappings(SLOW, "variables")
     for name, value in sorted(env.items()):
         setting = f"{name}={value}"
-        if (name, value) in SLOW:
-            yield CheckResult("warn", "variables", f"{setting}: {SLOW[name, value]}", f"unset {name}")
+        if reason := slow.get(name, {}).get(value):
+            yield CheckResult("warn", "variables", f"{setting}: {reason}", f"unset {name}")
         elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             level = "FAIL" if unknown_interfaces(value) else "ok"
             yield CheckResult(level, "variables", setting, f"one of {' '.join(interface_addresses())}")
@@ -102,7 +97,7 @@ def unknown_interfaces(value: str) -> bool:
     return not any(there in names if exact else there.startswith(names) for there in interface_addresses())
 
 
-def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
+def log_folder(options: Namespace, _ranks: Rendezvous) -> Results:
     """Check that this rank can write, sync and rename files in the log folder."""
     folder, advice = Path(options.expdir), "another folder: --expdir, or LOG_DIR for sites/launch.sh"
     mark = folder / f".preflight-{uuid.uuid4().hex}"
@@ -118,7 +113,7 @@ def log_folder(options: Namespace, _ranks: Rendezvous) -> Iterator[CheckResult]:
     yield CheckResult("ok" if free > LEAST_FREE_GB else "warn", "log folder", message, f"make room, or {advice}")
 
 
-def data_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def data_folder(options: Namespace, ranks: Rendezvous) -> Results:
     """Check that there is a file to train with, and how fast all ranks together read it."""
     folder = Path(options.train_data_path or "data")
     file = next((path for pattern in DATA_FILES for path in folder.rglob(pattern) if path.is_file()), None)
@@ -140,7 +135,7 @@ def read_speed(file: Path) -> float:
     return count / (time.perf_counter() - began)
 
 
-def clocks(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def clocks(_options: Namespace, ranks: Rendezvous) -> Results:
     """Compare the clocks of the ranks, on which dates of files and log lines depend."""
     if ranks.size > 1:
         ranks.exchange("clocks: ready", True)
@@ -150,7 +145,7 @@ def clocks(_options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
         yield CheckResult(level, "clocks", f"at most {apart:.1f} s apart", "time synchronisation (NTP) of the nodes")
 
 
-def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def shared_folder(options: Namespace, ranks: Rendezvous) -> Results:
     """Check that the other ranks soon see a file of rank 0: all of them write a checkpoint into one folder."""
     if ranks.size == 1:
         return
@@ -173,7 +168,7 @@ def shared_folder(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult
     yield CheckResult("FAIL" if blind else "ok", "shared folder", f"{folder}: a file of rank 0 is {message}", advice)
 
 
-def network(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
+def network(options: Namespace, ranks: Rendezvous) -> Results:
     """Check that all ranks can join one group, NCCL if each has a GPU of its own, otherwise gloo, and how it works."""
     if ranks.size == 1:
         return
@@ -207,7 +202,7 @@ def network(options: Namespace, ranks: Rendezvous) -> Iterator[CheckResult]:
     yield from checkpoint_group(ranks.patience)  # the last: ranks that fail in it disagree on groups
 
 
-def collectives(device: torch.device) -> Iterator[CheckResult]:
+def collectives(device: torch.device) -> Results:
     """Check that collectives of every kind give the right numbers."""
     for dtype in (torch.float32, torch.bfloat16):
         right, name = collective_speed.are_right(device, dtype), str(dtype).removeprefix("torch.")
@@ -218,7 +213,7 @@ def collectives(device: torch.device) -> Iterator[CheckResult]:
             yield CheckResult("ok", "collectives", f"{name}: {', '.join(right)} give the right numbers")
 
 
-def bandwidth(device: torch.device, ranks: Rendezvous) -> Iterator[CheckResult]:
+def bandwidth(device: torch.device, ranks: Rendezvous) -> Results:
     """Measure what a rank sends in a second, and latency: among all ranks, inside each node, and across nodes."""
     parts = {"all": [list(range(ranks.size))]}
     nodes = list(ranks.by_node(range(ranks.size)).values())
@@ -234,7 +229,7 @@ def bandwidth(device: torch.device, ranks: Rendezvous) -> Iterator[CheckResult]:
         yield CheckResult("ok", "bandwidth", f"{where}, sent by a rank: {'; '.join(shown)}")
 
 
-def checkpoint_group(seconds: float) -> Iterator[CheckResult]:
+def checkpoint_group(seconds: float) -> Results:
     """Check that all ranks can join a gloo group beside their own: a checkpoint's, whatever the devices are."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "what the host name resolves to")
     patience = datetime.timedelta(seconds=seconds)
