@@ -81,7 +81,8 @@ class Recorder:
     def __init__(self, step: TrainingStep):
         self.step, self.model, self.record = step, step.parallel.model, Record()
         self.first, self.inside = False, 0
-        self.calls: dict[str, list[Part]] = {}
+        self.calls: dict[str, list[tuple[int, Part]]] = {}  # {module: [(how many outputs were kept before, it)]}
+        self.kept = 0
         outermost: list[nn.Module] = [*step.parallel.split.stages] or [self.model]
         for part in outermost:
             part.register_forward_pre_hook(self._enter)
@@ -135,21 +136,24 @@ class Recorder:
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Keep the output of a module; what is computed again in the backward pass is not kept."""
         if self.first and self.inside and torch.is_grad_enabled() and isinstance(output, Tensor):
-            self.calls.setdefault(name, []).append(self.part(output, samples=True))
+            self.calls.setdefault(name, []).append((self.kept, self.part(output, samples=True)))
+            self.kept += 1
 
     def _outputs(self) -> None:
         """Record the outputs that were kept, those of all micro-batches as one; a module may be called twice."""
-        micro_batches = self.step.config.gradient_accumulation
+        micro_batches, outputs = self.step.config.gradient_accumulation, []
         for name, calls in self.calls.items():
             if self.step.parallel.pipeline:
                 calls = calls[len(calls) // (micro_batches + 1) :]  # it has tried its stages out before
             times = len(calls) // micro_batches
             for i in range(times):
-                parts = calls[i::times]
+                numbers, parts = zip(*calls[i::times], strict=True)
                 part = Part(torch.cat([p.value for p in parts]), parts[0].spec, samples=True)
                 if part.spec and micro_batches > 1:
                     part.spec = part.spec.resized({0: part.spec.shape[0] * micro_batches})
-                self.record[FORWARD, f"{name} ({i + 1})" if i else name] = part
+                outputs.append((numbers[0], f"{name} ({i + 1})" if i else name, part))
+        for _, name, part in sorted(outputs, key=lambda output: output[0]):  # in the order of the first micro-batch
+            self.record[FORWARD, name] = part
 
     def _unreduced(self, name: str, gradient: Tensor) -> None:
         if self.first:
