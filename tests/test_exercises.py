@@ -1,5 +1,6 @@
 """Exercises: solutions pass, unsolved and wrong files fail with a line that helps, and nothing hangs."""
 
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -28,6 +29,7 @@ UNSOLVED = {
     "12_choose_a_layout": "few samples: .* 4 cannot be shared by 16 ranks",
     "14_patches": "token 0 is not the patch at its place",
     "15_collectives": "every rank has what rank 0 had",
+    "16_broken_runs": r"^tensor, ranks: no answer(\n.*: no answer){8}$",
 }
 VERY_WIDE = '"very wide": "--tensor_parallel=4 --data_parallel=zero2 --sequence_parallel"'
 # (name, a piece of the solution, what stands there instead, what the check says to it)
@@ -107,6 +109,12 @@ WRONG = [
     ("15_collectives", "return [before[0] for", "return [before[1] for", "every rank has what rank 0 had"),
     ("15_collectives", "[r * n : (r + 1) * n]] for r", "[:n]] for r", "rank r has piece r of every rank's list"),
     ("15_collectives", "2 * share if", "share if", "in all_reduce of .* sends"),
+    ("16_broken_runs", "[0],", "[0, 1],", "^domain, ranks: rank 1 is equal in the row where the difference begins$"),
+    ("16_broken_runs", "[0, 1],", "[1],", "^tensor, ranks: rank 0 differs too in the row where"),
+    ("16_broken_runs", "mlp.fc2", "mlp", "^tensor, where: a part of blocks.1.mlp differs before it$"),
+    ("16_broken_runs", '"all"', '"norm.bias"', "^data, where: it is not the only row of this stage that differs"),
+    ("16_broken_runs", "learning rate", "moments", "^data, cause: then the weights after step 1 would be equal$"),
+    ("16_broken_runs", '"halo"', '"norm"', "^domain, cause: then an output would differ, first that of a norm$"),
     (
         "12_choose_a_layout",
         VERY_WIDE,
@@ -202,6 +210,31 @@ def test_all_questions_are_answered_at_once():
     assert [line.split(":")[0] for line in lines.split("\n  - ")] == ["few samples", "very wide", "wide"]
 
 
+def test_the_broken_runs_show_what_is_to_be_answered():
+    """Of each run: the ranks of the first stage's first row above the tolerance, and its name, are the answers."""
+    answers = importlib.import_module("exercises.checks.16_broken_runs").RIGHT
+    run = programs.run(["-m", "exercises.16_broken_runs"])
+    assert run.returncode == 0, run.stderr
+    assert list(answers) == re.findall(r"^(\w+): \w+$", run.stdout, re.M)
+    for (name, answer), tables in zip(
+        answers.items(), re.split(r"^\w+: \w+$", run.stdout, flags=re.M)[1:], strict=True
+    ):
+        stages, modules = tables.strip().split("\n\n")[:2]
+        stage, *_ = differing(stages)[0]
+        assert modules.startswith(f"| {stage}, in order "), name
+        first, *ranks = differing(modules)[0]
+        everything = len(differing(modules)) == modules.count("\n") - 1
+        assert answer["where"] == ("all" if everything else first)
+        assert answer["ranks"] == [rank for rank, error in enumerate(ranks) if error > 1e-8]
+
+
+def differing(table):
+    """[(name, error of rank 0, error of rank 1)] of the rows of a table that differ from one device."""
+    rows = [line.strip("| ").split("|") for line in table.splitlines()[2:]]
+    rows = [(name.strip(), float(a), float(b)) for name, a, b in rows]
+    return [row for row in rows if max(row[1:]) > 1e-8]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_solution_differs_in_the_gap_alone(name):
     (exercise, gaps), (solved, same_gaps) = (outside_of_gaps(p.read_text()) for p in (FILES[name], solution(name)))
@@ -241,7 +274,7 @@ def test_the_command_ends_with_a_status():
     for words, status, text in (
         (["4"], 1, "which rank trains on which sample: not yet. exercises/04_sharded_sampler.py (seed "),
         (["4", "--solution"], 0, "right."),
-        (["16"], 2, "error: argument number: 16 is not within 1 to 15"),
+        (["17"], 2, "error: argument number: 17 is not within 1 to 16"),
     ):
         run = programs.run(["-m", "exercises.check", *words])
         assert run.returncode == status, run.stderr

@@ -97,19 +97,12 @@ def compare(rank: Process, case: Case, file: Path, dtype: str) -> Result:
     (found, _), tolerance = in_dtype(rank, case, dtype), TOLERANCES[dtype]
     serial = torch.load(file, mmap=True, weights_only=True)
     wholes: dict[Key, Tensor] = serial["parts"]
-    shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
-    errors: dict[Key, float] = {}
-    wanted: dict[Key, Tensor] = {}
-    for key, part in found.items():
-        expected = expected_part(key, part, wholes[key], shapes) if key in wholes else None
-        if expected is not None:
-            wanted[key] = expected.to(part.value.device)
-            errors[key] = relative_error(key, part, wanted[key], wholes, shapes)
+    errors, wanted = errors_of(found, wholes)
     seen = comm.gather(errors)
     ordered = sorted(wholes, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     compared = set().union(*seen)
     skipped = [key[1] for key in ordered if key not in compared and (key[1] or comm.get_size("pp") == 1)]
-    weights = {key for _, keys in shapes for key in keys if key[0] == INITIAL}
+    weights = set().union(*comm.gather([key for key in found if key[0] == INITIAL]))
     if extra := sorted(weights - wholes.keys()):
         apart = "one device has no such weight: a weight that several layers share has come apart"
         return Result(case.name, math.inf, *extra[0], ranks=range(comm.world_size()), cause=apart)
@@ -124,6 +117,22 @@ def compare(rank: Process, case: Case, file: Path, dtype: str) -> Result:
             result.cause = causes.cause(key, kind, result.ranks, found, wanted.get(key), scale, tolerance)
             break
     return result
+
+
+def errors_of(found: Record, wholes: dict[Key, Tensor]) -> tuple[dict[Key, float], dict[Key, Tensor]]:
+    """Of all that can be compared on this rank: its relative error, and what one device has in its place.
+
+    All ranks call it together. wholes: the tensors of one device.
+    """
+    shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
+    errors: dict[Key, float] = {}
+    wanted: dict[Key, Tensor] = {}
+    for key, part in found.items():
+        expected = expected_part(key, part, wholes[key], shapes) if key in wholes else None
+        if expected is not None:
+            wanted[key] = expected.to(part.value.device)
+            errors[key] = relative_error(key, part, wanted[key], wholes, shapes)
+    return errors, wanted
 
 
 def coordinates() -> dict[str, int]:

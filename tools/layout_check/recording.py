@@ -101,7 +101,7 @@ def weights(step: TrainingStep, stage: str) -> Record:
 def recorded(step: TrainingStep, found: Record) -> Iterator[None]:
     """Inside, a step puts outputs of modules and gradients into a Record."""
     model, update, inside = step.parallel.model, step.update, False
-    calls = defaultdict[str, list[Part]](list)  # outputs of a module
+    calls = defaultdict[str, list[tuple[int, Part]]](list)  # outputs of a module, each with its place in the order
 
     def goes(inward, *_):
         nonlocal inside
@@ -110,7 +110,7 @@ def recorded(step: TrainingStep, found: Record) -> Iterator[None]:
     def outputs(name, module, inputs, output):
         """Keep the output of a module; what is computed again in the backward pass is not kept."""
         if inside and torch.is_grad_enabled() and isinstance(output, Tensor):
-            calls[name].append(part_of_rank(output))
+            calls[name].append((sum(map(len, calls.values())), part_of_rank(output)))
 
     def unreduced(name, gradient):
         part, before = of_parameter(step, name, gradient), found.get((UNREDUCED, name))
@@ -141,13 +141,16 @@ def recorded(step: TrainingStep, found: Record) -> Iterator[None]:
     for hook in hooks:
         hook.remove()
     # The outputs of all micro-batches as one; a module may be called twice.
-    micro_batches = step.config.gradient_accumulation
+    micro_batches, joined = step.config.gradient_accumulation, []
     for name, parts in calls.items():
         if step.parallel.pipeline:
             parts = parts[len(parts) // (micro_batches + 1) :]  # it has tried its stages out before
         times = len(parts) // micro_batches
         for i in range(times):
-            values, spec = [part.value for part in parts[i::times]], parts[i].spec
+            (place, first), values = parts[i], [part.value for _, part in parts[i::times]]
+            spec = first.spec
             if spec and micro_batches > 1:
                 spec = spec.resized({0: spec.shape[0] * micro_batches})
-            found[FORWARD, f"{name} ({i + 1})" if i else name] = Part(torch.cat(values), spec)
+            joined.append((place, f"{name} ({i + 1})" if i else name, Part(torch.cat(values), spec)))
+    for _, name, part in sorted(joined, key=lambda output: output[0]):  # as the first micro-batch computed them
+        found[FORWARD, name] = part
