@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pandas import DataFrame
 
+from tools.benchmarks.turns import in_turns
 from tools.instruments.pool import OutOfMemory
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Rank, Teams
@@ -51,10 +52,13 @@ def compare(
     cases = [case for group in groups.values() for case in group]
     device = check_machine(cases)
     turns: dict[Case, list[Any]] = {case: [] for case in cases}
+    named = {f"{case.name} {size}": case for size, group in groups.items() for case in group}
+    without_memory: set[str] = set()
     with Teams(cases[0].config) as teams:
-        for case, done in [*turns.items()] * rounds:
-            if None not in done:  # it has not run out of memory
-                done.append(_turn(teams, case, steps, limit, not done))
+        for number, name, case in in_turns(named, rounds, without_memory):
+            turns[case].append(_turn(teams, case, steps, limit, number == 0))
+            if turns[case][-1] is None:
+                without_memory.add(name)
     rows: list[dict[str, Any]] = []
     for size, group in groups.items():
         first, *_ = of_group = [{"size": size} | _row(case, turns[case]) for case in group]

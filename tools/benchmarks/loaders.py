@@ -17,6 +17,7 @@ import torch
 from pandas import DataFrame
 from torch import Tensor
 
+from tools.benchmarks.turns import in_turns
 from tools.instruments.clock import timed
 from tools.tables import format_tables, installed, machine
 from training.tasks import build_task
@@ -47,7 +48,9 @@ def run(words: list[str], workers: int = 2, frames: int = 24, batches: int = 12,
         _write_frames(config, Path(folder), frames)
         own = {"train_data_path": folder, "valid_data_path": folder, "num_data_workers": workers}
         copied = config.model_copy(update=own)
-        turns = [{name: measure(copied) for name, measure in loaders.items()} for _ in range(rounds)]
+        turns: list[dict[str, float]] = [{} for _ in range(rounds)]
+        for number, name, measure in in_turns(loaders, rounds):
+            turns[number][name] = measure(copied)
     speeds, sample_bytes = DataFrame(turns), _sample_bytes(config)
     medians = speeds.median()
     results: list[dict[str, Any]] = DataFrame({

@@ -73,7 +73,7 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
 
 
 def planned_figures(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON, also with its config, its seconds by phase, and its number of collectives, the batch's included."""
+    """A plan as JSON, also with its config, seconds by phase, and collectives, the batch's included."""
     phases = {f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()}
     broadcasts = 2 if plan.layout.tp * plan.layout.pp > 1 else 0  # input and target, which one rank reads for them all
     return plan.to_json() | phases | {
