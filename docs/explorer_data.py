@@ -1,7 +1,7 @@
 """The numbers of the page to play with (docs/explorer.md): plans by formula of every layout, for a few sizes.
 
-The page computes nothing that the planner computes: it looks the layout up. `make site` counts them, which takes about
-a minute, and keeps them in .cache until the planner changes.
+The page computes nothing that the planner computes: it looks the layout up. `make site` counts them, which takes some
+minutes, and keeps them in .cache until the planner changes.
 """
 
 import hashlib
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tools.planner.hardware import load_gpu
-from tools.planner.plan import CATEGORIES, Plan
+from tools.planner.plan import CATEGORIES, Plan, plan_layout
 from tools.planner.search import Request, formula_plans
+from tools.planner.textbook import textbook_traces
 
 ROOT = Path(__file__).parents[1]
 GPUS = ("a100-40gb", "h100")
-COUNTS = (1, 2, 4, 8, 16, 32)
+COUNTS = (1, 2, 4, 8, 16, 32, 128, 1024)
+MOST_APART = 32  # GPUs that split a model or an image between them; more are slow, and would be most of the page
 MODELS = {
     "small: 12 blocks of 384 features": "--embed_dim=384 --num_heads=8",
     "medium: 12 blocks of 1024 features": "--embed_dim=1024 --num_heads=8",
@@ -28,56 +30,74 @@ IMAGES = {
     "360 x 720 points, 4,050 tokens": "",
     "720 x 1440 points, 16,200 tokens": "--img_size 720 1440",
 }
-BASE = "--yaml_config=config/mp.yaml --config=mp --global_batch_size=32"
+BATCHES = {"32 samples": "--global_batch_size=32", "256 samples": "--global_batch_size=256"}
+ACCUMULATED = 4  # micro-batches of a layout without a pipeline, beside one
+BASE = "--yaml_config=config/mp.yaml --config=mp"
 FIXED = "--no-sequence_parallel --cp_method=gather --domain_method=gather --pp_schedule=1f1b"
-FIXED += " --activation_checkpointing=none"
 MIB = 2**20
 
 
-def row(plan: Plan, sorts: list[list[Any]]) -> list[Any]:
-    """A layout and its plan: sizes, strategy, MiB by kind, ms of a step, messages of a step.
+def row(plan: Plan, sent: dict[str, int]) -> list[Any]:
+    """A layout and its plan: sizes, strategy, micro-batches, checkpointing, MiB by kind, ms and messages of a step.
 
-    sorts: of messages: [phase, kind, group, inside a node]; new ones are added. A message is [its sort, count, MiB].
+    sent: the number of each message, as JSON: [phase, kind, group, inside a node, count, MiB]; new ones are added.
     """
     layout, fields = plan.layout, plan.to_json()
     memory = [round(plan.memory[name] / MIB, 1) for name in CATEGORIES]
     messages = []
     for each in fields["collectives"]:
-        sort = [each["phase"], each["kind"], each["group"], int(each["inside"])]
-        if sort not in sorts:
-            sorts.append(sort)
-        messages.append([sorts.index(sort), each["count"], round(each["bytes"] / MIB, 2)])
+        sort = each["phase"], each["kind"], each["group"], int(each["inside"])
+        message = json.dumps([*sort, each["count"], round(each["bytes"] / MIB, 2)])
+        messages.append(sent.setdefault(message, len(sent)))
     sizes = [layout.world_size, layout.tp, layout.cp, layout.pp, "x".join(map(str, layout.domain)), layout.dp]
-    strategy = plan.config.data_parallel, plan.config.gradient_accumulation
+    config = plan.config
+    strategy = config.data_parallel, config.gradient_accumulation, config.activation_checkpointing
     needed = round(plan.needed / MIB, 1)
     return [*sizes, *strategy, memory, needed, round(plan.time.seconds * 1e3, 2), messages]
 
 
-def layouts(gpu: str, model: str, image: str, counts: Sequence[int], sorts: list[list[Any]]) -> list[list[Any]]:
+def layouts(
+    gpu: str, model: str, image: str, batch: str, counts: Sequence[int], sent: dict[str, int]
+) -> list[list[Any]]:
     """Rows of all layouts of these numbers of GPUs."""
-    request = Request(f"{BASE} {MODELS[model]} {IMAGES[image]} {FIXED}".split(), load_gpu(gpu))
-    return [row(plan, sorts) for n in counts for plan in formula_plans(request, n)[0]]
+    words = f"{BASE} {MODELS[model]} {IMAGES[image]} {BATCHES[batch]} {FIXED}".split()
+    request, rows = Request(words, load_gpu(gpu)), []
+    for n in counts:
+        for plan in formula_plans(request, n)[0]:
+            if n <= MOST_APART * plan.layout.dp:
+                rows += [row(each, sent) for each in (plan, *accumulated(plan))]
+    return rows
+
+
+def accumulated(plan: Plan) -> list[Plan]:
+    """The plan of the same layout that splits its batch into micro-batches, where it can and does not yet."""
+    config, layout = plan.config, plan.layout
+    if layout.pp > 1 or config.global_batch_size // layout.dp % ACCUMULATED:
+        return []
+    config = config.model_copy(update={"gradient_accumulation": ACCUMULATED})
+    return [plan_layout(config, layout, plan.gpu, textbook_traces(config, layout))]
 
 
 def data(counts: Sequence[int] = COUNTS) -> dict[str, Any]:
-    """{"gpus": ..., "models": ..., "images": ..., "base": ..., "rows": {"gpu|model|image": rows}}."""
-    sorts: list[list[Any]] = []
-    rows = {"|".join(names): layouts(*names, counts, sorts) for names in product(GPUS, MODELS, IMAGES)}
+    """{"gpus": ..., "models": ..., "images": ..., "base": ..., "rows": {"gpu|model|image|batch": rows}}."""
+    sent: dict[str, int] = {}
+    rows = {"|".join(names): layouts(*names, counts, sent) for names in product(GPUS, MODELS, IMAGES, BATCHES)}
     gpus = {name: load_gpu(name) for name in GPUS}
     return {
         "gpus": {name: {"per_node": gpu.gpus_per_node, "mib": round(gpu.memory / MIB)} for name, gpu in gpus.items()},
         "models": MODELS,
         "images": IMAGES,
+        "batches": BATCHES,
         "counts": counts,
         "kinds": CATEGORIES,
         "base": BASE,
-        "sorts": sorts,
+        "messages": [json.loads(message) for message in sent],
         "rows": rows,
     }
 
 
 def script() -> str:
-    """The data as a script, which a page takes from a file too. EXPLORER_GPUS: the most GPUs (32)."""
+    """The data as a script, which a page takes from a file too. EXPLORER_GPUS: the most GPUs (1024)."""
     most = int(os.environ.get("EXPLORER_GPUS", COUNTS[-1]))
     sources = [Path(__file__), ROOT / "config/hardware.yaml", ROOT / "config/mp.yaml", ROOT / "utils/layout.py"]
     sources += [*sorted(ROOT.glob("tools/planner/*.py")), *sorted(ROOT.glob("distributed/*.py"))]

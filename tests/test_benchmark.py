@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,7 +74,11 @@ def test_a_step_of_the_ladder_that_fails_is_told(tiny_options, tmp_path, monkeyp
     assert benchmark.main(["ladder", *words]) == 1
     found = json.loads((tmp_path / "l.json").read_text())
     assert [step["step"] for step in found["steps"]] == ["0 workers", "bf16"] and list(found["failed"]) == ["broken"]
-    assert capsys.readouterr().out.splitlines()[-1].endswith("embed_dim 32 is not a multiple of num_heads 3")
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].endswith("embed_dim 32 is not a multiple of num_heads 3")
+    told = re.findall(r"^turn (\d of \d), after \d+ s: (.*)$", printed.err, re.M)
+    kept = [("4 of 6", "0 workers"), ("6 of 6", "bf16")]
+    assert told == [("1 of 6", "0 workers"), ("2 of 6", "broken"), ("3 of 6", "bf16"), *kept]
 
 
 def test_every_step_adds_to_the_one_before_but_dali(tiny_config):

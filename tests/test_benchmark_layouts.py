@@ -160,7 +160,9 @@ def test_where_memory_runs_out_the_sweep_goes_on(capsys):
     assert out == {(ONE, "88 x 88"), ("dp2", "88 x 88")}
     for row in rows:
         assert ("seconds" in row) == (not row["out_of_memory"])
-    assert "out of memory" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "out of memory" in printed.out
+    assert re.findall(r"^turn (\d) of 8, ", printed.err, re.M) == list("123456")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,8 @@ def test_bad_arguments_are_one_line(preset, words, message, capfd):
     common = {"dp": DP, "mp": MP, "domain": DOMAIN}[preset]
     with refusal(re.escape(message)):
         benchmark.main(["layouts", preset, *common, *words])
-    assert capfd.readouterr().err == ""  # of the ranks
+    told = capfd.readouterr().err
+    assert [line for line in told.splitlines() if not line.startswith("turn ")] == []  # of the ranks
 
 
 def test_it_is_not_started_by_torchrun():

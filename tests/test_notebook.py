@@ -28,7 +28,7 @@ NOTEBOOK = Path("start_tensorboard.ipynb")
 @pytest.fixture
 def logs(tmp_path):
     with SummaryWriter(tmp_path / "runs/quick/00") as writer:
-        writer.add_scalar("loss/train", 0.5, 10)
+        writer.add_scalar("Loss/train", 0.5, 10)
     return tmp_path / "runs"
 
 
@@ -149,7 +149,7 @@ def test_the_example_logs_hold_one_finished_run_whose_curves_end_at_its_summary(
     assert summary["run"] == "logs/demo/00"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 1.2e6
     events = EventAccumulator(str(folder)).Reload()
-    last = events.Scalars("loss/valid")[-1]
+    last = events.Scalars("Loss/valid")[-1]
     assert last.step == summary["iterations"] == 3600
     assert last.value == pytest.approx(summary["val_loss"])
     assert set(events.Tags()["images"]) == {"forecast/u10", "forecast/z500"}

@@ -142,6 +142,30 @@ def test_no_words_of_a_drawing_leave_their_box_or_touch_others(browser):
         assert page.evaluate(MISPLACED) == [], file.name
 
 
+SPLIT_BY_MP = SCRIPTS["train_mp.py"].splits
+CUT_OFF = """[...document.querySelectorAll("#explorer table, #explorer form, #ranks")]
+    .filter(each => each.getBoundingClientRect().right > innerWidth || each.scrollWidth > each.clientWidth + 1)
+    .map(each => each.id)"""
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_where_colours_run_out_the_partners_of_a_rank_are_named(site, browser):
+    page = browser.new_page(viewport={"width": 400, "height": 900})
+    page.goto(f"file://{site}/explorer.html")
+    assert page.inner_text("#repeated") == ""
+    row = [1024, 8, 1, 1, "1x1", 128, "ddp", 1, "none", [1, 1, 1, 1, 1, 1], 9, 1, []]
+    page.evaluate("row => { for (const rows of Object.values(LAYOUTS.rows)) rows.push(row) }", row)
+    page.select_option("[name=batch]", "256 samples")
+    page.select_option("[name=n]", "1024")
+    page.click("#by button:text('tp')")
+    page.click("[data-rank='9']")
+    assert page.locator("[role=gridcell]").count() == 1024 and page.locator(".mine").count() == 8
+    first = " ".join(map(str, range(1, 106, 8)))
+    assert f"dp 1 of 128, with {first} ... 1017 (128 ranks)" in page.inner_text("#partners")
+    assert "128 groups of tp and 8 colours: rank 9 works with 8 9 10 11 12 13 14 15" in page.inner_text("#repeated")
+    assert page.evaluate(CUT_OFF) == []
+
+
 @pytest.mark.slow("a browser takes seconds to start")
 def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
     page = browser.new_page(viewport={"width": 400, "height": 900})
@@ -165,21 +189,32 @@ def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
 
     command = page.inner_text("#line").split(" ", 3)
     assert command[0] == "torchrun" and command[2] == "train_mp.py"
-    config = load_config(shlex.split(command[3]), world_size=4, splits=SCRIPTS["train_mp.py"].splits)
+    config = load_config(shlex.split(command[3]), world_size=4, splits=SPLIT_BY_MP)
     assert (config.tensor_parallel, config.context_parallel, config.embed_dim) == (2, 2, 1024)
     row = next(
         row
         for row in layouts["rows"][
-            "a100-40gb|" + page.input_value("[name=model]") + "|" + page.input_value("[name=image]")
+            "|".join(["a100-40gb", *(page.input_value(f"[name={name}]") for name in ("model", "image", "batch"))])
         ]
-        if row[:7] == [4, 2, 2, 1, "1x1", 1, page.input_value("[name=strategy]")]
+        if row[:9] == [4, 2, 2, 1, "1x1", 1, page.input_value("[name=strategy]"), 1, "none"]
     )
-    assert f"{row[10]:,.1f} ms" in page.inner_text("#verdict")
-    assert f"{row[8][0] / 1024:.2f}".rstrip("0") in page.inner_text("#held")
+    assert f"{row[11]:,.1f} ms" in page.inner_text("#verdict")
+    assert f"{row[9][0] / 1024:.2f}".rstrip("0") in page.inner_text("#held")
+
+    page.select_option("[name=parts]", "4")
+    page.select_option("[name=again]", "full")
+    page.select_option("[name=batch]", "256 samples")
+    config = load_config(shlex.split(page.inner_text("#line").split(" ", 3)[3]), world_size=4, splits=SPLIT_BY_MP)
+    found = config.global_batch_size, config.gradient_accumulation, config.activation_checkpointing
+    assert found == (256, 4, "full")
+    assert page.evaluate(CUT_OFF) == []
 
     page.select_option("[name=model]", list(explorer_data.MODELS)[-1])  # the largest model on one GPU
     page.select_option("[name=n]", "1")
-    assert page.inner_text("#verdict").startswith("It does not fit")
+    page.select_option("[name=again]", "none")
+    assert re.match(r"Nothing fits; this layout needs [\d.]+ of 39\.4 GiB\.", page.inner_text("#verdict"))
+    page.click("[name=best]")
+    assert re.match(r"Nothing fits; this layout needs least: [\d.]+ of 39\.4 GiB\.", page.inner_text("#verdict"))
     page.select_option("[name=n]", "8")
     page.click("[name=best]")
     assert page.inner_text("#verdict").startswith(("It fits", "It just fits"))

@@ -89,11 +89,11 @@ def test_every_reading_is_a_line_and_a_point_of_each_curve(run):
         phases = [reading[f"time/{phase}"] for phase in PHASES]
         assert [phase is None for phase in phases] == [phase == "pipeline" for phase in PHASES]
         assert 0 < sum(phase or 0 for phase in phases) <= reading["time/step"]
-    for name in ("gradient/norm", "memory/peak_bytes", "time/backward", "loss/train"):
+    for name in ("gradient/norm", "memory/peak_bytes", "time/backward", "Loss/train"):
         curve = scalars(done.folder, name)
         found = {reading["iteration"]: pytest.approx(reading[name]) for reading in done.readings}
         assert {iteration: curve[iteration] for iteration in found} == found
-    assert len(scalars(done.folder, "loss/train")) == 12
+    assert len(scalars(done.folder, "Loss/train")) == 12
 
 
 def test_every_rank_has_a_file_and_all_name_the_same_slowest_rank(tiny_options, tmp_path):
@@ -104,7 +104,7 @@ def test_every_rank_has_a_file_and_all_name_the_same_slowest_rank(tiny_options, 
     assert [file.name for file in files] == ["metrics-rank0.jsonl", "metrics-rank1.jsonl"]
     first, second = map(read_metrics, files)
     for a, b in zip(first, second, strict=True):
-        shared = ("iteration", "loss/train", "gradient/norm", "time/slowest_rank", "memory/most_bytes")
+        shared = ("iteration", "Loss/train", "gradient/norm", "time/slowest_rank", "memory/most_bytes")
         assert {name: a[name] for name in shared} == {name: b[name] for name in shared}
         assert max(a["memory/peak_bytes"], b["memory/peak_bytes"]) == a["memory/most_bytes"]
 
@@ -117,7 +117,7 @@ def test_a_resumed_run_has_each_iteration_once(run, monkeypatch):
     assert stopped.status == 75 and iterations(stopped.readings)[-1] == 14
     # Killed after more steps, in the middle of a line; and a rank that is no more.
     with open(stopped.folder / "metrics-rank0.jsonl", "a") as file:
-        file.write('{"iteration": 16, "loss/train": 1}\n{"iteration": 18, "lo')
+        file.write('{"iteration": 16, "Loss/train": 1}\n{"iteration": 18, "lo')
     (stopped.folder / "metrics-rank7.jsonl").write_text('{"iteration": 8}\n{"iteration": 16}\n')
     whole, expected = run(**options), run(run_num="whole", **options)
     assert iterations(whole.readings) == sorted({*iterations(expected.readings), 14})
@@ -140,7 +140,7 @@ def test_a_loss_that_is_no_number_is_null(run, monkeypatch, tmp_path):
     with pytest.raises(NonFiniteLossError, match="iteration 6"):
         run(log_every=3)
     lines = (tmp_path / "logs/quick/00/metrics-rank0.jsonl").read_text().splitlines()
-    assert [json.loads(line, parse_constant=pytest.fail)["loss/train"] is None for line in lines] == [False, True]
+    assert [json.loads(line, parse_constant=pytest.fail)["Loss/train"] is None for line in lines] == [False, True]
 
 
 def test_a_full_disk_ends_the_file_with_one_warning_and_a_whole_line(tmp_path, caplog):
@@ -192,8 +192,8 @@ def test_mlflow_has_the_curves_of_a_stopped_and_resumed_run(run, monkeypatch, tm
     (experiment,) = [found for found in client.search_experiments() if found.name != "Default"]
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.status == "FINISHED" and found.data.params["embed_dim"] == "32"
-    history = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "loss/train")}
-    assert history == pytest.approx(scalars(done.folder, "loss/train"), rel=1e-6) and len(history) == 12
+    history = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "Loss/train")}
+    assert history == pytest.approx(scalars(done.folder, "Loss/train"), rel=1e-6) and len(history) == 12
     assert found.data.metrics["gradient/norm"] == done.readings[-1]["gradient/norm"]
 
 
@@ -208,9 +208,9 @@ def test_weights_and_biases_has_the_curves_without_a_network(run, monkeypatch):
         items = {
             "/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in Record.FromString(data).history.item
         }
-        if "loss/train" in items:
-            history[items["_step"]] = items["loss/train"]
-    assert history == pytest.approx(scalars(done.folder, "loss/train"), rel=1e-6) and len(history) == 12
+        if "Loss/train" in items:
+            history[items["_step"]] = items["Loss/train"]
+    assert history == pytest.approx(scalars(done.folder, "Loss/train"), rel=1e-6) and len(history) == 12
 
 
 def leveldb_records(log):

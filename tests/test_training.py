@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -32,7 +33,7 @@ def run(tiny_options, tmp_path):
         file = folder / "summary.json"
         return SimpleNamespace(
             status=status, folder=folder, summary=json.loads(file.read_text()) if file.exists() else None,
-            curve=scalars(folder, "loss/train"), log=(folder / "out.log").read_text(),
+            curve=scalars(folder, "Loss/train"), log=(folder / "out.log").read_text(),
         )  # fmt: skip
 
     return start
@@ -104,10 +105,23 @@ def test_the_log_reads_like_the_reference(run):
 def test_tensorboard_has_losses_speed_skill_and_pictures(run, pictures):
     folder = run().folder
     tags = EventAccumulator(str(folder)).Reload().Tags()
-    assert {"loss/train", "loss/valid", "learning_rate", "speed/samples_per_sec"} <= {*tags["scalars"]}
+    assert {"Loss/train", "Loss/valid", "learning_rate", "speed/samples_per_sec"} <= {*tags["scalars"]}
     assert sorted(tag for tag in tags["scalars"] if tag.startswith("rmse/"))[0] == "rmse/00_u10"
-    assert sum(tag.startswith("acc/") for tag in tags["scalars"]) == 20
+    assert sum(tag.startswith("valid_acc/") for tag in tags["scalars"]) == 20
     assert set(tags["images"]) == {"forecast/u10", "forecast/z500"}
+    in_order = sorted(tag.partition("/")[0] for tag in tags["scalars"] + tags["images"])
+    assert (in_order[0], in_order[-1]) == ("Loss", "valid_acc")
+
+
+def test_tensorboard_draws_the_rmse_of_all_forecasts_of_a_channel_into_one_chart(run):
+    folder = run(num_iters=1, warmup=0).folder
+    events = EventAccumulator(str(folder)).Reload()
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    (group,) = layout.category
+    assert [chart.title for chart in group.chart][:2] == ["u10", "v10"] and len(group.chart) == 20
+    assert list(group.chart[1].multiline.tag) == [f"{kind}rmse/01_v10" for kind in ("", "persistence_", "climatology_")]
+    drawn = {tag for chart in group.chart for tag in chart.multiline.tag}
+    assert drawn <= {*events.Tags()["scalars"]} and len(list(folder.glob("events*"))) == 1
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(run):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
 messages = logging.getLogger(__name__)
 Values = Mapping[str, float | None]
 Figures = Mapping[str, "Figure"]
+Charts = Mapping[str, Mapping[str, list[Any]]]  # {title of a group: {title: [kind of chart, tags]}}
 PROJECT = "deep-learning-at-scale"  # unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT names another
 
 
@@ -81,14 +82,19 @@ class Loggers(Logger):
 
 
 class TensorBoard(Logger):
-    """Events in the run's folder; those from purge_step on are forgotten."""
+    """Events in the run's folder; those from purge_step on are forgotten.
+
+    charts: the layout of the page Custom Scalars, which draws several curves together.
+    """
 
     name = "TensorBoard's events"
 
-    def __init__(self, folder: Path, purge_step: int):
+    def __init__(self, folder: Path, purge_step: int, charts: Charts):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0 alone writes
 
         self.writer = SummaryWriter(folder, purge_step=purge_step)
+        if charts:
+            self.writer.add_custom_scalars(charts)
         self.usual_hook, threading.excepthook = threading.excepthook, self._of_thread
 
     def _of_thread(self, args):

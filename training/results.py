@@ -4,15 +4,18 @@ import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.loggers import Figures, Logger
+from training.loggers import Charts, Figures, Logger
 from utils import comm
 from utils.schema import Config
 
 HEADLINE = ("u10", "v10", "t2m", "z500")
 FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
+# TensorBoard sorts by name, capitals first: its page opens on the losses and ends with the accuracy.
+TAGS = {"val_loss": "Loss/valid", "acc": "valid_acc", "accuracy": "valid_accuracy"}
 
 
 def write_validation(logger: Logger, scores: dict[str, Any], figures: Figures, iteration: int) -> None:
@@ -20,11 +23,23 @@ def write_validation(logger: Logger, scores: dict[str, Any], figures: Figures, i
     values = {}
     for kind, score in scores.items():
         if not isinstance(score, dict):
-            values["loss/valid" if kind == "val_loss" else kind] = score
+            values[TAGS.get(kind, kind)] = score
             continue
-        # Numbered, because TensorBoard sorts by name and u10 is to come first.
-        values |= {f"{kind}/{number:02d}_{name}": value for number, (name, value) in enumerate(score.items())}
+        values |= {channel_tag(kind, number, name): value for number, (name, value) in enumerate(score.items())}
     logger.log(values, iteration, {f"forecast/{name}": figure for name, figure in figures.items()})
+
+
+def channel_tag(kind: str, number: int, name: str) -> str:
+    """The tag of a channel's score, numbered so that TensorBoard shows u10 first."""
+    return f"{TAGS.get(kind, kind)}/{number:02d}_{name}"
+
+
+def rmse_charts(channels: Sequence[str]) -> Charts:
+    """A chart for each channel, of the RMSE of model, persistence and climatology; {} where none is scored."""
+    charts = {}
+    for number, name in enumerate(channels):
+        charts[name] = ["Multiline", [channel_tag(kind, number, name) for kind in FORECASTS.values()]]
+    return {"RMSE of model, persistence, climatology": charts} if charts else {}
 
 
 def skill_table(summary: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from training.checkpoint import CheckpointFolder, State, collect_state, restore_
 from training.foreign_weights import is_foreign, load_foreign_weights, match_weights
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
 from training.profiling import build_profiler, span
-from training.results import print_result, write_validation
+from training.results import print_result, rmse_charts, write_validation
 from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.tasks import Task
@@ -204,14 +204,15 @@ class Run:
                 raise self._not_finite(iteration, "training", loss)
             self.epoch_loss += loss
             if iteration < self.iteration:
-                self.run_loggers.log({"loss/train": loss}, iteration)
+                self.run_loggers.log({"Loss/train": loss}, iteration)
         self.epoch_iterations += len(losses)
         self.run_loggers.log(reading, self.iteration)
         self.bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
 
     def _open_loggers(self, opened: ExitStack) -> None:
         if comm.is_main():
-            self.run_loggers.add(TensorBoard, self.folder.path, self.iteration + 1)
+            charts = rmse_charts(self.validator.names)
+            self.run_loggers.add(TensorBoard, self.folder.path, self.iteration + 1, charts)
             if self.config.tracker != "none":
                 self.run_loggers.add(KINDS[self.config.tracker], self.folder.path, self.config)
         self.loggers.add(MetricsFile, self.folder.path, self.iteration, device_name(self.device))
@@ -225,7 +226,7 @@ class Run:
         log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
         log.info("  Avg train loss=%.6f", self.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
-        self.run_loggers.log({"loss/train_epoch": self.train_loss}, self.iteration)
+        self.run_loggers.log({"Loss/train_epoch": self.train_loss}, self.iteration)
 
     def _validate(self) -> None:
         """Score the model."""

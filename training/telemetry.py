@@ -62,7 +62,7 @@ class Telemetry:
         flops = speed * self.flops * forecast_steps
         before_others = table[:, :2].nansum(1)  # of data and forward: where gradients are reduced the ranks meet
         reading: Reading = {
-            "loss/train": losses[-1],
+            "Loss/train": losses[-1],
             "gradient/norm": norm.item(),
             "learning_rate": learning_rate(self.config, iteration - 1),
             "speed/samples_per_sec": speed,

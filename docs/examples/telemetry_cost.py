@@ -38,7 +38,7 @@ def main(pairs: int, folder: Path) -> None:
     step = build_step(config, cpu)
     batch = random_batch(step.task, cpu)
     telemetry, loggers = Telemetry(config, step), Loggers()
-    loggers.add(TensorBoard, folder, 1)
+    loggers.add(TensorBoard, folder, 1, {})
     loggers.add(MetricsFile, folder, 0, "cpu")
 
     def read() -> None:
@@ -56,7 +56,7 @@ def main(pairs: int, folder: Path) -> None:
         if told:
             read()
         else:
-            loggers.log({"loss/train": torch.stack(losses).tolist()[-1]}, STEPS)
+            loggers.log({"Loss/train": torch.stack(losses).tolist()[-1]}, STEPS)
 
     def only_read() -> None:
         telemetry.losses = [torch.tensor(1.0)] * STEPS

@@ -2,8 +2,9 @@
 "use strict";
 const COLOURS = ["#b6d4fe", "#fde49b", "#b9e8c4", "#f6c6dd", "#ffc9a0", "#d7c9f7", "#bfe9ee", "#e3dccb"];
 const KINDS = ["#74a9f5", "#f2c744", "#76c98a", "#e58bb5", "#ff9f5a", "#a78bda", "#9aa4ae"];
-const FIELDS = ["n", "tp", "cp", "pp", "domain", "dp", "strategy", "parts", "memory", "needed", "ms", "messages"];
-const CHOICES = ["n", "tp", "cp", "pp", "domain", "strategy"];
+const FIELDS = ["n", "tp", "cp", "pp", "domain", "dp", "strategy", "parts", "again", "memory", "needed", "ms", "messages"];
+const SPLIT = ["n", "tp", "cp", "pp", "domain"], WAYS = ["strategy", "parts", "again"], CHOICES = [...SPLIT, ...WAYS];
+const LISTED = 16; // partners of a rank that are named one by one
 const page = document.getElementById("explorer");
 const form = page.querySelector("form");
 const at = (id) => document.getElementById(id);
@@ -21,6 +22,7 @@ const same = (row, choice, names = CHOICES) => names.every((name) => String(row[
 const current = () => rows.find((row) => same(row, chosen()));
 const gpu = () => LAYOUTS.gpus[form.gpu.value];
 const fits = (row) => row.needed <= 0.95 * gpu().mib;
+const here = () => rows.filter((row) => String(row.n) === form.n.value);
 
 function fill(name, values, keep) {
     form[name].replaceChildren(...values.map((value) => make("option", value, { value })));
@@ -28,7 +30,7 @@ function fill(name, values, keep) {
 }
 
 function load() { // the layouts of a machine, a model and an image
-    const key = [form.gpu.value, form.model.value, form.image.value].join("|");
+    const key = [form.gpu.value, form.model.value, form.image.value, form.batch.value].join("|");
     const before = rows.length ? chosen() : { n: "8" };
     rows = LAYOUTS.rows[key].map((row) => Object.fromEntries(row.map((value, i) => [FIELDS[i], value])));
     fill("n", [...new Set(rows.map((row) => row.n))], before.n);
@@ -36,14 +38,18 @@ function load() { // the layouts of a machine, a model and an image
 }
 
 function choose(before) { // the layouts of a number of GPUs; keeps the choice where it can
-    const here = rows.filter((row) => String(row.n) === form.n.value);
     const width = (value) => String(value).split("x").reduce((a, b) => a * b, 1);
     for (const name of CHOICES.slice(1)) {
-        const values = [...new Set(here.map((row) => row[name]))];
-        fill(name, name === "strategy" ? values : values.sort((a, b) => width(a) - width(b)), before[name]);
+        const values = [...new Set(here().map((row) => row[name]))];
+        fill(name, ["strategy", "again"].includes(name) ? values : values.sort((a, b) => width(a) - width(b)), before[name]);
     }
-    if (!current()) set(here.find((row) => same(row, chosen(), ["tp", "cp", "pp", "domain"])) || here[0]);
+    settle();
     show();
+}
+
+function settle() { // another way where the chosen one does not go with the layout
+    const choice = chosen(), split = here().filter((row) => same(row, choice, SPLIT));
+    if (!current()) set(split.find((row) => same(row, choice, ["strategy", "again"])) || split[0] || here()[0]);
 }
 
 function set(row) {
@@ -78,23 +84,31 @@ function showRanks(row) {
         button.onclick = () => { by = name; showRanks(row); at("by").querySelector("[aria-checked=true]").focus(); };
         return [button, " "];
     }));
-    const first = [...Array(row.n).keys()].map((r) => partners(row, r, by)[0]);
-    const groups = [...new Set(first)], mine = partners(row, rank, by), per = gpu().per_node;
+    const group = [...Array(row.n).keys()].map((r) => Object.values({ ...coordinates(row, r), [by]: 0 }).join());
+    const groups = Object.fromEntries([...new Set(group)].map((each, i) => [each, i])), count = Object.keys(groups).length;
+    const mine = new Set(partners(row, rank, by)), per = gpu().per_node;
     at("ranks").replaceChildren(...[...Array(Math.ceil(row.n / per)).keys()].map((node) => {
         const line = make("div", "", { role: "row" });
         line.append(make("span", `node ${node}`, { role: "rowheader" }));
         for (let r = node * per; r < Math.min(row.n, (node + 1) * per); r++) {
             const cell = make("span", r, { role: "gridcell", tabindex: r === rank ? 0 : -1, "data-rank": r });
-            cell.style.background = COLOURS[groups.indexOf(first[r]) % COLOURS.length];
-            cell.classList.toggle("mine", mine.includes(r));
+            cell.style.background = COLOURS[groups[group[r]] % COLOURS.length];
+            cell.classList.toggle("mine", mine.has(r));
             cell.onpointerenter = cell.onclick = () => look(row, r, false);
             line.append(cell);
         }
         return line;
     }));
     at("partners").textContent = `Rank ${rank}: ` + (names.map((name) =>
-        `${name} ${coordinates(row, rank)[name]} of ${sizes[name]}, with ${partners(row, rank, name).join(" ")}`).join("; ")
+        `${name} ${coordinates(row, rank)[name]} of ${sizes[name]}, with ${listed(partners(row, rank, name))}`).join("; ")
         || "it works alone") + ".";
+    at("repeated").textContent = count <= COLOURS.length ? "" :
+        `There are ${count} groups of ${by} and ${COLOURS.length} colours: rank ${rank} works with ${listed([...mine])} alone, which have a frame.`;
+}
+
+function listed(ranks) {
+    if (ranks.length <= LISTED) return ranks.join(" ");
+    return `${ranks.slice(0, LISTED - 2).join(" ")} ... ${ranks.at(-1)} (${ranks.length} ranks)`;
 }
 
 function look(row, r, focus) {
@@ -130,8 +144,8 @@ function showMemory(row) {
 
 function showMessages(row) {
     const head = ["message", "group", "where", "count", "MiB"];
-    const lines = row.messages.map(([sort, count, mib]) => {
-        const [phase, kind, group, inside] = LAYOUTS.sorts[sort];
+    const lines = row.messages.map((message) => {
+        const [phase, kind, group, inside, count, mib] = LAYOUTS.messages[message];
         return [`${phase} ${kind}`, group, inside ? "inside a node" : "across nodes", number(count), number(mib, 2)];
     });
     at("sent").replaceChildren(...[head, ...(lines.length ? lines : [["nothing", "", "", "", ""]])].map((cells, i) => {
@@ -144,10 +158,12 @@ function showMessages(row) {
 function commandOf(row) {
     const domain = row.domain.split("x").reduce((a, b) => a * b, 1), per = gpu().per_node, nodes = Math.ceil(row.n / per);
     const script = domain > 1 ? "shard" : row.tp * row.cp * row.pp > 1 ? "mp" : "";
-    const words = [LAYOUTS.base, LAYOUTS.models[form.model.value], LAYOUTS.images[form.image.value]];
+    const words = [LAYOUTS.base, LAYOUTS.models[form.model.value], LAYOUTS.images[form.image.value], LAYOUTS.batches[form.batch.value]];
     if (row.tp > 1) words.push(`--tensor_parallel=${row.tp}`);
     if (row.cp > 1) words.push(`--context_parallel=${row.cp}`);
-    if (row.pp > 1) words.push(`--pipeline_parallel=${row.pp}`, `--gradient_accumulation=${row.parts}`);
+    if (row.pp > 1) words.push(`--pipeline_parallel=${row.pp}`);
+    if (row.parts > 1) words.push(`--gradient_accumulation=${row.parts}`);
+    if (row.again !== "none") words.push(`--activation_checkpointing=${row.again}`);
     if (domain > 1) words.push(`--domain_parallel=${row.domain}`);
     if (row.strategy !== "ddp") words.push(`--data_parallel=${row.strategy}`);
     const program = script ? `train_${script}.py` : "train.py";
@@ -158,13 +174,15 @@ function commandOf(row) {
 
 function show() {
     for (const name of CHOICES.slice(1)) { // what goes with none of the other choices is grey
-        const others = CHOICES.filter((each) => each !== name && (each !== "strategy" || name === "strategy"));
+        const others = CHOICES.filter((each) => each !== name && (SPLIT.includes(each) || WAYS.includes(name)));
         for (const option of form[name].options)
             option.disabled = !rows.some((row) => String(row[name]) === option.value && same(row, chosen(), others));
     }
-    const row = current();
-    const room = fits(row) ? (row.needed <= 0.85 * gpu().mib ? "It fits." : "It just fits.") : "It does not fit.";
-    const speed = number((32 / row.ms) * 1e3);
+    const row = current(), speed = number((parseInt(form.batch.value) / row.ms) * 1e3);
+    const share = `${number(row.needed / 1024)} of ${number(gpu().mib / 1024)} GiB`;
+    const room = fits(row) ? (row.needed <= 0.85 * gpu().mib ? "It fits." : "It just fits.")
+        : here().some(fits) ? `It does not fit: ${share}.`
+        : row === least() ? `Nothing fits; this layout needs least: ${share}.` : `Nothing fits; this layout needs ${share}.`;
     at("verdict").textContent = `${room} A step takes ${number(row.ms)} ms, ${speed} samples/s; dp ${row.dp}, the ranks that are left.`;
     showRanks(row);
     showMemory(row);
@@ -172,21 +190,23 @@ function show() {
     at("line").textContent = commandOf(row);
 }
 
+function least() {
+    return here().reduce((a, b) => (b.needed < a.needed ? b : a));
+}
+
 function begin() {
     fill("gpu", Object.keys(LAYOUTS.gpus));
     fill("model", Object.keys(LAYOUTS.models), Object.keys(LAYOUTS.models)[1]);
     fill("image", Object.keys(LAYOUTS.images));
-    for (const name of ["gpu", "model", "image"]) form[name].onchange = load;
+    fill("batch", Object.keys(LAYOUTS.batches));
+    for (const name of ["gpu", "model", "image", "batch"]) form[name].onchange = load;
     form.n.onchange = () => choose(chosen());
     for (const name of CHOICES.slice(1)) form[name].onchange = () => {
-        const choice = chosen(), here = rows.filter((row) => same(row, choice, ["n", "tp", "cp", "pp", "domain"]));
-        if (here.length && !current()) set(here[0]); // another strategy where this one does not go with the layout
+        settle();
         show();
     };
     form.best.onclick = () => {
-        const here = rows.filter((row) => String(row.n) === form.n.value);
-        const fitting = here.filter(fits), speed = (a, b) => a.ms - b.ms;
-        set(fitting.sort(speed)[0] || here.sort((a, b) => a.needed - b.needed)[0]);
+        set(here().filter(fits).sort((a, b) => a.ms - b.ms)[0] || least());
         show();
     };
     at("ranks").onkeydown = (event) => {

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from pandas import DataFrame
 
+from tools.benchmarks.turns import in_turns
 from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.team import Teams
@@ -65,23 +66,21 @@ def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, An
     turns: dict[str, list[dict[str, Any]]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        for number in range(rounds):
-            for name, extra, reason in climbed:
-                if reason or name in failed:
-                    continue
-                try:
-                    if number == 0:
-                        own = config.model_copy(update={**options, **extra})
-                        teams[name] = stack.enter_context(Teams(own, whole_machine=True))
-                        teams[name].call(1, _start, own)
-                    turns[name] = turns.get(name, []) + teams[name].call(1, _turn, steps)
-                except UsageError as error:
-                    if not turns:
-                        raise
-                    failed[name] = first_line(error)
-                    turns.pop(name, None)
-                if number == 0 and name not in (*TRIED, *failed):
-                    options |= extra
+        able = {name: extra for name, extra, reason in climbed if not reason}
+        for number, name, extra in in_turns(able, rounds, failed):
+            try:
+                if number == 0:
+                    own = config.model_copy(update={**options, **extra})
+                    teams[name] = stack.enter_context(Teams(own, whole_machine=True))
+                    teams[name].call(1, _start, own)
+                turns[name] = turns.get(name, []) + teams[name].call(1, _turn, steps)
+            except UsageError as error:
+                if not turns:
+                    raise
+                failed[name] = first_line(error)
+                turns.pop(name, None)
+            if number == 0 and name not in (*TRIED, *failed):
+                options |= extra
         for name in turns:
             teams[name].call(1, _end)
 

@@ -18,6 +18,7 @@ from typing import Any
 from pandas import DataFrame
 
 from tools.benchmarks.cases import check_machine, row_of, turn
+from tools.benchmarks.turns import in_turns
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import PHASES
@@ -63,10 +64,13 @@ def run(
     cases = [case for group in groups.values() for case in group]
     device, limit = check_machine(cases), memory_limit_gib and memory_limit_gib * GIB
     turns: dict[Case, list[Any]] = {case: [] for case in cases}
+    named = {f"{case.name} {size}": case for size, group in groups.items() for case in group}
+    without_memory: set[str] = set()
     with Teams(cases[0].config) as teams:
-        for case, done in [*turns.items()] * rounds:
-            if None not in done:  # it has not run out of memory
-                done.append(turn(teams, case, steps, limit, not done))
+        for number, name, case in in_turns(named, rounds, without_memory):
+            turns[case].append(turn(teams, case, steps, limit, number == 0))
+            if turns[case][-1] is None:
+                without_memory.add(name)
     rows: list[dict[str, Any]] = []
     for size, group in groups.items():
         first, *_ = of_group = [{"size": size} | row_of(case, turns[case]) for case in group]

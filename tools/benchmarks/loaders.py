@@ -17,6 +17,7 @@ import torch
 from pandas import DataFrame
 from torch import Tensor
 
+from tools.benchmarks.turns import in_turns
 from tools.instruments.clock import timed
 from tools.planner.search import sample_bytes
 from tools.tables import format_tables, installed, machine
@@ -48,7 +49,9 @@ def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) 
         _write_frames(config, Path(folder), frames)
         own = {"train_data_path": folder, "valid_data_path": folder, "num_data_workers": workers}
         copied = config.model_copy(update=own)
-        turns = [{name: measure(copied) for name, measure in loaders.items()} for _ in range(rounds)]
+        turns: list[dict[str, float]] = [{} for _ in range(rounds)]
+        for number, name, measure in in_turns(loaders, rounds):
+            turns[number][name] = measure(copied)
     speeds, size = DataFrame(turns), sample_bytes(config)
     medians = speeds.median()
     results: list[dict[str, Any]] = DataFrame({

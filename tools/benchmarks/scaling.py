@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pandas import DataFrame
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
+from tools.benchmarks.turns import in_turns
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.pictures import save_curves
@@ -74,7 +75,7 @@ def run(
         print("\n".join(array_jobs(runs, [f"--study={study}", f"--study_file={study_file}", *words])))
         return {}
     failed = []
-    for run in [] if report_only else runs:
+    for _, _, run in in_turns({} if report_only else {run.name: run for run in runs}, 1):
         status = start(run)
         if status == STOPPED_STATUS:
             print("stopped; repeat the command to resume")
