@@ -53,7 +53,7 @@ def run(command, folder, expdir, data_keys):
 
 def test_the_page_has_what_is_run_here():
     assert set(FILES) == {"my_unet.py", "my_backbone.py"}
-    assert len(COMMANDS) == 8 and sum(command.startswith("torchrun") for command in COMMANDS) == 5
+    assert len(COMMANDS) == 11 and sum(command.startswith("torchrun") for command in COMMANDS) == 6
 
 
 @pytest.mark.slow("every command of the page, with its own launcher")
@@ -84,3 +84,18 @@ def test_models_of_timm_train_on_one_device_and_split(tmp_path, data_keys, monke
     assert len(commands) == 3
     for number, command in enumerate(commands):
         run(command, tmp_path, tmp_path / str(number), data_keys)
+
+
+@pytest.mark.slow("every command of the page, with its own launcher")
+@pytest.mark.skipif(importlib.util.find_spec("aurora") is None, reason="microsoft-aurora is not installed")
+def test_aurora_is_fine_tuned_over_four_ranks_and_forecasts(tmp_path, data_keys, monkeypatch):
+    programs.use_forks(tmp_path / "bin", monkeypatch)
+    (tmp_path / "sitecustomize.py").write_text(TORCHVISION)
+    _, tune, predict = (command for command in COMMANDS if "aurora" in command)  # its plan is in tests/test_aurora.py
+    assert "Initial weights" not in run(tune, tmp_path, tmp_path, data_keys)
+    predict = predict.replace("logs/aurora_quick/00", str(tmp_path / "aurora_quick/00")).split(" --lead")[0]
+    words = [*shlex.split(predict), "--lead_hours=12", "--starts=2", "--skill_only", "--device=cpu"]
+    words[0] = sys.executable
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "2 forecasts of 12 hours" in done.stdout, done.stderr

@@ -37,7 +37,7 @@ def ranks_and_options(layout):
     if layout == "serial":
         return 1, {}
     dims, *words = layout.split(",")
-    sizes, ranks = parse_layout(dims, (*OPTIONS, "dp"), "tp2xdp2")
+    sizes, ranks = parse_layout(dims, (*OPTIONS, "dp"))
     stages = int(sizes["pp"])
     options = {"gradient_accumulation": 2 * stages} if stages > 1 else {}
     for word in [*split_words(sizes), *words]:
