@@ -103,7 +103,7 @@ function showRanks(row) {
         `${name} ${coordinates(row, rank)[name]} of ${sizes[name]}, with ${listed(partners(row, rank, name))}`).join("; ")
         || "it works alone") + ".";
     at("repeated").textContent = count <= COLOURS.length ? "" :
-        `There are ${count} groups of ${by} and ${COLOURS.length} colours: rank ${rank} works with ${listed([...mine])} alone, which have a frame.`;
+        `There are ${count} groups of ${by} and ${COLOURS.length} colours: rank ${rank} works only with ${listed([...mine])}, which have a frame.`;
 }
 
 function listed(ranks) {
