@@ -11,6 +11,7 @@ import forecast
 import train
 from distributed.weight_shards import global_view
 from tests.support.layout_parity import (
+    CPU,
     build,
     check_chain,
     check_training,
@@ -21,9 +22,11 @@ from tests.support.marks import slow_but
 from tests.test_forecast import no_pictures, results_in
 from tools.checkpoint import load_weights
 from tools.forecasting.dated_frames import run_config
+from training.assembly import build_parallel
 from training.checkpoint import collect_state
 from training.foreign_weights import load_foreign_weights, match_weights
 from training.model import build_model
+from utils import comm
 from utils.errors import UsageError
 
 FROZEN = {
@@ -247,3 +250,21 @@ def test_a_forecast_begins_with_the_frames_before_its_date(tiny_options, sample_
             earlier, now = now, model(torch.cat([now, earlier], 1))
             value = found[start]["u10"].sel(lead_time=lead)[0].values
             np.testing.assert_allclose(value, (now * stds + means)[0, 0], rtol=1e-4, atol=1e-4)
+
+
+class WithTable(torch.nn.Conv2d):
+    """A model with a buffer that no checkpoint holds."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, 1)
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+
+
+def test_a_model_whose_weights_are_loaded_has_the_buffers_that_are_not_saved(ranks, tiny_config):
+    config = tiny_config(model="tests.test_fine_tuning:WithTable")
+    assert all(torch.equal(table, torch.arange(5.0)) for table in ranks(2, table_of, config))
+
+
+def table_of(config):
+    comm.build_mesh(CPU, config.layout(comm.world_size()))
+    return build_parallel(config, CPU, weights=()).model.table

@@ -162,7 +162,8 @@ def test_where_colours_run_out_the_partners_of_a_rank_are_named(site, browser):
     assert page.locator("[role=gridcell]").count() == 1024 and page.locator(".mine").count() == 8
     first = " ".join(map(str, range(1, 106, 8)))
     assert f"dp 1 of 128, with {first} ... 1017 (128 ranks)" in page.inner_text("#partners")
-    assert "128 groups of tp and 8 colours: rank 9 works only with 8 9 10 11 12 13 14 15" in page.inner_text("#repeated")
+    repeated = "128 groups of tp and 8 colours: rank 9 works only with 8 9 10 11 12 13 14 15"
+    assert repeated in page.inner_text("#repeated")
     assert page.evaluate(CUT_OFF) == []
 
 

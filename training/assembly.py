@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,17 @@ def build_parallel(
 ) -> ParallelModel:
     """The model of a config on the ranks of the mesh. weights: (name, full tensor); the initial ones unless given.
 
-    where: how errors call the layout; the name of the config unless given.
+    Buffers that no checkpoint holds have their initial values in any case. where: how errors call the layout; the name
+    of the config unless given.
     """
     model = build_model(config)
     split = split_as_configured(model, config, where)
     apply_speed_options(config, device, model)
-    weights = initial_weights(config) if weights is None else weights
+    unsaved = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    if weights is None:
+        weights = initial_weights(config)
+    elif unsaved:
+        weights = chain(weights, ((name, value) for name, value in initial_weights(config) if name in unsaved))
     return data_parallel(model, config.options(DataParallelOptions), device, weights, split)
 
 
