@@ -2,14 +2,17 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 
 import plan
-from tests.support.layout_faults import FAULTS
+from tests.support.layout_faults import FAULTS, patched
 from tests.support.layout_parity import compare_in_double, ranks_and_options, record_in_double
 from tests.support.refusals import refusal
 from tools.planner.validate import build_cases
+from utils import comm
+from utils.data_loader import BatchLoader
 
 LAYOUTS = [
     "dp4,data_parallel=hsdp,dp_shard=2", "tp2xcp2,sequence_parallel", "pp2xdp2", "domain2xtp2,data_parallel=fsdp",
@@ -19,6 +22,17 @@ LAYOUTS = [
 
 def compare_faulty(config, file, fault):
     return compare_in_double(config, file, FAULTS[fault].plant)
+
+
+def compare_read(config, file, fault):
+    real = BatchLoader.order
+
+    def order(loader, seed=None):
+        other = seed is not None and comm.rank() == 3
+        return real(loader, seed + 1 if other else seed)
+
+    plant = patched("utils.data_loader.BatchLoader.order", order) if fault else nullcontext
+    return compare_in_double(config, file, plant, read_data=True)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -54,6 +68,20 @@ def test_no_layout_of_verify_yaml_gives_an_alarm(ranks, tmp_path):
         record_in_double(config.model_copy(update=ONE | {"activation_checkpointing": "none"}), tmp_path / "one.pt")
         result = ranks(case.ranks, compare_in_double, config, tmp_path / "one.pt")[0]
         assert result.equal, (case.name, result)
+
+
+@pytest.mark.parametrize("fault", [None, "another seed"])
+def test_batches_of_the_loaders_are_compared(ranks, tiny_config, tmp_path, fault):
+    """Each rank reads its band of its samples; a rank with another order of samples is named."""
+    config = tiny_config()
+    record_in_double(config, tmp_path / "one.pt", read_data=True)
+    options = {"domain_parallel": 2, "data_parallel": "fsdp"}
+    result = ranks(4, compare_read, config.model_copy(update=options), tmp_path / "one.pt", fault)[0]
+    assert result.equal is not bool(fault), result
+    assert not fault or (result.stage, result.cause) == (
+        "batch",
+        "rank 3 alone: other samples, or another part of the image",
+    )
 
 
 def test_the_command_prints_what_differs_and_ends_with_a_status(tiny_options, tmp_path, capsys):

@@ -115,7 +115,7 @@ def show() -> None:
 def errors(rank: Process, case: Case, file: Path, fault: Fault) -> dict[Key, float]:
     """On every rank: the errors of a case that is trained with a fault."""
     with fault():
-        found, _ = in_dtype(rank, case, DTYPE)
+        found, _, _ = in_dtype(rank, case, DTYPE, read_data=False)
     return errors_of(found, torch.load(file, weights_only=True)["parts"])[0]
 
 

@@ -164,6 +164,7 @@ class Fault(NamedTuple):
 CONV = {"model": "tests.support.own_models:GroupNormNet"}
 NORMS = {"model": "tests.support.own_models:BatchNormNet"}
 TIED = {"model": "tests.support.own_models:Tied"}
+DROPS = {"model": "tests.support.own_models:DropoutNet"}
 LAYERS = "distributed.layers"
 FAULTS = {
     "tp: a sum is left out": Fault(
@@ -228,6 +229,10 @@ FAULTS = {
     "dp: buffers of a rank": Fault(
         after(ParallelModel, "finish_gradients", on_rank_1(other_buffers)), "dp2",
         "buffers", r"running", r"^rank 1 alone: its buffers", NORMS | {"sync_batchnorm": True}),
+    "domain: random numbers of its own": Fault(
+        nullcontext, "domain2", "forward pass", r"^1$", r"^random numbers", DROPS),
+    "dp: random numbers of its own": Fault(
+        nullcontext, "dp2", "forward pass", r"^1$", r"^random numbers", DROPS),
     "dp: tied weights come apart": Fault(
         lambda: mock.patch("distributed.data_parallel.keep_ties", lambda model: nullcontext()), "dp2",
         "initial weights", r"second.weight", r"a weight that several layers share has come apart", TIED),

@@ -205,16 +205,16 @@ def train_in_double(config, steps=10):
         torch.set_default_dtype(torch.float32)
 
 
-def record_in_double(config, file):
+def record_in_double(config, file, read_data=False):
     case = Case("one device", check.plain(config), config.layout(1))
-    check.record_serially(Process(device=CPU), case, file, "float64")
+    check.record_serially(Process(device=CPU), case, file, "float64", read_data)
 
 
-def compare_in_double(config, file, plant=nullcontext):
+def compare_in_double(config, file, plant=nullcontext, read_data=False):
     """On a rank: the Result of `plan.py check` for its layout. plant: makes a context, in which it is computed."""
     case = Case("layout", check.plain(config), config.layout(comm.world_size()))
     with plant():
-        return check.compare(Process(device=CPU), case, file, "float64")
+        return check.compare(Process(device=CPU), case, file, "float64", read_data)
 
 
 def check_in_double(ranks, tiny_config, layout, options):

@@ -17,6 +17,14 @@ class BatchNormNet(nn.Sequential):
         )
 
 
+class DropoutNet(BatchNormNet):
+    """It drops out by a probability that no option of a config switches off."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self[1] = nn.Dropout(0.2)
+
+
 class Reinitialized(BatchNormNet):
     """It changes what its modules have drawn."""
 

@@ -16,6 +16,7 @@ GROUPS = ("tp", "cp", "domain", "dp", "image", "dp_image")  # in which ranks may
 SIZES = ("dp", "tp", "cp", "domain", "pp", "dp_image")  # by which a number may be wrong
 CAUSES = "config/causes.yaml"
 LATER = "weights after a later step"
+RANDOM = "random numbers: each layout has other streams of them; without them (dropout 0) the rest can be compared"
 
 
 def cause(

@@ -41,6 +41,7 @@ from utils.files import write_json
 from utils.schema import Config
 
 LAYOUTS = ("dp2", "dp2,data_parallel=fsdp", "domain2")
+SHOWN = 4  # names of outputs that could not be compared
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}  # relative to the largest number of a tensor
 # Random streams and rounding of one's own would hide a difference.
 PLAIN = {"dropout": 0.0, "amp_mode": "none", "enable_jit": False, "enable_cuda_graphs": False, "warmup": 0, "ema": None}
@@ -75,26 +76,26 @@ def plain(config: Config) -> Config:
     return config.model_copy(update=PLAIN)
 
 
-def record_serially(rank: Process, case: Case, file: Path, dtype: str) -> None:
+def record_serially(rank: Process, case: Case, file: Path, dtype: str, read_data: bool = False) -> None:
     """On a single rank: record it into a file."""
-    found, kinds = in_dtype(rank, case, dtype)
+    found, kinds, drawing = in_dtype(rank, case, dtype, read_data)
     parts = {key: part.value.cpu() for key, part in found.items() if key[0] != UNREDUCED}
-    torch.save({"parts": parts, "kinds": kinds}, file)
+    torch.save({"parts": parts, "kinds": kinds, "drawing": sorted(drawing)}, file)
 
 
-def in_dtype(rank: Process, case: Case, dtype: str) -> tuple[Record, dict[str, str]]:
+def in_dtype(rank: Process, case: Case, dtype: str, read_data: bool) -> tuple[Record, dict[str, str], set[str]]:
     """The record of a case, computed in a dtype."""
     use_mesh(rank, case.layout)
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        return record(case.config, rank.device)
+        return record(case.config, rank.device, read_data)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def compare(rank: Process, case: Case, file: Path, dtype: str) -> Result:
+def compare(rank: Process, case: Case, file: Path, dtype: str, read_data: bool = False) -> Result:
     """On every rank of a layout: where it first differs from one device. file: of record_serially."""
-    (found, _), tolerance = in_dtype(rank, case, dtype), TOLERANCES[dtype]
+    (found, _, _), tolerance = in_dtype(rank, case, dtype, read_data), TOLERANCES[dtype]
     serial = torch.load(file, mmap=True, weights_only=True)
     wholes: dict[Key, Tensor] = serial["parts"]
     errors, wanted = errors_of(found, wholes)
@@ -111,10 +112,14 @@ def compare(rank: Process, case: Case, file: Path, dtype: str) -> Result:
         of_key = [of_rank.get(key, 0.0) for of_rank in seen]
         if max(of_key) > tolerance:
             scale = wholes[key].abs().max().item() or 1.0
-            kind = serial["kinds"].get(key[1].split(" (")[0], "")
+            module = key[1].split(" (")[0]
+            kind = serial["kinds"].get(module, "")
             result.stage, result.name, result.kind, result.first_error = *key, kind, max(of_key)
             result.ranks = [r for r, error in enumerate(of_key) if error > tolerance]
-            result.cause = causes.cause(key, kind, result.ranks, found, wanted.get(key), scale, tolerance)
+            if key[0] == FORWARD and module in serial["drawing"]:
+                result.cause = causes.RANDOM
+            else:
+                result.cause = causes.cause(key, kind, result.ranks, found, wanted.get(key), scale, tolerance)
             break
     return result
 
@@ -205,7 +210,10 @@ def as_text(results: Sequence[Result], dtype: str) -> str:
             lines.append(f"\n{r.layout}: the first to differ is {where}, by {r.first_error:.1e}, on rank {ranks}")
             lines.append(f"    likely cause: {r.cause}")
         if r.skipped:
-            lines.append(f"{r.layout}: not compared: {', '.join(name or 'the model' for name in r.skipped)}")
+            more = f" and {len(r.skipped) - SHOWN} more" if len(r.skipped) > SHOWN else ""
+            lines.append(
+                f"{r.layout}: not compared: {', '.join(name or 'the model' for name in r.skipped[:SHOWN])}{more}"
+            )
     return "\n".join(lines)
 
 
@@ -230,14 +238,15 @@ def main(argv: Sequence[str]) -> int:
         "--layouts", nargs="+", default=LAYOUTS, metavar="LAYOUT", help="tp2xdp2, domain2x2, ... (%(default)s)"
     )
     parser.add_argument("--dtype", choices=TOLERANCES, default="float64", help="of the comparison (%(default)s)")
+    parser.add_argument("--read_data", action="store_true", help="train on the config's data, not on random numbers")
     parser.add_argument("--json", metavar="FILE", help="write the results")
     options, words = parser.parse_known_args(argv)
     serial, *cases = cases_of(words, options.layouts)
     check_machine(cases)
     with tempfile.TemporaryDirectory() as folder, Teams(serial.config) as teams:
         file = Path(folder) / "one_device.pt"
-        teams.call(1, record_serially, serial, file, options.dtype)
-        results = [teams.call(case.ranks, compare, case, file, options.dtype)[0] for case in cases]
+        teams.call(1, record_serially, serial, file, options.dtype, options.read_data)
+        results = [teams.call(case.ranks, compare, case, file, options.dtype, options.read_data)[0] for case in cases]
     print(as_text(results, options.dtype))
     if options.json:
         write_json(options.json, [asdict(r) | {"equal": r.equal} for r in results])

@@ -1,7 +1,7 @@
 """Record what a rank computes in some training steps: outputs of modules, losses, gradients, weights, buffers."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,17 +56,20 @@ def part_of_rank(value: Tensor, spec: Spec | None = None) -> Part:
 Record = dict[Key, Part]  # in the order in which they are computed
 
 
-def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]]:
-    """Train for STEPS steps on random batches and evaluate once; (Record of this rank, {module: its class})."""
-    step, found = build_step(config, device), Record()
-    model, random = step.parallel.model, torch.Generator().manual_seed(config.seed)
-    for i in range(STEPS):
-        x, y = (own_part(whole, step) for whole in step.task.random_batch(random))
+def record(config: Config, device: torch.device, read_data: bool = False) -> tuple[Record, dict[str, str], set[str]]:
+    """Train for STEPS steps and evaluate once.
+
+    read_data: on batches of the config's data, as its loader reads them, in place of random ones.
+    Returns the Record of this rank, {module: its class}, and the modules that draw random numbers.
+    """
+    step, found, drawing = build_step(config, device), Record(), set[str]()
+    model = step.parallel.model
+    for i, (x, y) in enumerate(read_batches(step) if read_data else random_batches(step)):
         if i > 0:
             step(i, x, y)
         else:
             found |= {(BATCH, "input"): Part(x), (BATCH, "target"): Part(y)} | weights(step, INITIAL)
-            with recorded(step, found):
+            with recorded(step, found, drawing):
                 loss = step(i, x, y).clone()
             found[LOSS, "of step 1"] = Part(comm.all_reduce(loss) / comm.world_size())
         found |= weights(step, UPDATES[i])
@@ -76,7 +79,24 @@ def record(config: Config, device: torch.device) -> tuple[Record, dict[str, str]
     with torch.no_grad():
         output = step.parallel.predict(x[:, : config.model_in_channels], config.n_out_channels)
     found[EVALUATION, "output"] = part_of_rank(output)
-    return found, {name: type(module).__name__ for name, module in model.named_modules()}
+    return found, {name: type(module).__name__ for name, module in model.named_modules()}, drawing
+
+
+def random_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
+    """This rank's part of random batches, (input, target) of each step."""
+    random = torch.Generator().manual_seed(step.config.seed)
+    for _ in range(STEPS):
+        yield tuple(own_part(whole, step) for whole in step.task.random_batch(random))
+
+
+def read_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
+    """What this rank's loader reads, (input, target) of each step, in the default dtype."""
+    loader, valid_loader = step.task.build_loaders(step.device)
+    valid_loader.close()
+    for batch in loader.train(step.config.seed, 0, STEPS):  # which uses its memory again
+        dtypes = (torch.get_default_dtype() if part.is_floating_point() else part.dtype for part in batch)
+        yield tuple(part.to(dtype, copy=True) for part, dtype in zip(batch, dtypes, strict=True))
+    loader.close()
 
 
 def own_part(whole: Tensor, step: TrainingStep) -> Tensor:
@@ -98,10 +118,16 @@ def weights(step: TrainingStep, stage: str) -> Record:
 
 
 @contextmanager
-def recorded(step: TrainingStep, found: Record) -> Iterator[None]:
-    """Inside, a step puts outputs of modules and gradients into a Record."""
+def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[None]:
+    """Inside, a step puts outputs of modules and gradients into a Record, and names of modules into `drawing`.
+
+    These are modules in whose forward function the device's random state has changed.
+    """
     model, update, inside = step.parallel.model, step.update, False
     calls = defaultdict[str, list[tuple[int, Part]]](list)  # outputs of a module, each with its place in the order
+
+    random_state = getattr(torch.get_device_module(step.device), "get_rng_state", torch.get_rng_state)
+    state = random_state()
 
     def goes(inward, *_):
         nonlocal inside
@@ -109,6 +135,10 @@ def recorded(step: TrainingStep, found: Record) -> Iterator[None]:
 
     def outputs(name, module, inputs, output):
         """Keep the output of a module; what is computed again in the backward pass is not kept."""
+        nonlocal state
+        before, state = state, random_state()
+        if not torch.equal(before, state):
+            drawing.add(name)
         if inside and torch.is_grad_enabled() and isinstance(output, Tensor):
             calls[name].append((sum(map(len, calls.values())), part_of_rank(output)))
 
