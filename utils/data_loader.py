@@ -122,7 +122,9 @@ class BatchLoader:
             for steps in map(order.steps, iterations):
                 forced = self.forcings.channels(steps) if self.forcings else 0
                 channels = self.frames * self.n_in + forced, steps * self.n_out
-                x, y = (torch.empty(self.batch_size, n, h, w, device=self.device) for n in channels)
+                x, y = (
+                    torch.empty(self.batch_size, n, h, w, dtype=torch.float32, device=self.device) for n in channels
+                )
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
                 yield x, y
@@ -146,7 +148,9 @@ class Slot:
     """A reused batch buffer, float32, pinned where the batches go to a GPU. shape: of the largest batch."""
 
     def __init__(self, shape: Sequence[int], pinned: bool):
-        self.tensor = torch.empty(shape, pin_memory=pinned)  # the batch that it holds, (B, n + k, C, h, w)
+        self.tensor = torch.empty(
+            shape, dtype=torch.float32, pin_memory=pinned
+        )  # the batch that it holds, (B, n + k, C, h, w)
         self.memory = self.tensor.view(-1)
         self.samples: np.ndarray = np.empty(0)  # numbers of those that it holds
         self.reads: list[Future[None]] = []
