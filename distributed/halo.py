@@ -28,33 +28,6 @@ Interval = tuple[int, int]  # rows [first, last)
 Counts = list[int]  # of rows, by rank
 
 
-def halo_exchange(
-    x: Tensor,
-    dim: int,
-    sizes: Sequence[int],
-    group: Group,
-    before: int,
-    after: int,
-    periodic: bool = False,
-    fill: float | None = 0,
-) -> Tensor:
-    """Extend a local shard by its neighbours' rows.
-
-    x: local shard, (..., n_local, ...), split along `dim` over `group` (distributed.collectives.Group), `sizes` rows on
-    each rank. before, after: rows needed from the previous and the next shard (if this exceeds a neighbour's size, the
-    halo reaches further). periodic: the first and the last rank are neighbours (longitude); otherwise the rows outside
-    are `fill`, or are omitted if fill is None.
-    Returns the extended shard, (..., before + n_local + after, ...), or x itself if the halo is empty. Differentiable:
-    backward adds the gradient of each halo to its owner. Raises ValueError if the halo is negative or longer than the
-    whole dimension.
-    """
-    length = sum(sizes)
-    if not (0 <= before <= length and 0 <= after <= length):
-        raise ValueError(f"halo of {before} rows before and {after} after: the whole dimension has {length}")
-    intervals = [(first - before, last + after) for first, last in bounds(sizes)]
-    return Fetch(x, dim, sizes, intervals, group, periodic, fill).rows()
-
-
 def bounds(sizes: Sequence[int]) -> list[Interval]:
     """The interval [first, last) of each shard: (4, 3) -> [(0, 4), (4, 7)]."""
     return [(last - n, last) for n, last in zip(sizes, accumulate(sizes), strict=True)]
@@ -64,7 +37,8 @@ class Fetch:
     """A fetch of an interval of rows, begun by the constructor and completed by rows(). All ranks make one together.
 
     x: local shard, (..., sizes[rank], ...). intervals: [(first, last)] of all ranks, in rows of the whole dimension.
-    periodic, fill: as for halo_exchange.
+    periodic: the first and the last rank are neighbours (longitude); otherwise rows outside of the dimension are
+    `fill`, or are omitted if fill is None.
     Attributes: own, x to compute with until rows() is called; traffic, whether any rank needs rows of another, the same
     on every rank; joined, whether rows() makes a new tensor. Without traffic and with an interval inside x, rows()
     returns a view of x.
