@@ -2,13 +2,16 @@
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -137,10 +140,37 @@ def check_figures(only):
     )  # fmt: skip
     assert len(pages) > 5
     assert done.returncode == 0, done.stdout + done.stderr
+    stale = [line for line in done.stderr.splitlines() if "its inputs changed" in line]
+    assert not stale, "\n".join(stale)
 
 
-def test_code_and_differences_that_pages_show_are_those_of_the_tree():
-    """`make figures ONLY=fast` mends the pages."""
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        ("config/ViT.yaml", "embed_dim: 128", "embed_dim: 256", True),
+        ("config/ViT.yaml", "embed_dim: 128", "embed_dim: 128 # small", False),
+        ("config/ViT.yaml", "embed_dim: 384", "embed_dim: 768", False),  # of other configs
+        ("networks/vit.py", "1e-6", "1e-5", True),
+        ("networks/vit.py", "\ndef ", "\n# A comment.\ndef ", False),
+        ("networks/vit.py", '"""', '"""In short: ', False),
+        ("networks/unet.py", "\nclass ", "\nwidth = 1\nclass ", False),  # another model
+    ],
+)
+def test_figures_rest_on_values_and_code(file, old, new, changed, tmp_path, monkeypatch):
+    """A change of these, and of nothing else, makes the figures of a command stale."""
+    monkeypatch.setitem(sys.modules, "cog", types.ModuleType("cog"))
+    inputs = importlib.import_module("docs.figures").inputs
+    for folder in ("config", "networks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (ROOT / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new, 1))
+    command = "python train.py --config=quick"
+    assert (inputs(command, tmp_path) != inputs(command)) is changed
+
+
+def test_pages_show_code_of_the_tree_and_figures_whose_inputs_did_not_change_since():
+    """`make figures ONLY=...` mends the pages."""
     check_figures(only="no command")
 
 
