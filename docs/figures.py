@@ -191,7 +191,7 @@ def _output(command, fast=False):
     )
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nerror: status {done.returncode}: {command}")
-    if not fast:
+    if not fast and "--check" not in sys.argv:
         RECORD.write_text(json.dumps(_record() | {command: inputs(command)}, indent=1, sort_keys=True) + "\n")
     return done.stdout
 

@@ -130,13 +130,16 @@ def check_benchmark(words):
     parse_command_line(seen[0], None, "config/ViT.yaml")
 
 
-def check_figures(only):
-    """Pages show what cog makes of them. only: the commands to run, as ONLY of `make figures`; code is always made."""
+def check_figures(only, root=ROOT):
+    """Pages show what cog makes of them. only: the commands to run, as ONLY of `make figures`; code is always made.
+
+    root: a folder with everything of this repository, for runs that need data.
+    """
     words = ["-I", ".", "-U", "-p", "from docs.figures import above, difference, output, picture, source, table"]
-    pages = [str(page) for page in PAGES if "[[[cog" in page.read_text()]
+    pages = [str(page.relative_to(ROOT)) for page in PAGES if "[[[cog" in page.read_text()]
     done = subprocess.run(
         [sys.executable, "-m", "cogapp", *words, "--check", "--diff", *pages],
-        cwd=ROOT, env={**os.environ, "ONLY": only}, capture_output=True, text=True,
+        cwd=root, env={**os.environ, "ONLY": only}, capture_output=True, text=True,
     )  # fmt: skip
     assert len(pages) > 5
     assert done.returncode == 0, done.stdout + done.stderr
@@ -179,6 +182,17 @@ def test_what_pages_show_of_commands_marked_fast_is_what_they_print(tmp_path, mo
     """They are run in full; `make figures ONLY=fast` mends the pages."""
     programs.use_forks(tmp_path, monkeypatch)
     check_figures(only="fast")
+
+
+@pytest.mark.slow("a page prints losses in all digits")
+def test_losses_that_a_page_prints_are_those_of_its_runs(tmp_path, monkeypatch):
+    """The lessons' losses are compared with those of their notebooks (tests/test_notebook.py)."""
+    for path in ROOT.iterdir():
+        if path.name not in ("logs", "data", ".git", ".venv"):
+            (tmp_path / path.name).symlink_to(path)
+    assert programs.run(["-m", "weather.sample_data", tmp_path / "data/quick"]).returncode == 0
+    programs.use_forks(tmp_path / ".venv/bin", monkeypatch)
+    check_figures("--rollout_steps=4 --num_iters=40", tmp_path)
 
 
 def is_python(block):
