@@ -28,6 +28,19 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
 }  # the file in the repository and its page
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".ipynb": "json"}
+HOME = """\
+Train one model on one device or a thousand, with code short enough to read and losses that stay the same.
+
+{animation}
+
+<div class="grid cards" markdown>
+
+- **[Learn](model_and_data.md)**: four rungs from one device to split images, each with a run for a laptop and exercises
+- **[Try a layout](explorer.md)**: choose GPUs and how to split the model; memory, messages and time follow
+- **[Teach](teaching.md)**: a half-day and a full-day course, with what learners get wrong
+
+</div>
+"""  # in place of README's first paragraph and picture
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 FORMULA = re.compile(r"^\$\$\n(.+)\n\$\$$", re.M)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
@@ -52,6 +65,9 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
     markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "", markdown, flags=re.S)  # cog's marks
     markdown = LINK.sub(lambda found: _link(found[0], source), markdown)
     markdown = markdown.replace("<details>", '<details markdown="1">')
+    if source == "index.md":
+        title, _, animation, rest = markdown.split("\n\n", 3)
+        markdown = "\n\n".join([title, HOME.format(animation=animation), rest])
     markdown = FORMULA.sub(_typeset, markdown)
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
     return re.sub(tabs, _tabs, markdown, flags=re.S | re.M)

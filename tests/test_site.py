@@ -96,6 +96,10 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
     assert lesson.count('<svg role="img"') == 3 and "$$" not in lesson  # formulas
     assert "Run it on Slurm</label>" in lesson  # a tab
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
+    home = (site / "index.html").read_text()
+    assert (
+        home.index("Train one model") < home.index(".webp") < home.index('href="explorer.html">Try') < home.index("<h2")
+    )
     found = json.loads((site / "search/search_index.json").read_text())["docs"]
     assert found and not [entry["location"] for entry in found if entry["location"].startswith("code/")]
 
