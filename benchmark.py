@@ -58,6 +58,8 @@ def build_parser() -> ArgumentParser:
     option = command("ladder", ladder, "the steps of rung 1")
     option("--workers", type=whole(0, 256), default=2, help="data workers of the steps after the first")
     option("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
+    text = "milliseconds added to the reading of each sample; measures reading ahead alone"
+    option("--read_delay_ms", type=real(0, 10_000), default=0.0, metavar="X", help=text)
 
     option = command("data", loaders, "data loaders alone")
     option("--workers", type=whole(0, 256), default=2, help="data workers of each loader (%(default)s)")

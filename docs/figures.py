@@ -11,11 +11,14 @@ what that prints replaces the text up to the second. The command is the one that
 
 Commands run one after another, each once, in a folder that shares all of this one but `logs`, which is empty. The
 variable ONLY chooses among them: a part of the command, or `fast`, which are the ones that take seconds and give the
-same on every machine. What is not chosen stays as it is. A test holds every page to its fast ones.
+same on every machine. What is not chosen stays as it is. A test holds every page to its fast ones. Of the others,
+docs/figures.json keeps a hash of what each one's figures rest on; one that changed since is named, and fails a test.
 """
 
 import ast
 import difflib
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -25,15 +28,61 @@ import tempfile
 import textwrap
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import cog
 
 from tools.tables import format_table
+from utils.config import parse_yaml
+from utils.schema import keys_that_affect
 
 ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "docs/figures.json"  # {command: hash of its inputs when it was last run}
+CONFIGS = "ViT", "mp", "shard", "aurora", "hardware"  # files of named configs and GPUs
+MODELS = "afno", "classifier", "neighborhood", "unet"  # those that only their own commands rest on
+UNNAMED = {  # words of a command, and what it rests on without naming it: a config, a GPU or a file of config/
+    "benchmark.py ladder": "ladder", "tools.gpu_report": "gpu_report", "planner.validate": "verify",
+    "plan.py": "a100-40gb", "layouts mp": "mp_quick", "layouts domain": "classify_quick",
+}  # fmt: skip
 ONLY = os.environ.get("ONLY", "")
 LOG_TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 _kept: set[tuple[str, int]] = set()  # blocks that stay as they are; a block may show several things of one command
+_told: set[str] = set()  # commands whose inputs changed
+
+
+def inputs(command: str, root: Path = ROOT) -> str:
+    """Hash of what determines losses, counts and FLOP of a command: values of its configs, and code.
+
+    The code is that of its model, and of the examples and tests that it runs. Comments and docstrings do not count.
+    """
+    files = {file.stem: _mappings(file) for file in sorted((root / "config").glob("*.yaml"))}
+    unnamed = [name for words, name in UNNAMED.items() if words in command]
+    found: list[Any] = [files[name] for name in unnamed if name in files]
+    words = sorted({*unnamed, *re.findall(r"[\w.-]+", f"{command} {found}")})
+    found += [files[stem][word] for stem in CONFIGS for word in words if word in files[stem]]
+    values = json.dumps(found, sort_keys=True)
+    code = [root / f"{word.replace('.', '/')}.py" for word in words if re.match(r"docs\.examples|tests\.", word)]
+    if found or ".py" in command:
+        own = [model for model in MODELS if model in command + values]
+        code += [root / f"networks/{name}.py" for name in ("vit", *own)]
+    return hashlib.sha256("".join([values, *map(_code_alone, code)]).encode()).hexdigest()[:12]
+
+
+@cache
+def _mappings(path):
+    """The named configs of a file, without keys that affect nothing."""
+    unused, mappings = keys_that_affect("nothing"), parse_yaml(path.read_text())
+    return {name: {k: v for k, v in values.items() if k not in unused} for name, values in mappings.items()}
+
+
+@cache
+def _code_alone(path):
+    """The code of a file without comments and docstrings, the same under every Python."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return re.sub(r", \w+=\[\]|\b\w+=\[\](, )?", "", ast.dump(tree))  # Python 3.13 leaves out what is empty
 
 
 def above(n: int = 1) -> str:
@@ -51,7 +100,7 @@ def table(command: str, which: int = 0, columns: str = ".*", rows: str = "", fas
     """
     if not _chosen(command, fast):
         return
-    lines = re.findall(r"(?:^ *\|.*\n)+", _output(command), re.M)[which].splitlines()
+    lines = re.findall(r"(?:^ *\|.*\n)+", _output(command, fast), re.M)[which].splitlines()
     lines = [line.strip() for line in lines[:2] + [line for line in lines[2:] if re.search(rows, line)]]
     head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     kept = [i for i, title in enumerate(head) if re.fullmatch(columns, title)]
@@ -63,7 +112,7 @@ def table(command: str, which: int = 0, columns: str = ".*", rows: str = "", fas
 def output(command: str, only: str = ".*", fast: bool = False) -> None:
     """Show what a command prints (a log without its times), or its lines that match a regular expression, as code."""
     if _chosen(command, fast):
-        lines = [re.sub(LOG_TIME, "", line).rstrip() for line in _output(command).strip("\n").splitlines()]
+        lines = [re.sub(LOG_TIME, "", line).rstrip() for line in _output(command, fast).strip("\n").splitlines()]
         lines = [line for line in lines if re.match(only, line)]
         _show("```text", *lines, "```")
 
@@ -118,6 +167,11 @@ def _code(name):
 def _chosen(command, fast):
     """Tell whether to make this one; if not, the page keeps what it shows."""
     chosen = fast if ONLY == "fast" else ONLY in command
+    if not chosen and not fast and _record().get(command) != inputs(command) and command not in _told:
+        _told.add(command)
+        print(
+            f"{cog.inFile}: `{command}`: its inputs changed since: run make figures ONLY='{command}'", file=sys.stderr
+        )
     if not chosen and (block := (cog.inFile, cog.firstLineNum)) not in _kept:
         _kept.add(block)
         cog.out(cog.previous)
@@ -129,7 +183,7 @@ def _show(*lines):
 
 
 @cache
-def _output(command):
+def _output(command, fast=False):
     print(f"$ {command}", file=sys.stderr, flush=True)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -137,7 +191,13 @@ def _output(command):
     )
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nerror: status {done.returncode}: {command}")
+    if not fast and "--check" not in sys.argv:
+        RECORD.write_text(json.dumps(_record() | {command: inputs(command)}, indent=1, sort_keys=True) + "\n")
     return done.stdout
+
+
+def _record():
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 @cache

@@ -1,14 +1,19 @@
-"""Hooks of mkdocs (mkdocs.yml): pages from outside docs/, code as pages, tabs and folds.
+"""Hooks of mkdocs (mkdocs.yml): pages from outside docs/, code as pages, tabs, folds and formulas.
 
 README and a few other pages of the repository lie outside docs/, and chapters link to files of code. Each of them is
 a page of the site, so that every link works there as it does in the repository.
 """
 
+import html
 import os
 import re
+from io import StringIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import matplotlib
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import math_to_image
 from mkdocs.structure.files import File, Files
 
 from docs import explorer_data
@@ -23,7 +28,21 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
 }  # the file in the repository and its page
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".ipynb": "json"}
+HOME = """\
+Train one model on one device or a thousand, with code short enough to read and losses that stay the same.
+
+{animation}
+
+<div class="grid cards" markdown>
+
+- **[Learn](model_and_data.md)**: four rungs from one device to split images, each with a run for a laptop and exercises
+- **[Try a layout](explorer.md)**: choose GPUs and how to split the model; memory, messages and time follow
+- **[Teach](teaching.md)**: a half-day and a full-day course, with what learners get wrong
+
+</div>
+"""  # in place of README's first paragraph and picture
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+FORMULA = re.compile(r"^\$\$\n(.+)\n\$\$$", re.M)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -41,13 +60,28 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
-    """Make links lead to pages of the site, fold what is folded, and show what runs here and on Slurm in two tabs."""
+    """Make links lead to pages of the site, fold what is folded, typeset formulas, and show what runs in two tabs."""
     source = page.file.src_uri
     markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "", markdown, flags=re.S)  # cog's marks
     markdown = LINK.sub(lambda found: _link(found[0], source), markdown)
     markdown = markdown.replace("<details>", '<details markdown="1">')
+    if source == "index.md":
+        title, _, animation, rest = markdown.split("\n\n", 3)
+        markdown = "\n\n".join([title, HOME.format(animation=animation), rest])
+    markdown = FORMULA.sub(_typeset, markdown)
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
     return re.sub(tabs, _tabs, markdown, flags=re.S | re.M)
+
+
+def _typeset(found: re.Match[str]) -> str:
+    """A formula of TeX as a drawing in the colour of the text; nothing is loaded to show it."""
+    style: Any = {"mathtext.fontset": "stix", "savefig.facecolor": "none", "svg.hashsalt": "formula"}
+    drawn = StringIO()
+    with matplotlib.rc_context(style):
+        math_to_image(f"${found[1]}$", drawn, FontProperties(size=12), format="svg", color="#010203")
+    svg = drawn.getvalue().partition("<svg ")[2].replace("#010203", "currentColor")
+    svg = re.sub(r"<(metadata|style)[ >].*?</\1>|<!--.*?-->", "", svg, flags=re.S)
+    return f'<p><svg role="img" aria-label="{html.escape(found[1])}" style="max-width: 100%" {svg.strip()}</p>\n'
 
 
 def _tabs(found: re.Match[str]) -> str:

@@ -67,6 +67,24 @@ def test_the_ladder_climbs_step_by_step_and_computes_the_same(tiny_options, tmp_
     assert "| 2 workers" in printed and "CUDA graphs: skipped, needs a GPU" in printed
 
 
+def test_a_slow_reader_measures_the_workers_alone_over_the_same_batches(tiny_options, tmp_path, capsys):
+    words = ["--steps=1", "--rounds=1", f"--json={tmp_path}/l.json", *tiny_options(expdir=None, num_iters=50)]
+    assert benchmark.main(["ladder", "--read_delay_ms=1.5", *words]) is None
+    first, second = json.loads((tmp_path / "l.json").read_text())["steps"]
+    assert (first["step"], second["step"]) == ("0 workers", "2 workers")
+    assert first["losses"] == second["losses"]
+    assert "each sample is read 1.5 ms late, on purpose" in capsys.readouterr().out
+
+
+def test_every_read_is_delayed_and_reads_the_same(tiny_config, monkeypatch):
+    slept = []
+    monkeypatch.setattr(ladder.time, "sleep", slept.append)
+    rank = Process(device=CPU)
+    ladder._start(rank, tiny_config(num_data_workers=0), 0.25)
+    ladder._end(rank)
+    assert len(slept) >= (ladder.LEAD_IN + 1) * tiny_config().global_batch_size and set(slept) == {0.25}
+
+
 def test_a_step_of_the_ladder_that_fails_is_told(tiny_options, tmp_path, monkeypatch, capsys):
     steps = [("0 workers", {}, None), ("broken", {"num_heads": 3}, None), ("bf16", {"amp_mode": "bf16"}, None)]
     monkeypatch.setattr(ladder, "ladder", lambda *_: steps)

@@ -2,13 +2,16 @@
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -127,20 +130,50 @@ def check_benchmark(words):
     parse_command_line(seen[0], None, "config/ViT.yaml")
 
 
-def check_figures(only):
-    """Pages show what cog makes of them. only: the commands to run, as ONLY of `make figures`; code is always made."""
+def check_figures(only, root=ROOT):
+    """Pages show what cog makes of them. only: the commands to run, as ONLY of `make figures`; code is always made.
+
+    root: a folder with everything of this repository, for runs that need data.
+    """
     words = ["-I", ".", "-U", "-p", "from docs.figures import above, difference, output, picture, source, table"]
-    pages = [str(page) for page in PAGES if "[[[cog" in page.read_text()]
+    pages = [str(page.relative_to(ROOT)) for page in PAGES if "[[[cog" in page.read_text()]
     done = subprocess.run(
         [sys.executable, "-m", "cogapp", *words, "--check", "--diff", *pages],
-        cwd=ROOT, env={**os.environ, "ONLY": only}, capture_output=True, text=True,
+        cwd=root, env={**os.environ, "ONLY": only}, capture_output=True, text=True,
     )  # fmt: skip
     assert len(pages) > 5
     assert done.returncode == 0, done.stdout + done.stderr
+    stale = [line for line in done.stderr.splitlines() if "its inputs changed" in line]
+    assert not stale, "\n".join(stale)
 
 
-def test_code_and_differences_that_pages_show_are_those_of_the_tree():
-    """`make figures ONLY=fast` mends the pages."""
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        ("config/ViT.yaml", "embed_dim: 128", "embed_dim: 256", True),
+        ("config/ViT.yaml", "embed_dim: 128", "embed_dim: 128 # small", False),
+        ("config/ViT.yaml", "embed_dim: 384", "embed_dim: 768", False),  # of other configs
+        ("networks/vit.py", "1e-6", "1e-5", True),
+        ("networks/vit.py", "\ndef ", "\n# A comment.\ndef ", False),
+        ("networks/vit.py", '"""', '"""In short: ', False),
+        ("networks/unet.py", "\nclass ", "\nwidth = 1\nclass ", False),  # another model
+    ],
+)
+def test_figures_rest_on_values_and_code(file, old, new, changed, tmp_path, monkeypatch):
+    """A change of these, and of nothing else, makes the figures of a command stale."""
+    monkeypatch.setitem(sys.modules, "cog", types.ModuleType("cog"))
+    inputs = importlib.import_module("docs.figures").inputs
+    for folder in ("config", "networks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (ROOT / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new, 1))
+    command = "python train.py --config=quick"
+    assert (inputs(command, tmp_path) != inputs(command)) is changed
+
+
+def test_pages_show_code_of_the_tree_and_figures_whose_inputs_did_not_change_since():
+    """`make figures ONLY=...` mends the pages."""
     check_figures(only="no command")
 
 
@@ -149,6 +182,17 @@ def test_what_pages_show_of_commands_marked_fast_is_what_they_print(tmp_path, mo
     """They are run in full; `make figures ONLY=fast` mends the pages."""
     programs.use_forks(tmp_path, monkeypatch)
     check_figures(only="fast")
+
+
+@pytest.mark.slow("a page prints losses in all digits")
+def test_losses_that_a_page_prints_are_those_of_its_runs(tmp_path, monkeypatch):
+    """The lessons' losses are compared with those of their notebooks (tests/test_notebook.py)."""
+    for path in ROOT.iterdir():
+        if path.name not in ("logs", "data", ".git", ".venv"):
+            (tmp_path / path.name).symlink_to(path)
+    assert programs.run(["-m", "weather.sample_data", tmp_path / "data/quick"]).returncode == 0
+    programs.use_forks(tmp_path / ".venv/bin", monkeypatch)
+    check_figures("--rollout_steps=4 --num_iters=40", tmp_path)
 
 
 def is_python(block):

@@ -44,6 +44,19 @@ def test_a_lesson_is_short_has_its_parts_and_its_reference(name):
     assert "images/drawings/" in text and "predict" in text
 
 
+def test_numbers_worked_into_formulas_are_right():
+    """The parts of each equation that have no letters are equal, to their three digits."""
+    formulas = [
+        text for page in ROOT.glob("docs/**/*.md") for text in re.findall(r"^\$\$\n(.*)\n\$\$$", page.read_text(), re.M)
+    ]
+    assert len(formulas) >= 6
+    for formula in formulas:
+        code = re.sub(r"\\dfrac\{(.*?)\}\{(.*?)\}", r"(\1)/(\2)", re.sub(r"\\;\\mathrm\{\w+\}", "", formula))
+        parts = [part.replace(r"\times", "*").replace("^", "**") for part in code.split("=")]
+        numbers = [eval(part) for part in parts if not re.search("[a-zA-Z]", part)]
+        assert len(numbers) >= 2 and numbers == pytest.approx(numbers[-1:] * len(numbers), rel=5e-3), formula
+
+
 def test_drawings_are_those_of_their_code_and_each_is_shown():
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     assert len(DRAWINGS) >= 12
@@ -80,8 +93,13 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
         assert "[[[cog" not in text, page
         assert not re.search(r"<p>\s*(torchrun|sbatch|python|make) ", text), f"{page}: a command is no paragraph"
     lesson = (site / "data_parallel.html").read_text()
+    assert lesson.count('<svg role="img"') == 3 and "$$" not in lesson  # formulas
     assert "Run it on Slurm</label>" in lesson  # a tab
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
+    home = (site / "index.html").read_text()
+    assert (
+        home.index("Train one model") < home.index(".webp") < home.index('href="explorer.html">Try') < home.index("<h2")
+    )
     found = json.loads((site / "search/search_index.json").read_text())["docs"]
     assert found and not [entry["location"] for entry in found if entry["location"].startswith("code/")]
 

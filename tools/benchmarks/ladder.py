@@ -8,7 +8,9 @@ what its model needs, so that all of them fit one GPU.
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,14 +55,15 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     return [(name, extra, reasons.get(name)) for name, extra in (steps | read_mappings(STEPS, "steps")).items()]
 
 
-def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, Any]:
+def run(words: list[str], workers: int, steps: int, rounds: int, read_delay_ms: float = 0.0) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
-    workers: of the steps after the first. steps: timed in one turn. A step that fails is left out, and named under
+    workers: of the steps after the first. steps: timed in one turn. read_delay_ms: added to the reading of each sample;
+    only the steps that read without and with workers are measured then. A step that fails is left out, and named under
     `failed`; later ones go on from the step before. Raises UsageError where the first one fails: the others rest on it.
     """
     config = load_config(words)
-    climbed = ladder(config, workers)
+    climbed = ladder(config, workers)[: 2 if read_delay_ms else None]
     options: dict[str, Any] = {}
     teams: dict[str, Teams] = {}
     turns: dict[str, list[dict[str, Any]]] = {}
@@ -72,7 +75,7 @@ def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, An
                 if number == 0:
                     own = config.model_copy(update={**options, **extra})
                     teams[name] = stack.enter_context(Teams(own, whole_machine=True))
-                    teams[name].call(1, _start, own)
+                    teams[name].call(1, _start, own, read_delay_ms / 1000)
                 turns[name] = turns.get(name, []) + teams[name].call(1, _turn, steps)
             except UsageError as error:
                 if not turns:
@@ -100,6 +103,8 @@ def run(words: list[str], workers: int, steps: int, rounds: int) -> dict[str, An
     print(format_tables("ladder", rows))
     batch, count = config.global_batch_size, len(rows[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
+    if read_delay_ms:
+        print(f"each sample is read {read_delay_ms:g} ms late, on purpose")
     for name, _, reason in climbed:
         if reason:
             print(f"{name}: skipped, {reason}")
@@ -118,15 +123,25 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     save(figure, path)
 
 
-def _start(rank: Process, config: Config) -> None:
-    """In the process of a step: build loader and training step, and train until compilation is over."""
+def _start(rank: Process, config: Config, delay: float = 0.0) -> None:
+    """In the process of a step: build loader and training step, and train until compilation is over.
+
+    delay: seconds that each read of a sample takes longer.
+    """
     loader, valid_loader = build_task(config).build_loaders(rank.device)
     valid_loader.close()
+    if delay:
+        loader.dataset.read = partial(_read_late, loader.dataset.read, delay)  # type: ignore[method-assign]
     step = build_step(config, rank.device, config.config)
     batches = loader.train(config.seed, 0, 10**9)
     rank.kept = {"step": step, "loader": loader, "batches": batches, "losses": []}
     _train(rank, LEAD_IN + 1)
     empty_cache(rank.device)
+
+
+def _read_late(read: Callable[..., None], delay: float, *args: Any) -> None:
+    time.sleep(delay)
+    read(*args)
 
 
 def _train(rank: Process, steps: int) -> float:
