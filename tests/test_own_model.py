@@ -8,6 +8,7 @@ from networks import MODELS
 from tests.support import own_models
 from tests.support.layout_parity import build, check_in_double, ranks_and_options, train_in_double, train_steps
 from tests.support.refusals import refusal
+from tools.planner.trace import trace_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.model import build_model, initial_weights
 from training.tasks import build_task
@@ -61,6 +62,21 @@ def test_an_output_is_cut_as_the_target_is_whatever_the_model_makes_of_the_cuts(
 def test_complex_weights_train_as_on_one_device(ranks, tiny_config, layout):
     options = {"model": own("Spectral"), "img_size": [11, 14], "patch_size": 1, "clip_grad_norm": 0.1}
     check_in_double(ranks, tiny_config, layout, options)
+
+
+SPHERICAL = {"model": own("Spherical"), "img_size": [22, 44], "patch_size": 1}
+
+
+@pytest.mark.parametrize("layout", ["domain2x2", "domain3"])
+def test_spherical_harmonics_train_as_on_one_device(ranks, tiny_config, layout):
+    check_in_double(ranks, tiny_config, layout, SPHERICAL)
+
+
+def test_spherical_harmonics_stay_split(tiny_config):
+    """The sums over split rows are scattered at once: a rank keeps its share of the activations, and none is whole."""
+    config, one = tiny_config(**SPHERICAL, domain_parallel=2), tiny_config(**SPHERICAL)
+    (split,), (whole,) = (trace_step(c, c.layout(n), "cpu") for c, n in ((config, 2), (one, 1)))
+    assert split.held["activations"] < 0.6 * whole.held["activations"]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])

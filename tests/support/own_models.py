@@ -1,5 +1,7 @@
 """Models as users write them: none of them knows of this repository."""
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -229,3 +231,32 @@ class OwnTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Spherical(nn.Module):
+    """A block of SFNO (Bonev et al. 2023): a transform over both axes, weights of each degree, and back.
+
+    Cosines stand for the Legendre polynomials.
+    """
+
+    def __init__(self, in_channels, out_channels, img_size, width=16):
+        super().__init__()
+        rows, self.columns = img_size
+        self.orders = degrees = rows
+        places = math.pi * (torch.arange(rows) + 0.5) / rows
+        degree = torch.arange(self.orders)[:, None, None] + torch.arange(degrees)[:, None]
+        self.register_buffer("forth", torch.cos(degree * places) / rows)  # (m, l, rows)
+        self.register_buffer("back", torch.cos(degree * places))
+        self.inside, self.outside = nn.Conv2d(in_channels, width, 1), nn.Conv2d(width, out_channels, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(width, width, degrees, 2) / width)
+
+    def forward(self, x):
+        x = F.gelu(self.inside(x))
+        waves = torch.fft.rfft(x)[..., : self.orders]  # (B, C, rows, m)
+        harmonics = self.transformed("bckm,mlk->bclm", waves, self.forth)
+        harmonics = torch.einsum("bclm,cdl->bdlm", harmonics, torch.view_as_complex(self.weight))
+        waves = self.transformed("bclm,mlk->bckm", harmonics, self.back)
+        return self.outside(x + torch.fft.irfft(waves, n=self.columns))
+
+    def transformed(self, equation, x, basis):
+        return torch.complex(*(torch.einsum(equation, part.contiguous(), basis) for part in (x.real, x.imag)))

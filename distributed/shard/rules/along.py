@@ -47,6 +47,13 @@ def moved(x: ShardTensor, m: int, dims: Iterable[int]) -> ShardTensor:
     return redistributed(x, [target if i == m else p for i, p in enumerate(x.spec.placements)])
 
 
+def split_again(x: ShardTensor) -> ShardTensor:
+    """A partial tensor summed up and split along its longest whole dimensions, batch and channels aside."""
+    for m in x.spec.partial:
+        x = moved(x, m, (0, 1))
+    return x
+
+
 def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
     """The tensor split as one of as many dimensions was, in the same sizes where the dimensions are as long."""
     if y.spec.placements == before.placements:

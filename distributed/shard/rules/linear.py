@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.shard.operands import fitted, global_shape, joint_axes, reduced, shared
-from distributed.shard.rules.along import made_whole
+from distributed.shard.rules.along import made_whole, split_again
 from distributed.shard.spec import Spec, over, part_of, whole
-from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
 
 def contracted(
@@ -38,7 +38,9 @@ def contracted(
     fitting = [fitted(x, spec, out) for x, spec in zip(operands, wanted, strict=True)]
     if bias is not None:
         fitting.append(own_bias(bias, out))
-    return wrap(compute(*fitting), out)
+    product = wrap(compute(*fitting), out)
+    large = local(product).numel() >= max(x.numel() for x in fitting)
+    return split_again(product) if summed and large else product
 
 
 def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) -> dict[str, int]:
