@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from distributed.shard.operands import fitted, global_shape, joint_axes, reduced, shared
 from distributed.shard.rules.along import made_whole, split_again
 from distributed.shard.spec import Spec, over, part_of, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
 
 
 def contracted(
@@ -39,7 +39,7 @@ def contracted(
     if bias is not None:
         fitting.append(own_bias(bias, out))
     product = wrap(compute(*fitting), out)
-    large = local(product).numel() >= max(x.numel() for x in fitting)
+    large = out.shape.numel() * mesh.joint.size >= max(spec.shape.numel() for spec in wanted)
     return split_again(product) if summed and large else product
 
 
