@@ -53,7 +53,7 @@ def run(command, folder, expdir, data_keys):
 
 def test_the_page_has_what_is_run_here():
     assert set(FILES) == {"my_unet.py", "my_backbone.py"}
-    assert len(COMMANDS) == 11 and sum(command.startswith("torchrun") for command in COMMANDS) == 6
+    assert len(COMMANDS) == 13 and sum(command.startswith("torchrun") for command in COMMANDS) == 7
 
 
 @pytest.mark.slow("every command of the page, with its own launcher")
@@ -84,6 +84,18 @@ def test_models_of_timm_train_on_one_device_and_split(tmp_path, data_keys, monke
     assert len(commands) == 3
     for number, command in enumerate(commands):
         run(command, tmp_path, tmp_path / str(number), data_keys)
+
+
+@pytest.mark.slow("every command of the page, with its own launcher")
+@pytest.mark.skipif(importlib.util.find_spec("torch_harmonics") is None, reason="torch-harmonics is not installed")
+def test_the_sfno_trains_on_split_images_as_on_one_device(tmp_path, data_keys, monkeypatch):
+    programs.use_forks(tmp_path / "bin", monkeypatch)
+    losses = []
+    for number, command in enumerate(command for command in COMMANDS if "torch_harmonics" in command):
+        run(command, tmp_path, tmp_path / str(number), data_keys)
+        (summary,) = (tmp_path / str(number)).glob("*/00/summary.json")
+        losses.append(json.loads(summary.read_text())["val_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses) == 2
 
 
 @pytest.mark.slow("every command of the page, with its own launcher")
