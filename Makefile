@@ -111,6 +111,8 @@ clean:
 	$(PIP) -r requirements-trackers.txt || echo "no MLflow or Weights & Biases: their tests will be skipped"
 	touch $@
 
+# torch-harmonics names a single release of torch. What is used of it is Python alone and runs on others.
 .venv/installed-models: requirements-models.txt .venv/installed
 	$(BIN)/python -m pip freeze | $(PIP) -c /dev/stdin -r requirements-models.txt || echo "no public models for this machine: their tests will be skipped"
+	$(PIP) --no-deps torch-harmonics==0.9.3 || echo "no torch-harmonics for this machine: its test will be skipped"
 	touch $@
