@@ -1,7 +1,9 @@
 """Linear layers and matrix products.
 
 A product sums over the dimensions that its result does not have. If such a dimension is split, each rank sums over its
-part, and the result is partial. If one mesh dimension splits two dimensions, one of them is gathered first.
+part, and the result is partial. A result of images (B, C, ...) that is as large as a rank's part of them is summed up
+and split along another dimension at once: spherical harmonics would be whole on every rank otherwise. If one mesh
+dimension splits two dimensions, one of them is gathered first.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +41,8 @@ def contracted(
     if bias is not None:
         fitting.append(own_bias(bias, out))
     product = wrap(compute(*fitting), out)
-    large = out.shape.numel() * mesh.joint.size >= max(spec.shape.numel() for spec in wanted)
+    # All ranks decide alike: by sizes of whole tensors.
+    large = len(result) > 3 and out.shape.numel() * mesh.joint.size >= max(spec.shape.numel() for spec in wanted)
     return split_again(product) if summed and large else product
 
 
