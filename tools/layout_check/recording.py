@@ -17,6 +17,7 @@ from distributed.shard.tensor import ShardTensor, local
 from training.assembly import build_step
 from training.step import TrainingStep
 from utils import comm
+from utils.device import library
 from utils.schema import Config
 
 STEPS = 3
@@ -126,7 +127,7 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
     model, update, inside = step.parallel.model, step.update, False
     calls = defaultdict[str, list[tuple[int, Part]]](list)  # outputs of a module, each with its place in the order
 
-    random_state = getattr(torch.get_device_module(step.device), "get_rng_state", torch.get_rng_state)
+    random_state = (library(step.device, "get_rng_state") or torch).get_rng_state
     state = random_state()
 
     def goes(inward, *_):
