@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from tools.planner.validate import differ
 from training.assembly import random_batch
 from training.model import build_model
 from utils.config import check_config, read_named_config
+from weather.forcings import turns
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("aurora") is None, reason="microsoft-aurora is not installed")
 LAYOUTS = ["domain2", "domain3", "domain2x2", "dp2,data_parallel=fsdp", "domain2xdp2,data_parallel=fsdp"]
@@ -99,3 +101,17 @@ def test_three_ranks_take_the_weights_that_one_process_saved(ranks, aurora_confi
     told = {"init_from": str(tmp_path / "aurora.ckpt"), "init_map": str(tmp_path / "map.yaml")}
     for found in ranks(3, with_library, taken_by, aurora_config(domain_parallel=3, **told)):
         assert_equal({name: local(value) for name, value in found.items()}, weights)
+
+
+def test_a_sample_has_the_day_and_hour_of_its_forcing(aurora_config):
+    from docs.examples.aurora import Forecaster, date_of
+
+    dates = np.array([["2017-02-05T18"], ["1999-12-31T06"]], "datetime64[s]")
+    angles = torch.from_numpy(2 * np.pi * turns(dates)[:, 0, 1])
+    times = torch.stack([angles.cos(), angles.sin()], 1)  # (2, 2)
+    assert [str(date_of(time))[5:16] for time in times] == ["02-05 18:00", "12-30 06:00"]  # 2020 is a leap year
+    model = build_model(aurora_config(), "cpu")
+    assert isinstance(model, Forecaster)
+    x = torch.randn(1, 43, 32, 64)
+    first, second = (model(torch.cat([x[:, :41], time[None, :, None, None].expand(1, 2, 32, 64)], 1)) for time in times)
+    assert not torch.equal(first, second)

@@ -52,7 +52,7 @@ def messages_of_a_step(config):
 def test_the_planner_knows_the_messages_of_the_fallback(ranks, tiny_config):
     config = tiny_config(**RENORMED, domain_parallel=2, domain_fallback="gather", data_parallel="ddp")
     calls, sent, said = ranks(2, messages_of_a_step, config)[0]
-    assert said.startswith("renorm: 1 calls")
+    assert "renorm: 1 calls" in said[0]
     (trace,) = trace_step(config, config.layout(2), "cpu")
     planned_calls, planned_bytes = Counter(), Counter()
     for message, n in trace.messages.items():

@@ -69,7 +69,36 @@ def test_a_fallback_gathers_once_forward_and_once_backward_and_says_so(ranks):
     x = X((40, 60, 50), (1,))
     calls, sent, said = ranks(2, gathering, renormed_and_counted, x)[0]
     assert calls == {"all_gather": 2} and sent == {"all_gather": 2 * 40 * 30 * 50 * 4}
-    assert said == "renorm: 1 calls, 0.5 MB gathered"
+    assert len(said) == 1 and said[0].endswith(
+        "whole tensors (--domain_fallback gather): renorm: 1 calls, 0.5 MB gathered"
+    )
+
+
+def summed_over_split_rows(x):
+    part = split(draw(x.shape, torch.float32, 0), x, domain_mesh())
+    torch.einsum("bhw,hk->bk", part, torch.ones(6, 99_999)).relu().sum()  # larger than a part, and summed once
+    (part.mean() + part.sum(1)).sum()  # smaller
+    return fallback.report()
+
+
+def test_a_large_result_that_a_rule_makes_whole_is_reported(ranks):
+    said = ["Results that every rank has whole: einsum: 1.6 MB"]
+    assert ranks(2, gathering, summed_over_split_rows, ROWS) == [said, said]
+
+
+def of_a_library(x):
+    kernels = torch.library.Library("kernels", "DEF")
+    kernels.define("contraction(Tensor x) -> Tensor")
+    kernels.impl("contraction", torch.neg, "CompositeExplicitAutograd")
+    part = split(draw(x.shape, torch.float32, 0), x, domain_mesh())
+    with pytest.raises(NotImplementedError, match=r"no rule for contraction of Spec\(\(4, 6, 5\), S\(1\)\)"):
+        torch.ops.kernels.contraction(part)
+    found = gathering(torch.ops.kernels.contraction, part)
+    torch.testing.assert_close(found.full_tensor(), -part.full_tensor())
+
+
+def test_an_operator_that_a_library_has_compiled_is_named_or_computed_on_whole_tensors(ranks):
+    ranks(2, of_a_library, ROWS)
 
 
 def own_part_alone(x, group, dim, sizes):

@@ -196,7 +196,10 @@ def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
     assert page.locator("[role=gridcell]").count() == 8
 
     page.select_option("[name=n]", "4")
+    page.click("[name=keep]")
     page.select_option("[name=tp]", "2")
+    beside = page.locator("#beside .differs", has_text="layout").inner_text()
+    assert beside.split("\t") == ["layout", "dp 4", "tp 2 x dp 2"]
     assert "tp 0 of 2, with 0 1; dp 0 of 2, with 0 2" in page.inner_text("#partners")
     page.focus("[data-rank='0']")
     page.keyboard.press("ArrowRight")

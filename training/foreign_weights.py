@@ -136,12 +136,11 @@ def _renamed(tensors: dict[str, Tensor], path: str | None) -> dict[str, Tensor]:
         matches = 0
         for name, value in tensors.items():
             try:
-                matching = re.search(pattern, name)
-                new = re.sub(pattern, replacement or "", name)
+                new, matched = re.subn(pattern, replacement or "", name)
             except (re.error, TypeError) as error:
                 raise UsageError(f"{path}: '{pattern}: {replacement}': {error}") from None
-            matches += matching is not None
-            if matching and replacement is None:
+            matches += matched
+            if matched and replacement is None:
                 continue
             if new in renamed:
                 raise UsageError(f"{path}: '{pattern}: {replacement}' gives two tensors the name '{new}'")

@@ -327,7 +327,7 @@ class Run:
             "parameters": self.step.task.facts.parameters,
             "samples_per_sec": self.clock.steady_samples_per_sec(),
             "data_wait_fraction": self.clock.data_wait_fraction(),
-            "peak_memory_bytes": int(comm.global_max(peak_memory_bytes(self.device), self.device)),
+            "peak_memory_bytes": max(comm.gather(peak_memory_bytes(self.device))),
             "train_loss": self.train_loss,
             "best_val_loss": self.best_val_loss,
             **self.result,
@@ -336,8 +336,8 @@ class Run:
 
 
 def _report_fallback() -> None:
-    """Log the operations that no rule of ShardTensor computed, and what they cost."""
+    """Log which operations and results of rung 4 were not split."""
     from distributed.shard import fallback  # only rung 4 has imported it
 
-    if fallback.calls:
-        log.info("Operations on whole tensors (--domain_fallback gather): %s", fallback.report())
+    for line in fallback.report():
+        log.info(line)

@@ -302,10 +302,10 @@ def patience() -> float:
     return _patience.total_seconds()
 
 
-def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `tensor` over all ranks, in place; returns it."""
+def all_reduce(tensor: Tensor) -> Tensor:
+    """Sum `tensor` over all ranks, in place; returns it."""
     if world_size() > 1:
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor)
     return tensor
 
 
@@ -315,12 +315,6 @@ def global_mean(values: Tensor) -> Tensor:
     sums = values.double().sum(0)
     packed = all_reduce(torch.cat([sums.flatten(), sums.new_tensor([len(values)])]))
     return (packed[:-1] / packed[-1]).view(sums.shape)
-
-
-def global_max(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return all_reduce(torch.tensor([value], dtype=dtype, device=device), dist.ReduceOp.MAX).item()
 
 
 def _end_with_the_others(error: BaseException) -> None:

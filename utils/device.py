@@ -1,6 +1,7 @@
 """The device of this process: the accelerator that torch.accelerator finds, or the CPU."""
 
 import contextlib
+import ctypes
 import os
 import re
 import resource
@@ -43,6 +44,7 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
     except RuntimeError:
         raise UsageError(f"device '{name}': not a device torch knows; {present}") from None
     if device.type == "cpu":
+        _keep_freed_memory()
         return device
     if accelerator is None or device.type != accelerator.type:
         raise UsageError(f"device '{name}': not on this machine; {present}")
@@ -53,6 +55,17 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
         raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors for the next ones.
+
+    By default it returns large blocks to the system, which clears every page of them again in the next step.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap is never returned
 
 
 def promised_gpus() -> str:

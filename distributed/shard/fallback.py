@@ -16,7 +16,7 @@ from distributed.shard import tensor as shard_tensor
 from distributed.shard.guards import SEES_PARTS
 from distributed.shard.operands import replicated, shared, to_spec, written
 from distributed.shard.spec import Mesh, Spec, whole
-from distributed.shard.tensor import ShardTensor, dispatch, local, name_of, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, name_of, wrap
 from utils.torch_private import storage_id
 
 FALLBACKS = "error", "gather"
@@ -44,12 +44,19 @@ def set_fallback(fallback: str) -> None:
         raise ValueError(f"fallback: no '{fallback}', there are {', '.join(FALLBACKS)}")
     calls.clear()
     gathered.clear()
+    made_whole.clear()
     shard_tensor.on_refusal = on_whole_tensors if fallback == "gather" else None
 
 
-def report() -> str:
-    """Report operations on whole tensors, for example 'sort: 24 calls, 3.1 MB gathered'; '' if there were none."""
-    return "; ".join(f"{name}: {n} calls, {gathered[name] / 1e6:.1f} MB gathered" for name, n in calls.most_common())
+def report() -> list[str]:
+    """Lines that say which operations were computed on whole tensors, and which rules have given whole results."""
+    on_wholes = [f"{name}: {n} calls, {gathered[name] / 1e6:.1f} MB gathered" for name, n in calls.most_common()]
+    results = [f"{name}: {size / 1e6:.1f} MB" for name, size in made_whole.most_common()]
+    titled = {
+        "Operations on whole tensors (--domain_fallback gather)": on_wholes,
+        "Results that every rank has whole": results,
+    }
+    return [f"{title}: {'; '.join(found)}" for title, found in titled.items() if found]
 
 
 def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], refusal: Exception) -> Any:

@@ -13,6 +13,7 @@ parallelism does that once per step.
 PyTorch's notes on extending torch describe torch.Tensor.as_subclass and __torch_function__.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, GetSetDescriptorType
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 
 RULES: dict[Callable, Callable] = {}
+made_whole: Counter[str] = Counter()  # bytes of results that every rank has whole, by operation: see _apply
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
@@ -39,6 +41,7 @@ class ShardTensor(torch.Tensor):
     """A split tensor, described at the top of this file. from_local, scatter_tensor and wrap make one."""
 
     spec: Spec
+    counted = False  # in made_whole
     copied_from = ""  # the operation that copied this from whole tensors, where torch's result would be a view
 
     @classmethod
@@ -49,8 +52,7 @@ class ShardTensor(torch.Tensor):
         try:
             if rule is None or kwargs.get("out") is not None:
                 raise no_rule(func, args, kwargs, "out= is not supported" if rule else "")
-            with LocalTensors():  # in a rule, ShardTensors behave as their local parts
-                return rule(func, *args, **kwargs)
+            return _apply(rule, func, args, kwargs)
         except (NoRule, CannotSplit, AttributeError) as error:
             return _refused(error, func, args, kwargs)  # raises it, or computes on whole tensors
 
@@ -169,12 +171,27 @@ def _method(implementation, function):
 
     def method(self, *args, **kwargs):
         try:
-            with LocalTensors():
-                return implementation(function, self, *args, **kwargs)
+            return _apply(implementation, function, (self, *args), kwargs)
         except (NoRule, CannotSplit, AttributeError) as error:
             return _refused(error, function, (self, *args), kwargs)
 
     return method
+
+
+def _apply(rule, func, args, kwargs):
+    """The result of a rule.
+
+    It is counted in made_whole where no rank has less than all of it, although an operand is split, and it is no
+    smaller than this rank's part of that. A rule may call others: the innermost counts.
+    """
+    with LocalTensors():  # in a rule, ShardTensors behave as their local parts
+        result = rule(func, *args, **kwargs)
+        if type(result) is ShardTensor and not result.spec.split_dims and not torch.compiler.is_compiling():
+            parts = [x.numel() for x in flat(args, kwargs) if isinstance(x, ShardTensor) and x.spec.split_dims]
+            if parts and result.numel() >= max(parts) and not result.counted:
+                result.counted = True
+                made_whole[name_of(func)] += result.nbytes
+    return result
 
 
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:

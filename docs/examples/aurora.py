@@ -8,7 +8,8 @@ weights, the statistics of the data have to be Aurora's (aurora.normalisation).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from math import tau
 from typing import Any
 
 import aurora
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-DATE = datetime(2020, 1, 1, tzinfo=UTC)  # of every sample: this trainer tells a model no dates, but see `forcings`
+NEW_YEAR = datetime(2020, 1, 1, tzinfo=UTC)  # of every sample: the forcing `day` does not say which year it is
+HOURS = 365.25 * 24  # of a year
 
 NO_NUMBERS = {Tensor.__bool__: True, Tensor.__float__: 0.0}  # what is read of a tensor that has none
 
@@ -27,6 +29,7 @@ class Forecaster(nn.Module):
     channels: names of the C channels of a frame, in their order. Those of an atmospheric variable are the variable's
     name and a level, like z500, at every one of `levels` (hPa); all others are surface variables. static_vars: names of
     further input channels, the fixed `forcings` of the config in their order; without any, zeros take their place.
+    dated: the forcing `day` comes last, and gives each sample its day and hour.
     sizes: other arguments of aurora.Aurora.
     """
 
@@ -37,6 +40,7 @@ class Forecaster(nn.Module):
         atmos_vars: Sequence[str],
         levels: Sequence[int],
         static_vars: Sequence[str] = (),
+        dated: bool = False,
         patch_size: int = 4,
         embed_dim: int = 512,
         num_heads: int = 16,
@@ -44,6 +48,7 @@ class Forecaster(nn.Module):
     ):
         super().__init__()
         self.channels, self.levels, self.patch_size, self.static_vars = channels, levels, patch_size, static_vars
+        self.dated = dated
         self.at_levels = {name: [channels.index(f"{name}{level}") for level in levels] for name in atmos_vars}
         atmospheric = {index for indices in self.at_levels.values() for index in indices}
         self.at_surface = {name: i for i, name in enumerate(channels) if i not in atmospheric}
@@ -64,11 +69,12 @@ class Forecaster(nn.Module):
         return nn.ModuleList(block for layer in layers for block in layer.blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: the present frame, the earlier ones, and the static fields."""
-        count = len(self.channels)
-        frames = [x[:, i : i + count] for i in range(0, x.shape[1] - len(self.static_vars), count)]
+        """x: the present frame, the earlier ones, the static fields, and cosine and sine of the time of the year."""
+        count, fixed = len(self.channels), len(self.static_vars)
+        end = x.shape[1] - 2 * self.dated
+        frames = [x[:, i : i + count] for i in range(0, end - fixed, count)]
         history = torch.stack(frames[::-1], 1)  # (B, T, C, H, W), the oldest first
-        fields = x[0, len(frames) * count :]
+        fields = x[0, end - fixed : end]
         statics = dict(zip(self.static_vars, fields, strict=True)) or {"lsm": torch.zeros_like(x[0, 0])}
         batch = aurora.Batch(
             surf_vars={name: history[:, :, i] for name, i in self.at_surface.items()},
@@ -79,12 +85,19 @@ class Forecaster(nn.Module):
             metadata=None,
         )
         with ChecksHold():
-            metadata = aurora.Metadata(self.latitude, self.longitude, (DATE,) * len(x), tuple(self.levels))
+            dates = tuple(map(date_of, x[:, end:].amax((2, 3)))) if self.dated else (NEW_YEAR,) * len(x)
+            metadata = aurora.Metadata(self.latitude, self.longitude, dates, tuple(self.levels))
             answer = self.aurora(replace(batch, metadata=metadata))
         of_channel = {i: answer.surf_vars[name][:, 0] for name, i in self.at_surface.items()}
         for name, indices in self.at_levels.items():
             of_channel |= {index: answer.atmos_vars[name][:, 0, level] for level, index in enumerate(indices)}
         return torch.stack([of_channel[i] for i in range(count)], 1)
+
+
+def date_of(time: Tensor) -> datetime:
+    """The full hour at a time of the year, of which (cosine, sine) are given."""
+    cosine, sine = time
+    return NEW_YEAR + timedelta(hours=round(float(torch.atan2(sine, cosine)) / tau % 1 * HOURS))
 
 
 class NormalisedBatch(aurora.Batch):

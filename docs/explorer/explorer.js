@@ -8,7 +8,7 @@ const LISTED = 16; // partners of a rank that are named one by one
 const page = document.getElementById("explorer");
 const form = page.querySelector("form");
 const at = (id) => document.getElementById(id);
-let rows = [], rank = 0, by = "tp";
+let rows = [], rank = 0, by = "tp", kept = null; // kept: the facts of a layout to compare with
 
 const make = (tag, text, attributes = {}) => {
     const element = document.createElement(tag);
@@ -155,6 +155,32 @@ function showMessages(row) {
     }));
 }
 
+function facts(row) { // [name, text] of what two layouts are compared by
+    const sent = (inside) => row.messages.map((message) => LAYOUTS.messages[message])
+        .reduce((sum, [, , , within, , mib]) => sum + (Boolean(within) === inside ? mib : 0), 0);
+    const split = Object.entries(sizesOf(row)).filter(([, size]) => size > 1).map(([name, size]) => `${name} ${size}`);
+    return [
+        ["GPUs", `${row.n} of ${form.gpu.value}`], ["model", form.model.value], ["image", form.image.value],
+        ["global batch", form.batch.value], ["layout", split.join(" x ") || "one GPU"], ["strategy", row.strategy],
+        ["micro-batches", number(row.parts)], ["checkpointing", row.again],
+        ...LAYOUTS.kinds.map((kind, i) => [`${kind}, GiB`, number(row.memory[i] / 1024, 2)]),
+        ["needed at once, GiB", number(row.needed / 1024, 2)],
+        ["sent inside a node, MiB", number(sent(true))], ["sent across nodes, MiB", number(sent(false))],
+        ["step, ms", number(row.ms)], ["samples/s", speedOf(row)],
+    ];
+}
+
+function showBeside(row) {
+    at("beside").hidden = !kept;
+    if (!kept) return;
+    const lines = facts(row).map(([name, text], i) => [name, kept[i][1], text]);
+    at("beside").replaceChildren(...[["", "kept", "this one"], ...lines].map((cells, i) => {
+        const line = make("tr", "", { class: cells[1] === cells[2] ? "" : "differs" });
+        line.append(...cells.map((text) => make(i ? "td" : "th", text)));
+        return line;
+    }));
+}
+
 function commandOf(row) {
     const domain = row.domain.split("x").reduce((a, b) => a * b, 1), per = gpu().per_node, nodes = Math.ceil(row.n / per);
     const script = domain > 1 ? "shard" : row.tp * row.cp * row.pp > 1 ? "mp" : "";
@@ -178,16 +204,21 @@ function show() {
         for (const option of form[name].options)
             option.disabled = !rows.some((row) => String(row[name]) === option.value && same(row, chosen(), others));
     }
-    const row = current(), speed = number((parseInt(form.batch.value) / row.ms) * 1e3);
+    const row = current();
     const share = `${number(row.needed / 1024)} of ${number(gpu().mib / 1024)} GiB`;
     const room = fits(row) ? (row.needed <= 0.85 * gpu().mib ? "It fits." : "It just fits.")
         : here().some(fits) ? `It does not fit: ${share}.`
         : row === least() ? `Nothing fits; this layout needs least: ${share}.` : `Nothing fits; this layout needs ${share}.`;
-    at("verdict").textContent = `${room} A step takes ${number(row.ms)} ms, ${speed} samples/s; dp ${row.dp}, the ranks that are left.`;
+    at("verdict").textContent = `${room} A step takes ${number(row.ms)} ms, ${speedOf(row)} samples/s; dp ${row.dp}, the ranks that are left.`;
+    showBeside(row);
     showRanks(row);
     showMemory(row);
     showMessages(row);
     at("line").textContent = commandOf(row);
+}
+
+function speedOf(row) {
+    return number((parseInt(form.batch.value) / row.ms) * 1e3);
 }
 
 function least() {
@@ -207,6 +238,10 @@ function begin() {
     };
     form.best.onclick = () => {
         set(here().filter(fits).sort((a, b) => a.ms - b.ms)[0] || least());
+        show();
+    };
+    form.keep.onclick = () => {
+        kept = facts(current());
         show();
     };
     at("ranks").onkeydown = (event) => {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distributed.shard.spec import part_of
 from tools.benchmarks.cases import check_machine
-from tools.benchmarks.layouts import parse_layout, split_words
+from tools.benchmarks.layouts import OPTIONS, parse_layout, split_words
 from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Teams, use_mesh
@@ -34,6 +34,7 @@ from tools.layout_check.recording import (
     Record,
     record,
 )
+from tools.planner.layouts import script_of
 from tools.tables import format_table
 from utils import comm
 from utils.errors import ArgumentParser
@@ -224,9 +225,7 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
     for text in layouts:
         sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "domain", "dp"))
-        script = "train.py" if str(ranks) == sizes["dp"] else "train_mp.py"
-        if sizes["domain"] != "1":
-            script = "train_shard.py"
+        script = script_of({option: sizes[dim] for dim, option in OPTIONS.items()})
         cases.append(build_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]
 

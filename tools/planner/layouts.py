@@ -135,9 +135,9 @@ def candidates(
     return found, dict(refused)
 
 
+@cache
 def _divisors(number: int) -> list[int]:
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*low, *(number // n for n in low)})
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def trial(config: Config) -> Callable[[dict[str, Any]], str | None]:
