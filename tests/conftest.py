@@ -95,7 +95,7 @@ def words_of(settings):
 
 @pytest.fixture(scope="session", autouse=True)
 def _processes_start_in_milliseconds():
-    """What benchmarks start by "spawn" is forked from a server that has imported all there is."""
+    """Fork the processes that benchmarks start by "spawn" from a server that has imported everything."""
     forked.context().set_forkserver_preload([*forked.PRELOAD, *forked.EXERCISES, "tests.support.warm"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", forked.instead_of_spawn(forked.context()))

@@ -1,4 +1,4 @@
-"""What an operation on a ShardTensor costs more than on a plain tensor: python -m tests.dispatch
+"""The extra cost of an operation on a ShardTensor over one on a plain tensor: python -m tests.dispatch
 
 Microseconds of this machine, so no test; tests count the Python functions that an operation calls.
 """
@@ -33,7 +33,7 @@ def tiny_tensors(mesh):
 
 
 def python_calls(function, x):
-    """How many Python functions function(x) calls."""
+    """Count the Python functions that function(x) calls."""
     function(x)  # what is made at the first call
     calls = 0
 

@@ -158,7 +158,7 @@ def stop_a_rank_for_a_while(run):
 
 
 def put_a_folder_in_place_of_a_shard(run):
-    """What cannot be read, whoever asks: root may read any file."""
+    """A path that nobody can read: root may read any file."""
     kill_a_rank(run)
     file = _newest_file(run)
     file.unlink()
@@ -182,7 +182,7 @@ MOUNTING = ("disk full while saving", "disk of the events full")
 
 
 def can_mount():
-    """Whether this process may make the small file systems of full disks (root on Linux may)."""
+    """Tell whether this process may make the small file systems of full disks (root on Linux may)."""
     with tempfile.TemporaryDirectory() as folder:
         made = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True).returncode == 0
         if made:

@@ -193,7 +193,7 @@ def test_others_may_read_a_checkpoint_as_far_as_the_umask_says(folder):
 
 
 def one_rank_has_a_full_disk(path):
-    """What came of each save; training's collectives go on while a write is held."""
+    """The outcome of each save; training's collectives go on while a write is held."""
     folder, model = CheckpointFolder(path, keep=3), model_and_optimizer(0)
     released, full, write = threading.Event(), threading.Event(), checkpoint_files.write_safetensors
     outcomes = []

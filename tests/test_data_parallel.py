@@ -193,7 +193,7 @@ def test_hsdp_reduces_inside_a_group_then_between_groups(ranks, tiny_config):
 
 
 def weights_after_a_resume(config, settle):
-    """Whether weights after 6 steps are the same without and with a stop after 3."""
+    """Tell whether weights after 6 steps are the same without and with a stop after 3."""
     batch = torch.Generator().manual_seed(comm.rank())
     batches = torch.randn(6, 2, 1, 20, *config.img_size, generator=batch)
 

@@ -1,4 +1,4 @@
-"""What domain parallelism sends, keeps and calls: exact numbers, of training steps of the forecasting ViT."""
+"""Messages, activations and calls of domain parallelism: exact numbers, of training steps of the forecasting ViT."""
 
 import unittest.mock
 from collections import Counter
@@ -75,7 +75,7 @@ class Ledger:
 
 
 def attention(method, tokens, rank, token_bytes, forward, backward):
-    """What attention sends whose ranks have so many tokens each; a rank's q, k or v are token_bytes per token."""
+    """Bytes that attention sends between ranks of so many tokens each; a rank's q, k or v are token_bytes per token."""
     ranks, own = len(tokens), tokens[rank]
     if method == "gather":  # keys and values, shorter pieces padded
         sent = 2 * max(tokens) * token_bytes * (ranks - 1)

@@ -1,4 +1,4 @@
-"""What a model is told beside the state, against plain formulas, and the frames of a forecast of several steps."""
+"""Inputs beside the state, against plain formulas, and the frames of a forecast of several steps."""
 
 import h5py
 import numpy as np

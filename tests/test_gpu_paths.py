@@ -1,4 +1,4 @@
-"""What a GPU user meets, shown without a GPU."""
+"""Paths of a GPU user, shown without a GPU."""
 
 import datetime
 import importlib.util

@@ -32,7 +32,7 @@ def random(*shape, seed=0):
 
 
 def rows_of(whole, dim, first, last, periodic, fill):
-    """What a rank has to get, by indices into the whole."""
+    """The rows that a rank has to get, by indices into the whole."""
     length = whole.shape[dim]
     if periodic:
         return whole.index_select(dim, torch.arange(first, last) % length)

@@ -1,4 +1,4 @@
-"""What a run that hangs leaves behind, and the command that reads it."""
+"""The records of a run that hangs, and the command that reads them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What starting a program does to its process, and what it prints that nobody of us wrote."""
+"""Imports of a program that starts, and output that is not ours."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def state():
 
 
 def output_of(program, *words, **variables):
-    """What a new Python prints: (exit status, standard output, standard error)."""
+    """Run a new Python: (exit status, standard output, standard error)."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONWARNINGS", "SLURM_GPUS_ON_NODE")}
     done = subprocess.run(
         [sys.executable, *program, *words], cwd=ROOT, env=environment | variables, capture_output=True, text=True,

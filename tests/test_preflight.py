@@ -210,7 +210,7 @@ def test_a_port_in_use_and_an_unknown_address_are_named(words, monkeypatch, chec
 
 
 def wrong_collectives(broken):
-    """What the check says on this rank of a group in which one kind of collective does nothing."""
+    """The result of the check on this rank, of a group in which one kind of collective does nothing."""
     with mock.patch.object(dist, "all_reduce", (lambda tensor, group=None: None) if broken else dist.all_reduce):
         return [result.line() for result in checks.collectives(torch.device("cpu"))]
 

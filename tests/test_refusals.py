@@ -1,4 +1,4 @@
-"""What cannot be used is refused at the user's boundary: one line, which says what is wrong and where, and status 2.
+"""Input that cannot be used is refused at once: one line, which says what is wrong and where, and status 2.
 
 The tables hold what was once let through. `make fuzz` draws more; settings are in tests/test_config.py.
 """

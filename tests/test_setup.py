@@ -34,7 +34,7 @@ def make(tmp_path):
 
 
 def installed(make, *words):
-    """What pip would install, in this order: the words of each call."""
+    """The words of each call of pip, in order."""
     lines = make("-n", "setup", *words).stdout.splitlines()
     return [
         re.split(r"pip install (?:--quiet|--disable-pip-version-check| )*", line)[-1] for line in lines if "pip" in line

@@ -35,7 +35,7 @@ def test_functions_of_images_give_what_the_whole_gives(ranks, world):
 
 
 def refused_strides():
-    """What is not in row-major order on one of the ranks, or has been broken up, on all ranks alike."""
+    """Tensors out of row-major order on one rank, or broken up, are refused on all ranks alike."""
     x = split(draw((3, 8, 4), torch.float64, 0), X((3, 8, 4), (1,)), domain_mesh())
     columns = split(draw((3, 7, 4), torch.float64, 0), X((3, 7, 4), (2,)), domain_mesh())
     for y in (x.transpose(1, 2), x[:, 4:], x[:, 1:], x[:, :, 1:]):

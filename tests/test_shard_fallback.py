@@ -249,7 +249,7 @@ def test_what_would_see_a_part_alone_is_refused_by_its_name(ranks):
 
 
 def still_plain():
-    """What is not a ShardTensor passes as before, in compiled and scripted code too."""
+    """Anything but a ShardTensor passes as before, in compiled and scripted code too."""
     assert torch.tensor([1, 2]).tolist() == [1, 2] and torch.zeros(1).new_tensor([3.0]).item() == 3
     assert torch.equal(torch.vmap(torch.sin)(torch.ones(3, 2)), torch.ones(3, 2).sin())
     assert torch.func.grad(torch.sum)(torch.ones(2)).tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""What holds for all operations of images that are split: convolution, pooling, interpolation and padding."""
+"""Properties of all operations of images that are split: convolution, pooling, interpolation and padding."""
 
 import pytest
 import torch
@@ -145,7 +145,7 @@ def drawn_cases(draw_):
 
 
 def allowed(case):
-    """Whether the plain operation takes the case."""
+    """Tell whether the plain operation takes the case."""
     try:
         y = evaluate(*(torch.randn(shape) for shape in (case.inputs[0].shape, *case.weights)), code=case.function)
         return y.numel() > 0 and bool(y.isfinite().all())  # a window of dilated max pooling may see nothing

@@ -216,7 +216,7 @@ def test_a_job_that_cannot_run_says_so_and_has_status_2(cluster, tmp_path):
 
 
 def warn(cluster, job):
-    """What Slurm does `--signal` seconds before the time limit."""
+    """Do as Slurm does `--signal` seconds before the time limit."""
     cluster.run("scancel", "--batch", "--signal=USR1", job)
 
 

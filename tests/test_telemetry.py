@@ -1,4 +1,4 @@
-"""What a run tells of itself: the same in every layout, in every tracker, and whatever happens to the run."""
+"""The readings of a run: the same in every layout, in every tracker, and whatever happens to the run."""
 
 import json
 import math

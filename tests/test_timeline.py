@@ -132,7 +132,7 @@ def test_a_run_without_traces_is_one_line(tmp_path):
 
 
 def test_a_straggler_of_two_ranks_is_found(tiny_options, tmp_path, capsys):
-    """What docs/profiling.md shows: every batch of rank 1 comes late."""
+    """The run of docs/profiling.md: every batch of rank 1 comes late."""
     words = tiny_options(profile="ranks", profile_start=3, profile_steps=4)
     for status, output in programs.run_ranks(["-m", "docs.examples.slow_rank", *words], LATE_SECONDS=0.3):
         assert status == 0, output

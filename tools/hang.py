@@ -30,7 +30,7 @@ class Call(NamedTuple):
         return " ".join([self.operation, *self.tensors])
 
     def kind(self) -> str:
-        """What all ranks that take part must call alike."""
+        """The part that all ranks of the group must call alike."""
         return str(self) if self.operation in SAME_SHAPE else self.operation
 
 

@@ -126,7 +126,7 @@ def wait_for_rank_0(launch: Launch, timeout: float) -> None:
 
 
 def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
-    """Raise UsageError, on every rank, where two ranks have the same GPU: NCCL would wait for what cannot connect.
+    """Raise UsageError, on every rank, where two ranks have the same GPU: NCCL would hang.
 
     name: of this rank's device on its machine, '' for one that ranks may share. Waits for all ranks; raises
     TimeoutError with the ranks that do not come.

@@ -1,4 +1,4 @@
-"""What the loaders ask of a data set: any class with these methods can be loaded. weather/ has ours."""
+"""The interface of a data set for the loaders: any class with these methods can be loaded. weather/ has ours."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol

@@ -1,4 +1,4 @@
-"""What the learner says of each collective is compared with the real one, on as many ranks."""
+"""Compare the learner's answer for each collective with the real one, on as many ranks."""
 
 from types import ModuleType
 
@@ -42,7 +42,7 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
 
 
 def real(kind: str, mine: torch.Tensor, size: int) -> torch.Tensor:
-    """What torch's collective leaves on this rank."""
+    """The result of torch's collective on this rank."""
     pieces = list(mine.chunk(size))
     if kind == "broadcast":
         dist.broadcast(mine, 0)

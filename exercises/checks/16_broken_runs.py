@@ -42,7 +42,7 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
 
 
 def hint(question: str, given: Any, answer: Any) -> str:
-    """What to say to a wrong answer."""
+    """The reply to a wrong answer."""
     if question == "cause":
         return SEEN.get(given, f"{given!r} is none of {', '.join(SEEN)}")
     if question == "ranks":

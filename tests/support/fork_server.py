@@ -89,7 +89,7 @@ def stay_with(program, connection):
 
 
 def run(words):
-    """What python does with these words: `-m MODULE ...` or `SCRIPT ...`. Returns the exit status."""
+    """Run these words as python does: `-m MODULE ...` or `SCRIPT ...`. Returns the exit status."""
     sys.orig_argv = [sys.executable, *words]
     if folders := os.environ.get("PYTHONPATH"):
         sys.path[1:1] = folders.split(os.pathsep)

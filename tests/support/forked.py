@@ -1,4 +1,4 @@
-"""What makes processes start in milliseconds: they are forked from one that has imported what they need."""
+"""Processes that start in milliseconds: they are forked from one that has imported what they need."""
 
 import multiprocessing
 import sys

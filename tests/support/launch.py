@@ -68,7 +68,7 @@ def wait_until(condition, seconds=60):
 
 
 def alive(pid):
-    """Whether a process runs, and is not merely waited for by its parent."""
+    """Tell whether a process runs, and is not merely waited for by its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
     except FileNotFoundError:

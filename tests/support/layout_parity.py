@@ -160,7 +160,7 @@ def check_chain(ranks, tiny_config, layouts, options, folder):
 
 
 def overflow_on_the_last_rank(config):
-    """Whether weights change in a step in which only the last rank's part of a gradient overflows; the loss scale."""
+    """(whether weights change, loss scale) of a step in which only the last rank's part of a gradient overflows."""
     step = build(config)
     parameters = list(step.parallel.model.parameters())
     before, unscale = [local(p).clone() for p in parameters], step.scaler.unscale_

@@ -56,7 +56,7 @@ def count_block(
 
 
 class Counts(NamedTuple):
-    """What a CollectiveCounter found, to be sent from a rank to the test."""
+    """The counts of a CollectiveCounter, to be sent from a rank to the test."""
 
     calls: Counter
     bytes: Counter

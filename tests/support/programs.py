@@ -58,12 +58,12 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout=PATIENCE_SECONDS):
-        """What it wrote to output and errors (None where they are merged), once it has ended."""
+        """Its output and errors (None where they are merged), once it has ended."""
         self.wait(timeout)
         return self.said(), None if self.errors is self.output else self.said(self.errors)
 
     def said(self, file=None):
-        """What it has written so far."""
+        """Its output so far."""
         file = file or self.output
         return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
@@ -110,7 +110,7 @@ def write_python(folder):
 
 
 def use_forks(folder, monkeypatch):
-    """What this test's programs start in turn is forked as well: by sys.executable, by torchrun, and from a folder."""
+    """Fork the processes that this test's programs start: by sys.executable, by torchrun, and from a folder."""
     python = write_python(folder)
     monkeypatch.setenv("PYTHON_EXEC", python)  # by which torchrun starts the ranks
     monkeypatch.setattr(sys, "executable", python)
@@ -135,7 +135,7 @@ def run(words, env=None, cwd=None, timeout=PATIENCE_SECONDS):
 
 
 def launch_variables(rank, size, port=1):
-    """What torchrun tells a rank on a machine of its own."""
+    """The variables that torchrun gives a rank on a machine of its own."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 

@@ -1,4 +1,4 @@
-"""What a user reads of input that cannot be used: one line."""
+"""The message about input that cannot be used: one line."""
 
 from contextlib import contextmanager
 

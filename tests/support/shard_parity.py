@@ -197,7 +197,7 @@ def hand_on(x, *_):
 
 
 def without(collective, instead, case):
-    """What the comparison says of a case if a collective is another function. collective: "module.name"."""
+    """The result of comparing a case while a collective is replaced by another function. collective: "module.name"."""
     module, _, name = collective.rpartition(".")
     with mock.patch.object(importlib.import_module(module), name, instead):
         try:

@@ -50,7 +50,7 @@ PLAIN = {"dropout": 0.0, "amp_mode": "none", "enable_jit": False, "enable_cuda_g
 
 @dataclass
 class Result:
-    """What is found of a layout. error: the largest relative difference, of whatever is compared.
+    """The finding about a layout. error: the largest relative difference, of whatever is compared.
 
     stage, name: where it first differs, in the order of execution; "" where everything is equal. kind: the class of the
     module. ranks: those that differ. skipped: names of outputs that could not be compared.
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        """Whether the layout gives what one device gives."""
+        """Tell whether the layout gives the numbers of one device."""
         return not self.stage
 
 
@@ -147,7 +147,7 @@ def coordinates() -> dict[str, int]:
 
 
 def expected_part(key: Key, part: Part, whole: Tensor, shapes: list) -> Tensor | None:
-    """What one device has in the place of a rank's part; None where that place is not known.
+    """The tensor that one device has in the place of a rank's part; None where that place is not known.
 
     A part of a dimension is found by the ranks whose parts make up its length. shapes: of the parts of all ranks.
     """

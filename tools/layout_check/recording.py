@@ -91,7 +91,7 @@ def random_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
 
 
 def read_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
-    """What this rank's loader reads, (input, target) of each step, in the default dtype."""
+    """Batches of this rank's loader, (input, target) of each step, in the default dtype."""
     loader, valid_loader = step.task.build_loaders(step.device)
     valid_loader.close()
     for batch in loader.train(step.config.seed, 0, STEPS):  # which uses its memory again

@@ -1,4 +1,4 @@
-"""What preflight checks. Each check yields its results; what one raises, or takes too long for, is a failure of it."""
+"""The checks of preflight. Each yields its results; one that raises an error, or takes too long, has failed."""
 
 import datetime
 import os
