@@ -50,13 +50,15 @@ def set_fallback(fallback: str) -> None:
 
 def report() -> list[str]:
     """Lines that say which operations were computed on whole tensors, and which rules have given whole results."""
-    on_wholes = [f"{name}: {n} calls, {gathered[name] / 1e6:.1f} MB gathered" for name, n in calls.most_common()]
-    results = [f"{name}: {size / 1e6:.1f} MB" for name, size in made_whole.most_common()]
-    titled = {
-        "Operations on whole tensors (--domain_fallback gather)": on_wholes,
-        "Results that every rank has whole": results,
+    found = {
+        "Operations on whole tensors (--domain_fallback gather)": [
+            f"{name}: {n} calls, {gathered[name] / 1e6:.1f} MB gathered" for name, n in calls.most_common()
+        ],
+        "Results that every rank has whole": [
+            f"{name}: {size / 1e6:.1f} MB" for name, size in made_whole.most_common()
+        ],
     }
-    return [f"{title}: {'; '.join(found)}" for title, found in titled.items() if found]
+    return [f"{title}: {'; '.join(operations)}" for title, operations in found.items() if operations]
 
 
 def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], refusal: Exception) -> Any:

@@ -28,7 +28,7 @@ from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 
 RULES: dict[Callable, Callable] = {}
-made_whole: Counter[str] = Counter()  # bytes of results that every rank has whole, by operation: see _apply
+made_whole: Counter[str] = Counter()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
@@ -52,9 +52,13 @@ class ShardTensor(torch.Tensor):
         try:
             if rule is None or kwargs.get("out") is not None:
                 raise no_rule(func, args, kwargs, "out= is not supported" if rule else "")
-            return _apply(rule, func, args, kwargs)
+            with LocalTensors():  # in a rule, ShardTensors behave as their local parts
+                result = rule(func, *args, **kwargs)
         except (NoRule, CannotSplit, AttributeError) as error:
             return _refused(error, func, args, kwargs)  # raises it, or computes on whole tensors
+        if type(result) is ShardTensor and not result.spec.split_dims:
+            _count_whole(func, args, kwargs, result)
+        return result
 
     @classmethod
     def from_local(
@@ -171,27 +175,26 @@ def _method(implementation, function):
 
     def method(self, *args, **kwargs):
         try:
-            return _apply(implementation, function, (self, *args), kwargs)
+            with LocalTensors():
+                return implementation(function, self, *args, **kwargs)
         except (NoRule, CannotSplit, AttributeError) as error:
             return _refused(error, function, (self, *args), kwargs)
 
     return method
 
 
-def _apply(rule, func, args, kwargs):
-    """The result of a rule.
+def _count_whole(func, args, kwargs, result):
+    """Count a result that every rank has whole, although an operand is split, if it is no smaller than a part of that.
 
-    It is counted in made_whole where no rank has less than all of it, although an operand is split, and it is no
-    smaller than this rank's part of that. A rule may call others: the innermost counts.
+    A rule may call others: the innermost counts.
     """
-    with LocalTensors():  # in a rule, ShardTensors behave as their local parts
-        result = rule(func, *args, **kwargs)
-        if type(result) is ShardTensor and not result.spec.split_dims and not torch.compiler.is_compiling():
-            parts = [x.numel() for x in flat(args, kwargs) if isinstance(x, ShardTensor) and x.spec.split_dims]
-            if parts and result.numel() >= max(parts) and not result.counted:
-                result.counted = True
-                made_whole[name_of(func)] += result.nbytes
-    return result
+    if torch.compiler.is_compiling():
+        return
+    with LocalTensors():
+        parts = [x.numel() for x in flat(args, kwargs) if isinstance(x, ShardTensor) and x.spec.split_dims]
+        if parts and result.numel() >= max(parts) and not result.counted:
+            result.counted = True
+            made_whole[name_of(func)] += result.nbytes
 
 
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
