@@ -73,10 +73,13 @@ def test_spherical_harmonics_train_as_on_one_device(ranks, tiny_config, layout):
 
 
 def test_spherical_harmonics_stay_split(tiny_config):
-    """The sums over split rows are scattered at once: a rank keeps its share of the activations."""
+    """The sums over split rows are scattered at once: a rank sends half of them, and keeps its share of activations."""
     config, one = tiny_config(**SPHERICAL, domain_parallel=2), tiny_config(**SPHERICAL)
     (split,), (whole,) = (trace_step(c, c.layout(n), "cpu") for c, n in ((config, 2), (one, 1)))
     assert split.held["activations"] < 0.6 * whole.held["activations"]
+    part = 4 * config.global_batch_size * 16 * 22 * 22  # bytes of the real or the imaginary part of all harmonics
+    sums = {(m.phase, m.sent): n for m, n in split.messages.items() if m.kind in ("reduce_scatter", "all_gather")}
+    assert sums == {("forward", part // 2): 4, ("backward", part // 2): 4}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
