@@ -64,7 +64,7 @@ class Forecaster(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Blocks of the Swin transformer: the units of fsdp, of recomputation and of compilation."""
+        """Blocks of the Swin transformer: the units of fsdp and of recomputation."""
         layers = *self.aurora.backbone.encoder_layers, *self.aurora.backbone.decoder_layers
         return nn.ModuleList(block for layer in layers for block in layer.blocks)
 
