@@ -29,7 +29,7 @@ class Forecaster(nn.Module):
     channels: names of the C channels of a frame, in their order. Those of an atmospheric variable are the variable's
     name and a level, like z500, at every one of `levels` (hPa); all others are surface variables. static_vars: names of
     further input channels, the fixed `forcings` of the config in their order; without any, zeros take their place.
-    dated: the forcing `day` comes last, and gives each sample its day and hour.
+    dated: the forcing `day`, and no other that changes, gives each sample its day and hour.
     sizes: other arguments of aurora.Aurora.
     """
 
