@@ -26,6 +26,7 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
     """Turn 'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ... into a torch.device that is there.
 
     local_rank: number of this process on its node, which chooses among its accelerators where `name` has no number.
+    On the CPU this process keeps freed memory from here on.
     Where each process sees one device only, it gets that one.
     Raises UsageError for a name torch does not know or a device this machine lacks, and where 'auto' finds no GPU
     although there are some.
@@ -62,10 +63,9 @@ def _keep_freed_memory() -> None:
 
     By default it returns large blocks to the system, which clears every page of them again in the next step.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap is never returned
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap is never returned
 
 
 def promised_gpus() -> str:

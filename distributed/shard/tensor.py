@@ -28,7 +28,8 @@ from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 
 RULES: dict[Callable, Callable] = {}
-made_whole: Counter[str] = Counter()  # bytes of results that every rank has whole, by operation: see _count_whole
+COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
+made_whole = Counter[str]()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
@@ -41,7 +42,6 @@ class ShardTensor(torch.Tensor):
     """A split tensor, described at the top of this file. from_local, scatter_tensor and wrap make one."""
 
     spec: Spec
-    counted = False  # in made_whole
     copied_from = ""  # the operation that copied this from whole tensors, where torch's result would be a view
 
     @classmethod
@@ -165,6 +165,7 @@ def composed(*functions: Callable) -> Callable[[Rule], Rule]:
                 return implementation(func, *args, **kwargs)
 
         rule(*functions)(enabled)
+        COMPOSED.update(functions)
         return implementation
 
     return register
@@ -186,14 +187,13 @@ def _method(implementation, function):
 def _count_whole(func, args, kwargs, result):
     """Count a result that every rank has whole, although an operand is split, if it is no smaller than a part of that.
 
-    A rule may call others: the innermost counts.
+    Composed operations are counted by their parts, and what a rule uses inside is not counted.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or func in COMPOSED or not rules_apply():
         return
     with LocalTensors():
         parts = [x.numel() for x in flat(args, kwargs) if isinstance(x, ShardTensor) and x.spec.split_dims]
-        if parts and result.numel() >= max(parts) and not result.counted:
-            result.counted = True
+        if parts and result.numel() >= max(parts):
             made_whole[name_of(func)] += result.nbytes
 
 

@@ -135,7 +135,6 @@ def candidates(
     return found, dict(refused)
 
 
-@cache
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
