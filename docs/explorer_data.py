@@ -16,6 +16,7 @@ from tools.planner.hardware import load_gpu
 from tools.planner.plan import CATEGORIES, Plan, plan_layout
 from tools.planner.search import Request, formula_plans
 from tools.planner.textbook import textbook_traces
+from utils.files import whole_file
 
 ROOT = Path(__file__).parents[1]
 GPUS = ("a100-40gb", "h100")
@@ -106,8 +107,6 @@ def script() -> str:
     if not kept.exists():
         counts = tuple(n for n in COUNTS if n <= most)
         text = f"const LAYOUTS = {json.dumps(data(counts), separators=(',', ':'))};\n"
-        kept.parent.mkdir(exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}")
-        partial.write_text(text)
-        partial.replace(kept)
+        with whole_file(kept) as part:
+            part.write_text(text)
     return kept.read_text()

@@ -13,18 +13,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-LESSONS = {
-    "1_one_device": "one_device",
-    "2_data_parallel": "data_parallel",
-    "3_model_parallel": "model_parallel",
-    "4_domain_parallel": "domain_parallel",
-}
-RUN = (
-    "Run it here",
-    "Where the time goes",
-    "Where to put which group",
-    "What you should see",
-)  # sections whose commands run
+LESSONS = "1_one_device", "2_data_parallel", "3_model_parallel", "4_domain_parallel"
+RUN = "Run it here", "Where the time goes", "Where to put which group", "What you should see"  # sections that run
 SHORTER = {  # what cuts a command down to a laptop; the options of a training command itself stay
     "train": "--device cpu --expdir $RUNS --num_iters 20 --warmup 5 --limit_nsamples 320 --limit_nsamples_val 16",
     "ladder": "--device cpu --depth 2 --steps 2 --rounds 1 --png $RUNS/ladder.png",
@@ -49,8 +39,8 @@ print("runs go to", os.environ["RUNS"])"""
 
 
 def notebook(lesson: str) -> nbformat.NotebookNode:
-    """The notebook of a lesson, without outputs."""
-    text = re.sub(r"<!--.*?-->\n?", "", (ROOT / f"docs/{lesson}.md").read_text(), flags=re.S)
+    """The notebook of a lesson, without outputs. lesson: its number and the name of its page, as in LESSONS."""
+    text = re.sub(r"<!--.*?-->\n?", "", (ROOT / f"docs/{lesson[2:]}.md").read_text(), flags=re.S)
     cells = [new_code_cell(BEGIN)]
     section, kept = "", []
     for part in re.split(r"(^```[\s\S]*?^```\n|(?:^    .*\n(?:\n(?=    ))?)+|^## .*\n)", text, flags=re.M):
@@ -72,9 +62,8 @@ def notebook(lesson: str) -> nbformat.NotebookNode:
 
 def _command(part: str) -> str | None:
     """Commands of a block of code, cut down; None if it is none."""
-    lines = [
-        line.strip() for line in part.replace("\\\n", " ").splitlines() if line.strip(" `\n") and line != "```bash"
-    ]
+    whole = part.replace("\\\n", " ").splitlines()
+    lines = [line.strip() for line in whole if line.strip(" `\n") and line != "```bash"]
     if not part.startswith(("```bash", "    ")) or not all(re.match("python |torchrun ", line) for line in lines):
         return None
     return "\n".join(_shorter(re.sub(r"\s+", " ", line.partition(" #")[0]).strip()) for line in lines)
@@ -107,8 +96,8 @@ def _links(text: str) -> str:
 def main() -> None:
     """Write the notebooks."""
     FOLDER.mkdir(exist_ok=True)
-    for name, lesson in LESSONS.items():
-        nbformat.write(notebook(lesson), FOLDER / f"{name}.ipynb")
+    for lesson in LESSONS:
+        nbformat.write(notebook(lesson), FOLDER / f"{lesson}.ipynb")
 
 
 if __name__ == "__main__":

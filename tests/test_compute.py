@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from tests.support.refusals import refusal
 from training.assembly import build_step
+from training.speed_options import compiled
 
 CPU = torch.device("cpu")
 
@@ -20,8 +22,8 @@ def batch(config, device=CPU):
 
 def losses_and_weights(config, steps=5, device=CPU):
     model, step = build(config, device)
-    losses = [step(i, *batch(config, device)).item() for i in range(steps)]
-    return torch.tensor(losses), torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    losses = torch.tensor([step(i, *batch(config, device)).item() for i in range(steps)])
+    return losses, torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def losses_and_weights(config, steps=5, device=CPU):
         ),
         {"enable_fused": True},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=str,
 )
 def test_options_give_the_same_training(tiny_config, options):
     for plain, other in zip(losses_and_weights(tiny_config()), losses_and_weights(tiny_config(**options)), strict=True):
@@ -58,20 +60,20 @@ def test_the_whole_model_compiles_to_one_graph_and_alternating_with_validation_c
     counters.clear()
     model, step = build(tiny_config(enable_jit=True))
     x, y = batch(tiny_config())
-
-    def validate():
+    graphs = counters["stats"]
+    step(0, x, y)
+    assert graphs["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    for i in range(3):
         model.eval()
         with torch.no_grad():
             model(x)
         model.train()
-
-    step(0, x, y)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-    validate()
-    graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 2  # with and without gradients
-    for i in range(1, 4):
+        assert graphs["unique_graphs"] == 2  # with and without gradients
         step(i, x, y)
-        validate()
-    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_forward_pass_that_branches_on_its_values_is_named_where_it_is_compiled():
+    branching = compiled(lambda x: x if x.sum() > 0 else -x)
+    with refusal('enable_jit: .*, File ".*test_compute.py", line'):
+        branching(torch.ones(2))

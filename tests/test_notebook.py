@@ -167,7 +167,7 @@ def test_the_example_profiles_can_be_read(tmp_path):
 @pytest.mark.parametrize("name", notebooks.LESSONS)
 def test_a_notebook_is_its_lesson(name):
     kept = nbformat.read(notebooks.FOLDER / f"{name}.ipynb", 4)
-    assert kept == notebooks.notebook(notebooks.LESSONS[name]), "make notebooks"
+    assert kept == notebooks.notebook(name), "make notebooks"
     commands = [cell.source for cell in kept.cells if cell.source.startswith("%%bash")]
     assert len(commands) > 1 and all("$RUNS" in text for text in commands if "train" in text)
 
@@ -192,6 +192,6 @@ def test_a_notebook_runs_from_top_to_bottom(name, tmp_path, data, monkeypatch):
     printed = "".join(out.get("text", "") for cell in made.cells for out in cell.get("outputs", []))
     assert "finished 20 iterations" in printed or "finished 40 iterations" in printed
     assert printed.count("| ") > 20  # the table of the benchmark
-    page = (notebooks.ROOT / f"docs/{notebooks.LESSONS[name]}.md").read_text()
+    page = (notebooks.ROOT / f"docs/{name[2:]}.md").read_text()
     shown, losses = (re.findall(r"Avg train loss=\S+", text) for text in (page, printed))
     assert shown == losses[: len(shown)], "make figures ONLY='--num_iters 20': the page shows losses of another code"

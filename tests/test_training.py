@@ -276,7 +276,7 @@ def test_the_command_to_try_next_is_that_of_this_run_and_one_change(tiny_config,
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.chdir(tmp_path)
     words = ["--config=quick", "--model", "my_unet:UNet", "--model_args", "{width: 8}"]
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py"), *words])
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py"), *words, "--run_num", "00"])
     summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
     print_result(summary, "accuracy 0.500", tiny_config(expdir="my logs"))
     said = capsys.readouterr().out.splitlines()

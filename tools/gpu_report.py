@@ -32,13 +32,7 @@ from tools.tables import GIB, format_tables, machine
 from training.loggers import FILE_NAME, read_metrics
 from utils.config import ROOT, read_mappings
 from utils.device import driver, select_device
-from utils.errors import (
-    FAILED_STATUS,
-    STOPPED_STATUS,
-    ArgumentParser,
-    first_line,
-    run_main,
-)
+from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_line, run_main
 from utils.files import read_json, whole_file
 
 COMMANDS = "config/gpu_report.yaml"

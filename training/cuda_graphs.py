@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from utils import comm
 from utils.device import capture_stream, on_capture_stream
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError, reported_as_usage_error
 from utils.schema import Config
 
 WARMUP_STEPS = 3  # run before the capture, so that libraries, communicators and the allocator have settled
@@ -73,16 +73,10 @@ class CapturedStep:
             with on_capture_stream():
                 return step(*self.inputs)
         if self.graph is None:
-            self.graph = self._capture(step, self.inputs)
+            self.graph = torch.cuda.CUDAGraph()
+            # Other threads go on: they copy batches ahead and write checkpoints.
+            recording = torch.cuda.graph(self.graph, stream=capture_stream(), capture_error_mode="thread_local")
+            with reported_as_usage_error(RuntimeError, "--enable_cuda_graphs: this step cannot be captured"), recording:
+                self.loss = step(*self.inputs)
         self.graph.replay()
         return self.loss.clone()  # the next replay writes over it
-
-    def _capture(self, step, inputs):
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads go on: they copy batches ahead and write checkpoints.
-            with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
-                self.loss = step(*inputs)
-        except RuntimeError as error:
-            raise UsageError(f"--enable_cuda_graphs: this step cannot be captured: {first_line(error)}") from error
-        return graph

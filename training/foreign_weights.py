@@ -18,7 +18,7 @@ from distributed.weight_shards import fill_weights
 from training.checkpoint_files import MARKER
 from training.model import build_model, initial_weights
 from utils.config import parse_yaml
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError, reported_as_usage_error
 from utils.files import read_text
 from utils.schema import Config
 
@@ -101,10 +101,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
+        # Whatever a parser says of bytes that are none of its own.
+        with reported_as_usage_error(Exception, f"{file}: cannot be read as weights"):
             tensors |= load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
-        except Exception as error:  # whatever a parser says of bytes that are none of its own
-            raise UsageError(f"{file}: cannot be read as weights: {first_line(error)}") from None
     return tensors
 
 
@@ -125,20 +124,16 @@ def _renamed(tensors: dict[str, Tensor], path: str | None) -> dict[str, Tensor]:
     """The tensors by the names that a YAML file of {pattern: replacement} gives them; null leaves a tensor out."""
     if path is None:
         return tensors
-    try:
+    with reported_as_usage_error(ValueError, path):
         patterns = parse_yaml(read_text(path))
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
     if not isinstance(patterns, dict):
         raise UsageError(f"{path}: expected a mapping of regular expressions to replacements, like '^net\\.': ''")
     for pattern, replacement in patterns.items():
         renamed: dict[str, Tensor] = {}
         matches = 0
         for name, value in tensors.items():
-            try:
+            with reported_as_usage_error((re.error, TypeError), f"{path}: '{pattern}: {replacement}'"):
                 new, matched = re.subn(pattern, replacement or "", name)
-            except (re.error, TypeError) as error:
-                raise UsageError(f"{path}: '{pattern}: {replacement}': {error}") from None
             matches += matched
             if matched and replacement is None:
                 continue

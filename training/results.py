@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -36,9 +37,10 @@ def channel_tag(kind: str, number: int, name: str) -> str:
 
 def rmse_charts(channels: Sequence[str]) -> Charts:
     """A chart for each channel, of the RMSE of model, persistence and climatology; {} where none is scored."""
-    charts = {}
-    for number, name in enumerate(channels):
-        charts[name] = ["Multiline", [channel_tag(kind, number, name) for kind in FORECASTS.values()]]
+    charts = {
+        name: ["Multiline", [channel_tag(kind, number, name) for kind in FORECASTS.values()]]
+        for number, name in enumerate(channels)
+    }
     return {"RMSE of model, persistence, climatology": charts} if charts else {}
 
 
@@ -63,5 +65,6 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
         print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
         if config.amp_mode == "none" and "SLURM_JOB_ID" not in os.environ:
             start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
-            words = [os.path.relpath(sys.argv[0]), *sys.argv[1:], "--run_num=bf16", "--amp_mode=bf16"]
-            print(f"try next:         {programs}/{start} {shlex.join(words)}")
+            words = shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+            words = re.sub(r" --run_num[ =]\S+", "", words) + " --run_num=bf16 --amp_mode=bf16"
+            print(f"try next:         {programs}/{start} {words}")

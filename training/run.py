@@ -31,7 +31,7 @@ from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
-from utils.errors import STOPPED_STATUS, NonFiniteLossError, UsageError
+from utils.errors import STOPPED_STATUS, NonFiniteLossError, reported_as_usage_error
 from utils.files import write_json
 from utils.schema import Config
 from utils.signals import StopRequest
@@ -112,7 +112,10 @@ class Run:
             synchronize(self.device)
         self.step.captured.clear()  # who leaves a process group waits until no CUDA graph holds NCCL's collectives
         if comm.get_size("domain") > 1:
-            _report_fallback()
+            from distributed.shard import fallback  # only rung 4 has imported it
+
+            for line in fallback.report():  # operations and results that were not split
+                log.info(line)
         if kind is None and not self.summary and self.iteration == self.config.num_iters:
             self.summary = self._summarize()
             if comm.is_main():
@@ -253,10 +256,8 @@ class Run:
         self.step.parallel.share_buffers()
         tensors = global_view(self._tensors(), self.step.parallel.split)
         wait = self.stopping or self.iteration == self.config.num_iters
-        try:
+        with reported_as_usage_error(OSError, f"iteration {self.iteration}: a checkpoint could not be written"):
             folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
-        except OSError as error:
-            raise UsageError(f"iteration {self.iteration}: a checkpoint could not be written: {error}") from None
         log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
 
     def _tensors(self) -> State:
@@ -333,11 +334,3 @@ class Run:
             **self.result,
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }
-
-
-def _report_fallback() -> None:
-    """Log which operations and results of rung 4 were not split."""
-    from distributed.shard import fallback  # only rung 4 has imported it
-
-    for line in fallback.report():
-        log.info(line)

@@ -1,5 +1,6 @@
 """Options that make the same model faster or smaller, applied from outside. Names and weights stay the same."""
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from distributed.parallel_model import transform_forward
 from training.cuda_graphs import check_capture
 from training.float8 import use_float8
 from utils import comm
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 from utils.schema import Config
 from utils.torch_private import VERSION
 
@@ -56,7 +57,23 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
         # A graph break is an error. Several ranks compile each block alone: between two blocks gradients are reduced
         # and parameters gathered, while the others compute.
         for module in [model] if comm.world_size() == 1 else blocks_of(model, "enable_jit on several ranks"):
-            transform_forward(module, partial(torch.compile, fullgraph=True))
+            transform_forward(module, compiled)
+
+
+def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled as one graph; its call raises UsageError where torch.compile cannot trace it."""
+    from torch._dynamo.exc import TorchDynamoException  # slow to import
+
+    run = torch.compile(forward, fullgraph=True)
+
+    def call(*args, **kwargs):
+        try:
+            return run(*args, **kwargs)
+        except TorchDynamoException as error:
+            place = re.findall(r"File .*", str(error))[-1:]
+            raise UsageError(", ".join(["enable_jit: " + first_line(error), *place])) from error
+
+    return call
 
 
 def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:

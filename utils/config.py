@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from utils.errors import ArgumentParser, UsageError, first_line
+from utils.errors import ArgumentParser, UsageError, first_line, reported_as_usage_error
 from utils.files import read_text
 from utils.schema import ALIASES, MOST_STEPS, Affects, Config, keys_that_affect
 
@@ -113,10 +113,8 @@ def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
 def read_mappings(path: Path | str, kind: str) -> dict[str, dict[str, Any]]:
     """All named mappings of a YAML file, unchecked. kind: what they are, for the message of the UsageError."""
     text = read_text(_or_ours(path))
-    try:
+    with reported_as_usage_error(ValueError, str(path)):
         mappings = parse_yaml(text)
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
     if not isinstance(mappings, dict) or not all(isinstance(mapping, dict) for mapping in mappings.values()):
         raise UsageError(f"{path}: expected named {kind}, each a mapping of keys to values")
     for mapping in (mappings, *mappings.values()):
@@ -156,8 +154,7 @@ def check_config(
         config = Config(config=name, **settings)
     except ValidationError as error:
         raise UsageError(explain(error, Config, where, options)) from None
-    problems = chain(_of_ranks(config, world_size) if world_size else (), _of_options(config), _of_rollout(config))
-    for problem in problems:
+    for problem in chain(_of_ranks(config, world_size) if world_size else (), _of_options(config), _of_rollout(config)):
         raise UsageError(f"{where}: {problem}")
     return config
 

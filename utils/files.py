@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from utils.errors import UsageError
+from utils.errors import UsageError, reported_as_usage_error
 
 
 def check_file(path: Path | str) -> None:
@@ -24,19 +24,15 @@ def check_file(path: Path | str) -> None:
 def read_text(path: Path | str) -> str:
     """The text of a small file. Raises UsageError, naming it, where there is no such file, or no text in it."""
     check_file(path)
-    try:
+    with reported_as_usage_error(UnicodeDecodeError, f"{path}: not a text file"):
         return Path(path).read_text("utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not a text file") from None
 
 
 def read_json(path: Path | str) -> Any:
     """Read a small JSON file. Raises UsageError, naming the file, if it cannot be read."""
     text = read_text(path)
-    try:
+    with reported_as_usage_error((ValueError, RecursionError), f"{path}: is not JSON"):
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: is not JSON: {error}") from None
 
 
 def write_json(path: Path | str, record: Any) -> None:

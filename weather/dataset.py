@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError, reported_as_usage_error
 from utils.files import check_file
 from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
@@ -44,7 +44,12 @@ class FieldDataset:
         self.inputs, self.span = inputs, (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
-        self.paths = self._find_files(img_size)
+        self.paths = year_paths(self.folder)
+        if not self.paths:
+            problem = "holds no .h5, .nc or .zarr" if self.folder.is_dir() else "no such data folder"
+            remedy = f"python -m weather.sample_data {self.folder.parent} --img_size {img_size[0]} {img_size[1]}"
+            message = f"{problem}; make sample data with `{remedy}`, or point the config to yours"
+            raise UsageError(f"{self.folder}: {message}")
         self.files: list[YearFile] = []
         try:
             self.open()
@@ -130,16 +135,6 @@ class FieldDataset:
         while self.files:
             self.files.pop().close()
 
-    def _find_files(self, img_size):
-        height, width = img_size
-        paths = year_paths(self.folder)
-        if not paths:
-            problem = "holds no .h5, .nc or .zarr" if self.folder.is_dir() else "no such data folder"
-            remedy = f"python -m weather.sample_data {self.folder.parent} --img_size {height} {width}"
-            message = f"{problem}; make sample data with `{remedy}`, or point the config to yours"
-            raise UsageError(f"{self.folder}: {message}")
-        return paths
-
     def _check_shape(self, file, img_size):
         frames, channels, height, width = file.shape
         if channels < self.channels:
@@ -168,12 +163,11 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
     """
     height, width = img_size or (1, 1)
     check_file(path)
-    try:
+    # Whatever is raised: numpy's parser of a header lets much through.
+    with reported_as_usage_error(Exception, f"{path}: cannot be read as .npy statistics"):
         values = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may promise more than memory holds
         if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
             raise ValueError("it holds no array of floats")
-    except Exception as error:  # numpy's parser of a header lets much through
-        raise UsageError(f"{path}: cannot be read as .npy statistics: {first_line(error)}") from None
     enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
     if not enough or values.shape[2] < height or values.shape[3] < width:
         raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")

@@ -61,13 +61,15 @@ class Era5:
 
     def check(self, times: np.ndarray) -> None:
         """Raises UsageError if no store holds a variable, a level or one of `times` (datetime64[s])."""
-        for quantity, level in ((quantity, level) for quantity, levels in self.needed.items() for level in levels):
-            holders = self._holders(quantity, level)
-            missing = times[np.max([store.times.get_indexer(times) for store in holders], axis=0) < 0]  # -1: not there
-            if len(missing):
-                raise UsageError(
-                    f"{_describe(quantity, level)}: {_minute(missing[0])} is missing, needed are 00, 06, 12, 18 UTC"
-                )
+        for quantity, levels in self.needed.items():
+            for level in levels:
+                what, holders = _describe(quantity, level), [s for s in self.stores if s.holds(quantity, level)]
+                if not holders:
+                    raise UsageError(f"no source holds {what}")
+                found = np.max([store.times.get_indexer(times) for store in holders], axis=0) >= 0  # -1: not there
+                if not found.all():
+                    first = _minute(times[~found][0])
+                    raise UsageError(f"{what}: {first} is missing, needed are 00, 06, 12, 18 UTC")
 
     def frames(self, times: np.ndarray) -> np.ndarray:
         """Read frames (T, C, H, W) float32 at `times`, after `check`. Raises UsageError for unphysical values."""
@@ -84,12 +86,6 @@ class Era5:
                 field = fields[name, level]
             out[:, channel] = block_means(block_means(field, self.block, -1), self.block, -2)
         return out
-
-    def _holders(self, quantity: str, level: int | None) -> list[Store]:
-        """The stores that hold a quantity at a level. Raises UsageError if there is none."""
-        if holders := [store for store in self.stores if store.holds(quantity, level)]:
-            return holders
-        raise UsageError(f"no source holds {_describe(quantity, level)}")
 
     def _read(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> np.ndarray:
         """(T, L, h, w) on the points of the stores, each value from the first store that holds it."""

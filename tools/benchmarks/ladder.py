@@ -110,8 +110,8 @@ def run(words: list[str], workers: int, steps: int, rounds: int, read_delay_ms: 
             print(f"{name}: skipped, {reason}")
     for name, reason in failed.items():
         print(f"{name}: failed, {reason}")
-    about = machine(select_device(config.device))
-    return {"config": config.config, "machine": about, "steps": rows, "failed": failed}
+    device = select_device(config.device)
+    return {"config": config.config, "machine": machine(device), "steps": rows, "failed": failed}
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:

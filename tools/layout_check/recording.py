@@ -124,15 +124,16 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
 
     These are modules in whose forward function the device's random state has changed.
     """
-    model, update, inside = step.parallel.model, step.update, False
+    model, update, inside, rounds = step.parallel.model, step.update, False, 0
     calls = defaultdict[str, list[tuple[int, Part]]](list)  # outputs of a module, each with its place in the order
 
     random_state = (library(step.device, "get_rng_state") or torch).get_rng_state
     state = random_state()
 
     def goes(inward, *_):
-        nonlocal inside
+        nonlocal inside, rounds
         inside = inward
+        rounds += inward and torch.is_grad_enabled()
 
     def outputs(name, module, inputs, output):
         """Keep the output of a module; what is computed again in the backward pass is not kept."""
@@ -174,8 +175,8 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
     # The outputs of all micro-batches as one; a module may be called twice.
     micro_batches, joined = step.config.gradient_accumulation, []
     for name, parts in calls.items():
-        if step.parallel.pipeline:
-            parts = parts[len(parts) // (micro_batches + 1) :]  # it has tried its stages out before
+        # A pipeline has tried its stages out before.
+        parts = parts[-micro_batches * len(parts) * len(outermost) // rounds :]
         times = len(parts) // micro_batches
         for i in range(times):
             (place, first), values = parts[i], [part.value for _, part in parts[i::times]]

@@ -182,7 +182,6 @@ def main(words: Sequence[str]) -> int:
         figures.append(own)
     if comm.is_main():
         path = MEASURED / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
         write_json(path, entry(usual(figures), traces, device, ranks) | memory)
         print(f"{path}, measured in {time.monotonic() - began:.0f} s: plan.py ... --gpu {name}")
     return 0

@@ -177,8 +177,8 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
     gpus = ranks.exchange("network: devices", gpu)
     without, count = [rank for rank, gpu in enumerate(gpus) if gpu is None], len(set(gpus) - {None})
     if count and (without or count < ranks.size):
-        message = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
-        message = f"{ranks.names(without)} has no GPU, others have" if without else message
+        shared = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
+        message = f"{ranks.names(without)} has no GPU, others have" if without else shared
         advice = "equal nodes, and one rank per GPU: --nproc_per_node, --ntasks-per-node, --gpus-per-task"
         yield CheckResult("FAIL", "devices", message, advice)
         device = torch.device("cpu")
