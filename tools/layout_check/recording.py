@@ -175,7 +175,7 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
     # The outputs of all micro-batches as one; a module may be called twice.
     micro_batches, joined = step.config.gradient_accumulation, []
     for name, parts in calls.items():
-        # A pipeline has tried its stages out before.
+        # The last calls are those of the micro-batches: a pipeline has tried its stages out before.
         parts = parts[-micro_batches * len(parts) * len(outermost) // rounds :]
         times = len(parts) // micro_batches
         for i in range(times):
