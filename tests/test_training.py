@@ -275,14 +275,14 @@ def test_cosine_schedule_with_warmup(tiny_config):
 def test_the_command_to_try_next_is_that_of_this_run_and_one_change(tiny_config, capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.chdir(tmp_path)
-    words = ["--config=quick", "--model", "my_unet:UNet", "--model_args", "{width: 8}"]
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py"), *words, "--run_num", "00"])
+    words = "--config=quick", "--run_num", "my run", "--model", "my_unet:UNet", "--model_args", "{width: 8}"
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "code/train.py"), *words])
     summary = {"iterations": 12, "run": "logs/quick/00", "accuracy": 0.5}
     print_result(summary, "accuracy 0.500", tiny_config(expdir="my logs"))
-    said = capsys.readouterr().out.splitlines()
-    assert any(line.endswith("tensorboard --logdir 'my logs'") for line in said)
+    *_, curves, following = capsys.readouterr().out.splitlines()
+    assert curves.endswith("tensorboard --logdir 'my logs'")
     wanted = "/python code/train.py --config=quick --model my_unet:UNet --model_args '{width: 8}' --run_num=bf16"
-    assert said[-1].startswith("try next:") and said[-1].endswith(f"{wanted} --amp_mode=bf16")
+    assert following.startswith("try next:") and following.endswith(f"{wanted} --amp_mode=bf16")
     print_result(summary, "accuracy 0.500", tiny_config(amp_mode="bf16"))
     assert "try next" not in capsys.readouterr().out
 

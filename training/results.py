@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from training.loggers import Charts, Figures, Logger
 from utils import comm
+from utils.errors import ArgumentParser
 from utils.schema import Config
 
 HEADLINE = ("u10", "v10", "t2m", "z500")
@@ -65,6 +65,7 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
         print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
         if config.amp_mode == "none" and "SLURM_JOB_ID" not in os.environ:
             start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
-            words = shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-            words = re.sub(r" --run_num[ =]\S+", "", words) + " --run_num=bf16 --amp_mode=bf16"
-            print(f"try next:         {programs}/{start} {words}")
+            parser = ArgumentParser()
+            parser.add_argument("--run_num")
+            words = [os.path.relpath(sys.argv[0]), *parser.parse_known_args()[1], "--run_num=bf16", "--amp_mode=bf16"]
+            print(f"try next:         {programs}/{start} {shlex.join(words)}")

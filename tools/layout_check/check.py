@@ -225,14 +225,8 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
     for text in layouts:
         sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "domain", "dp"))
-        cases.append(
-            build_case(
-                text,
-                script_of({option: sizes[dim] for dim, option in OPTIONS.items()}),
-                [*given, *split_words(sizes), *words, *batch],
-                ranks,
-            )
-        )
+        script = script_of({option: sizes[dim] for dim, option in OPTIONS.items()})
+        cases.append(build_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]
 
 

@@ -124,7 +124,8 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
 
     These are modules in whose forward function the device's random state has changed.
     """
-    model, update, inside, rounds = step.parallel.model, step.update, False, 0
+    model, update, inside = step.parallel.model, step.update, False
+    rounds = 0  # forward passes of stages, or of a model without any
     calls = defaultdict[str, list[tuple[int, Part]]](list)  # outputs of a module, each with its place in the order
 
     random_state = (library(step.device, "get_rng_state") or torch).get_rng_state
