@@ -1,9 +1,14 @@
-"""The 20 channels of FourCastNet (Pathak et al. 2022, arXiv:2202.11214), in file order, in ERA5's units."""
+"""Channels by name: their quantity, level, units and the range of their values, also under the names of others.
+
+The 20 channels of FourCastNet (Pathak et al. 2022, arXiv:2202.11214) are those of our own files, in file order and in
+ERA5's units. weather/era5.yaml has the quantities.
+"""
 
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from ruamel.yaml import YAML
 
 ERA5: dict[str, Any] = YAML(typ="safe", pure=True).load(Path(__file__).with_name("era5.yaml"))
@@ -30,18 +35,53 @@ class Channel(NamedTuple):
 
 
 QUANTITIES = {name: Quantity(*row) for name, row in ERA5["quantities"].items()}
+ON_LEVELS = frozenset(ERA5["on_levels"])
+# {a name in lower case: the quantity}. What lies on levels is told apart from what does not by its level.
+BY_NAME = {other.lower(): name for name, quantity in QUANTITIES.items() for other in (*quantity.names, name)}
 
 
 def channel_key(name: str) -> tuple[str, int | None]:
-    """(quantity, pressure level in hPa or None) of a channel: u10 is ('u10', None), u500 is ('u', 500)."""
-    match = re.fullmatch(r"([a-z]+?)(\d+)", name)
-    return (match[1], int(match[2])) if match and name not in QUANTITIES else (name, None)
+    """(quantity, pressure level in hPa or None) of a channel: u10 is ('u10', None), u500 is ('u', 500).
+
+    Names of others are known too: U10M is ('u10', None), temperature_850 is ('t', 850). The quantity of any other name
+    is the name itself, and not one of QUANTITIES.
+    """
+    lowered = name.lower()
+    if lowered in BY_NAME and BY_NAME[lowered] not in ON_LEVELS:
+        is_level_of_wind = re.fullmatch(r"[uv]100", lowered)  # u100 is the wind at 100 hPa, not at 100 m
+        if not is_level_of_wind:
+            return BY_NAME[lowered], None
+    match = re.fullmatch(r"([a-z_]+?)_?(\d+)(?:hpa)?", lowered)
+    if match and BY_NAME.get(match[1]) in ON_LEVELS:
+        return BY_NAME[match[1]], int(match[2])
+    return name, None
 
 
-def _channel(name: str) -> Channel:
+def channel_of(name: str) -> Channel:
+    """The Channel under our own name: U10M is u10. One that is not known keeps its name and has no units."""
     quantity, level = channel_key(name)
+    if quantity not in QUANTITIES:
+        return Channel(name, "", name)
     units, long_name, *_ = QUANTITIES[quantity]
-    return Channel(name, units, f"{long_name} at {level} hPa" if level else long_name)
+    if level is None:
+        return Channel(quantity, units, long_name)
+    return Channel(f"{quantity}{level}", units, f"{long_name} at {level} hPa")
 
 
-CHANNELS = tuple(_channel(name) for name in NAMES.split())
+def value_range(quantity: str, level: float | None) -> tuple[float, float]:
+    """(lowest, highest) physical value of a quantity, at a level (hPa) if it lies on levels, in ERA5's units.
+
+    Infinite for a quantity that is not known.
+    """
+    if quantity not in QUANTITIES:
+        return -np.inf, np.inf
+    by_level = ERA5["level_ranges"].get(quantity)
+    if by_level is None or not level:
+        return QUANTITIES[quantity].lowest, QUANTITIES[quantity].highest
+    levels = sorted(by_level)
+    depths = np.log(levels)
+    lowest, highest = (np.interp(np.log(level), depths, [by_level[p][side] for p in levels]) for side in (0, 1))
+    return float(lowest), float(highest)
+
+
+CHANNELS = tuple(channel_of(name) for name in NAMES.split())
