@@ -44,12 +44,16 @@ def main(argv: list[str] | None = None) -> None:
     channel = comm.agree(lambda: shown_channel(names, options.channel))
     checkpoint, marker = comm.on_main(lambda: find(options.run_folder, options.checkpoint))
     check_origin(config, checkpoint, marker)
+    record = marker["trainer"].get("data", {})
+    notes = comm.agree(lambda: frames.check(record, checkpoint, options.split == "train"))
 
     parallel = build_parallel(config, device, weights=())
     comm.agree(lambda: load_weights_into(parallel, checkpoint))
     out = options.out or f"{options.run_folder}/forecast"
     comm.on_main(lambda: prepare_folder(out))
 
+    if comm.is_main():
+        print(*notes, sep="\n")
     began = time.perf_counter()
     about = attributes(checkpoint, marker, options.split)
     files = None if options.skill_only else out

@@ -34,7 +34,6 @@ from tests.conftest import TINY, make_data, words_of
 from tests.support import forked, programs
 from tests.support.era5_examples import build, save_netcdf, save_zarr
 from tools.benchmarks.scaling import build_runs
-from tools.forecasting.dated_frames import file_times
 from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu
 from tools.timeline import Trace
@@ -43,9 +42,10 @@ from training.run_folder import read_summary
 from utils.config import Config, load_config
 from utils.errors import UsageError
 from utils.launch import read_launch
-from weather.dataset import FieldDataset, read_statistics
+from weather.dataset import FieldDataset
 from weather.prepare_era5 import Era5
 from weather.sample_data import make_sample_data
+from weather.statistics import read_statistics
 
 HOSTILE = [
     "", "0", "-1", "-0.0", "nan", "inf", "-inf", "1e400", "1e-400", "99999999999999999999", "2147483648", "0x10",
@@ -188,7 +188,7 @@ def put(path, files):
 def read_year(path):
     dataset = FieldDataset(path.parent, 2, (8, 16))
     try:
-        file_times(dataset.files[0])
+        dataset.dates([0], 1)
         dataset.read(0, np.empty(dataset.shape, np.float32))
     finally:
         dataset.close()

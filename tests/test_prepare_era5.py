@@ -27,9 +27,10 @@ from tests.support.era5_examples import (
 from tests.test_sample_data import check_year_file
 from weather import prepare_era5, year_files
 from weather.atmosphere import GRAVITY
-from weather.dataset import FieldDataset, read_statistics
+from weather.dataset import FieldDataset
 from weather.era5_store import relative_humidity
 from weather.prepare_era5 import Era5
+from weather.statistics import read_statistics
 
 
 def read(out, year):

@@ -19,11 +19,11 @@ from tests.conftest import words_of
 from tests.support import programs
 from tests.support.launch import outcome
 from tests.support.refusals import refusal
-from tools.forecasting.dated_frames import file_times
 from training.run_folder import read_summary
 from utils import files
 from utils.config import read_named_config
-from weather.dataset import FieldDataset, read_statistics
+from weather.dataset import FieldDataset
+from weather.statistics import read_statistics
 from weather.year_reader import open_year
 
 LONG = "a" * 5000
@@ -134,9 +134,9 @@ YEARS = [
     ({"fields": np.ones((4, 2, 5, 8), "f4")}, "'latitude' has shape (4,), the fields need (5,)"),
     (
         {"fields": lambda file: file.create_dataset("fields", (4, 2, 4, 8), "f4")},
-        "parts of 'fields' were never written",
+        "'fields': all of it was never written",
     ),
-    ({"fields": some_pieces}, "parts of 'fields' were never written"),
+    ({"fields": some_pieces}, "'fields': 1 of 4 chunks were never written"),
     ({"channel": ["b", "a"]}, "channel 0 is 'b' and not 'a'"),
     ({"channel": ["a"]}, "'channel' has shape (1,), the fields need (2,)"),
     ({"channel": np.arange(2)}, "'channel' cannot be read: "),
@@ -161,13 +161,13 @@ def test_a_year_that_differs_or_is_unfinished_is_named(tmp_path, others, line):
     year(tmp_path / "1979.h5")
     year(tmp_path / "1980.h5", others)
     with refusal(re.escape(line), tmp_path / "1980.h5"):
-        file_times(FieldDataset(tmp_path, 2, (4, 8)).files[1])
+        FieldDataset(tmp_path, 2, (4, 8))
 
 
 def test_a_year_file_without_dates_and_without_a_year_in_its_name_is_refused(tmp_path):
     year(tmp_path / "some.h5")
     with refusal("some.h5: has no `time` with units, and its name is not a year"):
-        file_times(open_year(tmp_path / "some.h5"))
+        FieldDataset(tmp_path, 2, (4, 8)).dates([0], 1)
 
 
 @pytest.mark.parametrize(

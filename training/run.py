@@ -253,6 +253,7 @@ class Run:
 
     def _save(self, val_loss: float | None) -> None:
         state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
+        state["data"] = self.step.task.data_record()
         self.step.parallel.share_buffers()
         tensors = global_view(self._tensors(), self.step.parallel.split)
         wait = self.stopping or self.iteration == self.config.num_iters
@@ -286,17 +287,24 @@ class Run:
         if marker is None:
             if self.config.init_from:
                 self._start_from(self.config.init_from)
+            self._log_notes()
             log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
         take_parts(tensors, view, self.step.parallel.split)
         restore_state(tensors | {"random": view["random"]}, self.model, self.optimizer)
         self.resumed = True
         state = marker["trainer"]
+        self.step.task.check_data_record(state.get("data", {}), self.checkpoints.path)
         self.iteration = marker["iteration"]
         for name in RESUMED:
             setattr(self, name, state[name])
         self.step.scaler.load_state_dict(state["scaler"])
+        self._log_notes()
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
+
+    def _log_notes(self) -> None:
+        for note in self.step.task.notes:
+            log.info(note)
 
     def _log_memory(self) -> None:
         """Log the memory before anything is computed (the scaffolding of a run), and after the first forward pass."""

@@ -96,6 +96,11 @@ class Config(BaseModel):
     time_means_path: Text = key("time mean of each channel at each point (.npy), the climatology")
     limit_nsamples: PositiveInt | None = key("train on the first samples only", None)
     limit_nsamples_val: PositiveInt | None = key("validate on the first samples only", None)
+    check_data: Literal["off", "sample", "all"] = key(
+        "look at the data before training: ranges, dates, statistics; some frames of every year, or all frames",
+        "sample",
+        "nothing",
+    )
     data_loader_config: Literal["pytorch", "dali"] = key("data loader: native or NVIDIA DALI", "pytorch", "speed")
     num_data_workers: int = key("threads (DALI: processes) that read ahead; 0: none", 0, "speed", ge=0, le=256)
 

@@ -1,19 +1,18 @@
-"""Samples on disk: frames from year files, and the statistics of their channels.
+"""Samples on disk: frames from year files.
 
 A sample is the frame at t, earlier ones if the model takes several, and the frames dt, 2 dt, ... later in the same
-file. They are read directly into the caller's buffer.
+file. They are read directly into the caller's buffer. Frames on both sides of a gap in time are no sample.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from utils.errors import UsageError, reported_as_usage_error
-from utils.files import check_file
-from weather.year_data import YearFile, file_times
+from utils.errors import UsageError
+from weather.time_axis import TimeAxis, read_time_axis, show, show_step
+from weather.year_data import YearFile
 from weather.year_reader import open_year, year_paths
 
 
@@ -58,11 +57,13 @@ class FieldDataset:
             self.described = [file.describe(channels, img_size) for file in self.files]
             self.description = self.described[0]  # of all files
             self.check_like(self)
+            self.axes = [read_time_axis(file) for file in self.files]
+            self._check_steps()
         except UsageError:
             self.close()
             raise
-        lengths = [file.shape[0] - self.span for file in self.files]
-        self.first_sample = np.concatenate([[0], np.cumsum(lengths)])
+        self.starts = [self._sample_starts(file, axis) for file, axis in zip(self.files, self.axes, strict=True)]
+        self.first_sample = np.concatenate([[0], np.cumsum([len(starts) for starts in self.starts])])
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
 
@@ -83,6 +84,19 @@ class FieldDataset:
         height, width = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
         return self.inputs + self.steps, self.channels, height, width
 
+    @property
+    def step_seconds(self) -> int | None:
+        """Seconds from one frame to the next, the same in all files; None where their dates are not known."""
+        return next((axis.step for axis in self.axes if axis is not None), None)
+
+    @property
+    def times(self) -> list[np.ndarray]:
+        """The dates of the frames of each file, (T,) datetime64[s]. Raises UsageError where they are not known."""
+        dates = []
+        for file, axis in zip(self.files, self.axes, strict=True):
+            dates.append(known_axis(file, axis).dates)
+        return dates
+
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
         number, frame = self._locate(index)
@@ -90,27 +104,57 @@ class FieldDataset:
         for later, part in enumerate(parts):
             self.files[number].read(frame + later * self.dt, part, self.rows, self.columns)
 
-    @cached_property
-    def times(self) -> list[np.ndarray]:
-        """The dates of the frames of each file, (T,) datetime64[s]."""
-        return [file_times(file) for file in self.files]
-
     def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
-        located = [self._locate(index) for index in indices]
         first, last = (self.inputs - 1) * self.dt, (self.inputs - 1 + steps) * self.dt
-        return np.array([self.times[number][frame + first : frame + last : self.dt] for number, frame in located])
+        dates = []
+        for index in indices:
+            number, frame = self._locate(index)
+            axis = known_axis(self.paths[number], self.axes[number])
+            dates.append(axis.dates[frame + first : frame + last : self.dt])
+        return np.array(dates)
 
     def _locate(self, index: int) -> tuple[int, int]:
         """(number of the file, frame in it) of the first frame of a sample."""
         number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
-        return number, int(index - self.first_sample[number])
+        return number, int(self.starts[number][index - self.first_sample[number]])
+
+    def used_frames(self) -> list[int]:
+        """Of each file, the number of frames from its first to the last that a sample takes; 0 for a file beyond."""
+        counts = []
+        for starts, first in zip(self.starts, self.first_sample[:-1], strict=True):
+            samples = min(len(starts), self.num_samples - int(first))
+            counts.append(int(starts[samples - 1]) + self.span + 1 if samples > 0 else 0)
+        return counts
 
     def check_like(self, other: "FieldDataset") -> None:
         """Raise UsageError where channels, units or points of a file are not those of another dataset."""
         for file, description in zip(self.files, self.described, strict=True):
             if difference := description.difference(other.description):
                 raise UsageError(f"{file.path}: {difference}, as in {other.files[0].path}")
+
+    def check_step_like(self, other: "FieldDataset") -> None:
+        """Raise UsageError where the frames of another dataset are another time apart."""
+        ours, theirs = self.step_seconds, other.step_seconds
+        if None not in (ours, theirs) and ours != theirs:
+            raise UsageError(
+                f"{self.folder}: its frames are {show_step(ours or 0)} apart, those of {other.folder} "
+                f"{show_step(theirs or 0)}: a step of the model is {self.dt} frames in both"
+            )
+
+    def check_apart(self, other: "FieldDataset") -> None:
+        """Raise UsageError where a date of this dataset is one of another: the one would be learnt by heart."""
+        for path, axis in zip(self.paths, self.axes, strict=True):
+            for other_path, other_axis in zip(other.paths, other.axes, strict=True):
+                if axis is None or other_axis is None:
+                    continue
+                shared = np.intersect1d(axis.dates, other_axis.dates)
+                if len(shared):
+                    raise UsageError(
+                        f"{path}: {show(shared[0])} and {len(shared) - 1} more of its dates are in {other_path} too: "
+                        "scores on data of the training would tell nothing; move one of the files away "
+                        "(if it is meant to be so: --check_data off)"
+                    )
 
     def check_finite(self, index: int) -> None:
         """Raise UsageError, naming file, frame and channel, where a sample has a value that is not finite."""
@@ -130,56 +174,66 @@ class FieldDataset:
             f"{self.folder.name}/{file.path.name}": f"{file.shape[0]} frames, {file.size} bytes" for file in self.files
         }
 
+    def notes(self) -> list[str]:
+        """What was assumed of these data, and what of them is left out, a line each."""
+        notes = []
+        first = self.files[0]
+        if "channel" not in first.arrays:
+            notes.append(f"names no channels: they are taken for {', '.join(self.description.names)}")
+        elif unknown := self.description.unknown_names():
+            notes.append(f"channels of unknown names, whose units and range are not known: {', '.join(unknown)}")
+        if any(axis is not None and axis.assumed for axis in self.axes):
+            notes.append("has no time: frames are taken to be 6-hourly from 1 January of the year in a file's name")
+        for path, axis, starts in zip(self.paths, self.axes, self.starts, strict=True):
+            gaps = axis.describe_gaps() if axis is not None else ""
+            if gaps:
+                notes.append(f"{path.name} has {gaps}: no sample crosses it, {len(starts)} are left")
+        return [f"{self.folder}: {note}" for note in notes]
+
     def close(self) -> None:
         """Close all files."""
         while self.files:
             self.files.pop().close()
 
-    def _check_shape(self, file, img_size):
+    def _check_shape(self, file: YearFile, img_size: Sequence[int]) -> None:
         frames, channels, height, width = file.shape
         if channels < self.channels:
             raise UsageError(f"{file.path}: has {channels} channels, {self.channels} were asked for")
         if height < img_size[0] or width < img_size[1]:
             raise UsageError(f"{file.path}: has {height} x {width} points, img_size asks for {list(img_size)}")
         if frames <= self.span:
-            steps = f" x {self.steps} steps of a rollout" if self.steps > 1 else ""
-            inputs = f" with {self.inputs} input frames" if self.inputs > 1 else ""
-            need = self.span + 1
-            raise UsageError(f"{file.path}: has {frames} frames, dt {self.dt}{steps}{inputs} needs at least {need}")
+            raise UsageError(f"{file.path}: has {frames} frames, {self._needed()}")
+
+    def _needed(self) -> str:
+        steps = f" x {self.steps} steps of a rollout" if self.steps > 1 else ""
+        inputs = f" with {self.inputs} input frames" if self.inputs > 1 else ""
+        return f"dt {self.dt}{steps}{inputs} needs at least {self.span + 1}"
+
+    def _check_steps(self) -> None:
+        """Raise UsageError where the frames of two files are not the same time apart."""
+        known = [(file, axis) for file, axis in zip(self.files, self.axes, strict=True) if axis is not None]
+        for file, axis in known[1:]:
+            first_file, first_axis = known[0]
+            if axis.step != first_axis.step:
+                raise UsageError(
+                    f"{file.path}: its frames are {show_step(axis.step)} apart, those of {first_file.path} "
+                    f"{show_step(first_axis.step)}: put data of one time step into a folder"
+                )
+
+    def _sample_starts(self, file: YearFile, axis: TimeAxis | None) -> np.ndarray:
+        """The first frames of the samples of a file. Raises UsageError where gaps in time leave none."""
+        if axis is None:
+            return np.arange(file.shape[0] - self.span)
+        starts = axis.sample_starts(self.span)
+        if not len(starts):
+            self.close()
+            raise UsageError(f"{file.path}: has {axis.describe_gaps()}, and {self._needed()} frames without one")
+        return starts
 
 
-class Statistics(NamedTuple):
-    """Statistics of each channel over the training years, in physical units, float32."""
-
-    means: np.ndarray  # (C, 1, 1)
-    stds: np.ndarray  # (C, 1, 1)
-    time_means: np.ndarray  # (C, H, W), the climatology
-
-
-def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
-    """Statistics of each channel from a .npy file: float32 (C, 1, 1), or (C, H, W) if img_size is given.
-
-    Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
-    """
-    height, width = img_size or (1, 1)
-    check_file(path)
-    # Whatever is raised: numpy's parser of a header lets much through.
-    with reported_as_usage_error(Exception, f"{path}: cannot be read as .npy statistics"):
-        values = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may promise more than memory holds
-        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
-            raise ValueError("it holds no array of floats")
-    enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
-    if not enough or values.shape[2] < height or values.shape[3] < width:
-        raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")
-    values = np.array(values[0, :channels, :height, :width], np.float32)
-    if not np.isfinite(values).all():
-        raise UsageError(f"{path}: holds values that are not finite")
-    return values
-
-
-def positive_statistics(path: Path | str, channels: int) -> np.ndarray:
-    """As read_statistics, of standard deviations, which must be positive."""
-    values = read_statistics(path, channels)
-    if (values <= 0).any():
-        raise UsageError(f"{path}: holds standard deviations that are not positive")
-    return values
+def known_axis(file: YearFile | Path, axis: TimeAxis | None) -> TimeAxis:
+    """The axis of a file. Raises UsageError where there is none."""
+    if axis is None:
+        path = file if isinstance(file, Path) else file.path
+        raise UsageError(f"{path}: has no `time` with units, and its name is not a year: its dates are not known")
+    return axis

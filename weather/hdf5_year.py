@@ -4,15 +4,15 @@ Contiguous fields are read straight from the file, at an offset; HDF5 reads all 
 """
 
 import contextlib
-import math
 import os
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from utils.errors import UsageError, reading
+from utils.errors import reading
 from utils.files import check_file
+from weather.hdf5_file import check_filters, check_format, check_written, open_hdf5
 from weather.year_data import DATASET, YearFile
 
 
@@ -22,18 +22,20 @@ class Hdf5Year(YearFile):
     def __init__(self, path: Path):
         self.path = path
         check_file(path)
+        check_format(path)
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
-            file = opened.enter_context(h5py.File(path, "r", locking=False))  # not all file systems have locks
+            file = opened.enter_context(open_hdf5(path))
             self.arrays = {name: array for name, array in file.items() if not _only_a_dimension(array)}
             self.fields = self._checked(file.get(DATASET))
             self.shape = self.fields.shape
-            if _unfinished(self.fields):
-                raise UsageError(f"{path}: parts of '{DATASET}' were never written: the file was not finished")
+            check_written(self.fields, f"{path}: '{DATASET}'")
+            check_filters(self.fields, f"{path}: '{DATASET}'")
             plain = self.fields.dtype == np.dtype("<f4")
             self.start: int | None = self.fields.id.get_offset() if plain else None  # None: not one contiguous piece
             self.descriptor = os.open(self.fields.file.filename, os.O_RDONLY)  # a link may lead to another file
             opened.callback(os.close, self.descriptor)
             self.size = os.fstat(self.descriptor).st_size
+            self.reads_parts = self.start is not None
             self.opened = opened.pop_all()
 
     def close(self) -> None:
@@ -64,13 +66,6 @@ class Hdf5Year(YearFile):
             if count == 0:
                 raise EOFError("the file was truncated")
             view, position = view[count:], position + count
-
-
-def _unfinished(fields):
-    """Tell whether parts of an HDF5 dataset were never written, and would be read as zeros."""
-    if fields.chunks is None:
-        return fields.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
-    return fields.id.get_num_chunks() < math.prod(-(-n // c) for n, c in zip(fields.shape, fields.chunks, strict=True))
 
 
 def _only_a_dimension(array):

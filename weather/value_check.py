@@ -18,7 +18,7 @@ Key = tuple[str, float | None]  # (quantity, level in hPa): weather.channels.cha
 
 @dataclass(frozen=True)
 class Problem:
-    """The first value that is no weather: its place in the checked array, and what is wrong, as the end of a sentence."""
+    """The first value that is no weather: its place in the array, and what is wrong, as the end of a sentence."""
 
     frame: int
     channel: int
@@ -32,13 +32,25 @@ class ValueCheck:
 
     keys: (quantity, level) of each channel. strict: a single value outside its range is a problem; else only one that
     is outside by more than the range's width, or a tenth of the points of a frame.
+    units: of each channel, where they may be others than ERA5's. Without them, or with "", they are ERA5's; channels in
+    units that era5.yaml does not know have no range.
     """
 
-    def __init__(self, keys: Sequence[Key], strict: bool = False):
+    def __init__(self, keys: Sequence[Key], strict: bool = False, units: Sequence[str] = ()):
         self.keys, self.strict = keys, strict
-        ranges = np.array([value_range(*key) for key in keys], np.float64)
-        self.lowest, self.highest = ranges.T  # (C,)
-        self.least_highest = np.array([ERA5["least_highest"].get(quantity, -np.inf) for quantity, _ in keys])
+        self.units: list[str] = []
+        lowest, highest, least_highest = [], [], []
+        for number, (quantity, level) in enumerate(keys):
+            of_era5 = QUANTITIES[quantity].units if quantity in QUANTITIES else ""
+            stated = _plain_units(units[number]) if units else ""
+            low, high = _range_in(quantity, level, stated or of_era5)
+            self.units.append(stated or of_era5)
+            lowest.append(low)
+            highest.append(high)
+            is_in_era5_units = stated in ("", of_era5)
+            least_highest.append(ERA5["least_highest"].get(quantity, -np.inf) if is_in_era5_units else -np.inf)
+        self.lowest, self.highest = np.array(lowest), np.array(highest)  # (C,)
+        self.least_highest = np.array(least_highest)
         self.known = np.array([quantity in QUANTITIES for quantity, _ in keys])
 
     def find(self, frames: np.ndarray) -> Problem | None:
@@ -63,7 +75,7 @@ class ValueCheck:
         """((row, column), text) of the problem of a field (H, W); None where it is within what is tolerated."""
         lowest, highest = self.lowest[channel], self.highest[channel]
         quantity, level = self.keys[channel]
-        units = QUANTITIES[quantity].units if quantity in QUANTITIES else ""
+        units = self.units[channel]
 
         not_finite = ~np.isfinite(field)
         if not_finite.any():
@@ -99,6 +111,22 @@ class ValueCheck:
         width = highest - lowest
         is_near = field.min() >= lowest - width and field.max() <= highest + width
         return bool(is_near and outside.mean() < TOLERATED_SHARE)
+
+
+def _plain_units(units: str) -> str:
+    """Units with powers as era5.yaml writes them: m s**-1 is m s-1."""
+    return units.replace("**", "").replace("^", "").strip()
+
+
+def _range_in(quantity: str, level: float | None, units: str) -> tuple[float, float]:
+    """The range of a quantity in the units that it is in; infinite where era5.yaml does not know them."""
+    lowest, highest = value_range(quantity, level)
+    if quantity not in QUANTITIES:
+        return lowest, highest
+    for spelling, (factor, offset) in ERA5["units"][QUANTITIES[quantity].units].items():
+        if spelling.lower() == units.lower():
+            return (lowest - offset) / factor, (highest - offset) / factor
+    return -np.inf, np.inf
 
 
 def looks_like(quantity: str, level: float | None, value: float) -> str:

@@ -1,22 +1,24 @@
 """A year of data, however it is stored: it describes itself and fills buffers with frames.
 
-A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude`, `channel` and
-`channel_units`. Plain reads of a file release Python's lock, so threads read in parallel straight into the caller's
-buffer; compressed and chunked fields are read by the format's library.
+A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude` (or `lat`, `lon`),
+`channel` and `channel_units`. Plain reads of a file release Python's lock, so threads read in parallel straight into
+the caller's buffer; compressed and chunked fields are read by the format's library.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from utils.errors import UsageError, reading
-from weather.channels import CHANNELS
-from weather.grid import Grid, frame_times, latitudes, longitudes
+from weather.channels import CHANNELS, QUANTITIES, channel_key, channel_of
+from weather.grid import Grid, latitudes, longitudes
 
 DATASET = "fields"
+NEUTRAL_PACKING = {"scale_factor": 1.0, "add_offset": 0.0}  # of the CF conventions
+UNPACK = "write its values (ncpdq -U IN OUT; xarray: open_dataset(IN).drop_encoding().to_netcdf(OUT))"
 
 
 class Description(NamedTuple):
@@ -25,6 +27,10 @@ class Description(NamedTuple):
     names: list[str]  # of the channels
     units: list[str]
     grid: Grid
+
+    def unknown_names(self) -> list[str]:
+        """The names by which era5.yaml knows no quantity."""
+        return [name for name in self.names if channel_key(name)[0] not in QUANTITIES]
 
     def difference(self, other: "Description") -> str:
         """In words, the first thing in which another description differs; '' where they agree."""
@@ -51,6 +57,7 @@ class YearFile(ABC):
     arrays: Mapping[str, Any]
     shape: tuple[int, int, int, int]
     size: int
+    reads_parts = False  # a part of a frame is read without the rest of it
 
     @abstractmethod
     def close(self) -> None:
@@ -65,24 +72,50 @@ class YearFile(ABC):
         with reading(f"{self.path}: frame {frame}"):
             self._read(frame, out, rows, columns)
 
+    def read_rows(self, frame: int, channels: int, rows: np.ndarray) -> np.ndarray:
+        """Read some rows of a frame, increasing, as whole circles: the first channels, (C, R, W)."""
+        width = self.shape[3]
+        first, last = int(rows.min()), int(rows.max())
+        is_band = len(rows) == last - first + 1
+        if is_band or not self.reads_parts:
+            band = np.empty((1, channels, last - first + 1, width), np.float32)
+            self.read(frame, band, slice(first, last + 1), slice(0, width))
+            return band[0] if is_band else band[0][:, rows - first]
+        out = np.empty((channels, len(rows), width), np.float32)
+        circle = np.empty((1, channels, 1, width), np.float32)
+        for number, row in enumerate(rows):
+            self.read(frame, circle, slice(row, row + 1), slice(0, width))
+            out[:, number] = circle[0, :, 0]
+        return out
+
     def _checked(self, fields: Any) -> Any:
         """The array of the fields, as given. Raises UsageError for anything else."""
+        if hasattr(fields, "dtype"):
+            packing = _read_packing(fields)
+            if packing:
+                told = ", ".join(f"{name} {value:g}" for name, value in packing.items())
+                raise UsageError(f"{self.path}: '{DATASET}' is packed as {fields.dtype} ({told}): {UNPACK}")
         if getattr(fields, "ndim", 0) != 4 or fields.dtype.kind != "f":
             actual = f"has {fields.dtype} {fields.shape}" if hasattr(fields, "dtype") else "has none"
             raise UsageError(f"{self.path}: expected '{DATASET}' [time, channel, lat, lon] of floats; it {actual}")
         return fields
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
-        """Of the first channels and of an image of img_size; what the file lacks is as in ERA5. Raises UsageError."""
-        height, width = self.shape[2:]
-        names = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), channels)]
-        units = [c.units for c in CHANNELS] + [""] * max(0, channels - len(CHANNELS))
+        """Of the first channels and of an image of img_size; what the file lacks is as in ERA5. Raises UsageError.
+
+        Names of others become ours (u10m is u10), and a channel without units has those of its name.
+        """
+        _, all_channels, height, width = self.shape
+        by_position = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), all_channels)]
+        stored_names = self._stored(("channel",), all_channels, _strings, by_position[:all_channels])
+        known = [channel_of(name) for name in stored_names[:channels]]
+        units = self._stored(("channel_units",), all_channels, _strings, None)
         return Description(
-            self._stored("channel", self.shape[1], _strings, names)[:channels],
-            self._stored("channel_units", self.shape[1], _strings, units)[:channels],
+            [channel.name for channel in known],
+            units[:channels] if units is not None else [channel.units for channel in known],
             Grid(
-                self._degrees("latitude", latitudes(height), 90)[: img_size[0]],
-                self._degrees("longitude", longitudes(width), 360)[: img_size[1]],
+                self._degrees(("latitude", "lat"), latitudes(height), 90)[: img_size[0]],
+                self._degrees(("longitude", "lon"), longitudes(width), 360)[: img_size[1]],
             ),
         )
 
@@ -95,20 +128,32 @@ class YearFile(ABC):
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
 
-    def _degrees(self, name, otherwise, largest):
-        values = self._stored(name, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
+    def _degrees(self, names: Sequence[str], otherwise: np.ndarray, largest: float) -> np.ndarray:
+        values = self._stored(names, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
         if not (np.abs(values) <= largest).all():  # nor NaN
-            raise UsageError(f"{self.path}: '{name}' is not in degrees, -{largest} to {largest}")
+            raise UsageError(f"{self.path}: '{names[0]}' is not in degrees, -{largest} to {largest}")
         return values
 
-    def _stored(self, name, length, read, otherwise):
-        """The result of `read` for the array of this name and length; `otherwise` if it does not exist."""
+    def _stored(self, names: Sequence[str], length: int, read: Callable[[Any], Any], otherwise: Any) -> Any:
+        """The result of `read` for the array of the first of these names; `otherwise` where there is none."""
+        name = next((name for name in names if name in self.arrays), None)
+        if name is None:
+            return otherwise
         with reading(f"{self.path}: '{name}'"):
-            if (array := self.arrays.get(name)) is None:
-                return otherwise
+            array = self.arrays[name]
             if array.shape != (length,):
                 raise UsageError(f"{self.path}: '{name}' has shape {array.shape}, the fields need ({length},)")
             return read(array)
+
+
+def _read_packing(fields: Any) -> dict[str, float]:
+    """{attribute: value} of what turns the stored numbers into values; a neutral factor or offset is none."""
+    found = {}
+    for name, neutral in NEUTRAL_PACKING.items():
+        value = float(np.asarray(fields.attrs.get(name, neutral)).item())
+        if value != neutral:
+            found[name] = value
+    return found
 
 
 def _strings(array):
@@ -116,20 +161,3 @@ def _strings(array):
     if values.dtype.kind not in "UTO":
         raise TypeError(f"{values.dtype} is not text")
     return [str(text) for text in values]
-
-
-def file_times(file: YearFile) -> np.ndarray:
-    """Dates of the frames of a YearFile, (T,) datetime64[s]: its `time`, or 6-hourly in the year of its name."""
-    with reading(f"{file.path}: its time"):
-        stored, frames = file.arrays.get("time"), file.shape[0]
-        if stored is not None and stored.shape == (frames,) and "units" in stored.attrs:
-            attributes = {"units": str(np.asarray(stored.attrs["units"]).astype(str))}
-            import xarray  # slow to import
-
-            decoded = xarray.decode_cf(xarray.Dataset({"time": ("time", stored[:], attributes)}))["time"].values
-            if decoded.dtype.kind != "M" or np.isnat(decoded).any():
-                raise UsageError(f"{file.path}: its time in '{attributes['units']}' is not a date")
-            return decoded.astype("datetime64[s]")
-    if not (file.path.stem.isdecimal() and len(file.path.stem) == 4):
-        raise UsageError(f"{file.path}: has no `time` with units, and its name is not a year: its dates are not known")
-    return frame_times(int(file.path.stem), 0, frames)

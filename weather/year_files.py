@@ -25,8 +25,13 @@ from tqdm import tqdm
 
 from utils.errors import ArgumentParser, UsageError, reading, run_main, whole
 from utils.files import whole_file
-from weather.channels import CHANNELS
+from weather.channels import CHANNELS, channel_key
+from weather.data_check import describe_problem
+from weather.dataset import FieldDataset
 from weather.grid import Grid, frame_times, year_frames
+from weather.time_axis import read_time_axis
+from weather.value_check import ValueCheck
+from weather.year_data import YearFile
 from weather.year_reader import open_year, year_paths
 
 SPLITS = ("train", "valid", "test")
@@ -175,25 +180,62 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     """Statistics of the year files `paths`, computed in one pass with float64 sums.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
-    of the mean square of the change from one frame to the next (1, C, 1, 1).
+    of the mean square of the change from one frame to the next (1, C, 1, 1). Changes across a gap in time are left out.
+    Raises UsageError for a frame that is no weather, and for a channel that is the same everywhere.
     """
     total, squares, count = np.zeros(1), np.zeros(1), 0
     changes, pairs = np.zeros(1), 0
+    names: list[str] = []
     for path in paths:
         with reading(str(path)), closing(open_year(path)) as year:
+            names, is_regular = _names_and_steps(year)
+            check = _value_check(year)
             before = year.fields[:1].astype(np.float64)
             for first, step in _chunks(year.fields):
-                x = year.fields[first : first + step].astype(np.float64)
+                frames = year.fields[first : first + step]
+                _check_frames(check, year, names, first, frames)
+                x = frames.astype(np.float64)
                 total, squares, count = total + x.sum(0), squares + np.square(x).sum((0, 2, 3)), count + step
-                changes = changes + np.square(np.diff(np.concatenate([before, x]), axis=0)).sum((0, 2, 3))
+                differences = np.diff(np.concatenate([before, x]), axis=0)[-len(x) :]
+                follows = is_regular[first : first + step]  # whether each frame is a step after the one before it
+                changes = changes + np.square(differences[follows]).sum((0, 2, 3))
+                pairs += int(follows.sum())
                 before = x[-1:]
-            pairs += year.shape[0] - 1
     time_means = total / count  # (C, H, W)
     points, means = time_means[0].size, time_means.mean((1, 2))
     variances = squares / (count * points) - means**2
+    for channel in np.flatnonzero(~(variances > 0)):
+        raise UsageError(
+            f"{paths[0].parent}: channel {channel} ({names[channel]}) is {means[channel]:g} at every point of every "
+            "training frame: leave it out, or get it anew"
+        )
     stds, change_stds = np.sqrt(variances), np.sqrt(changes / (max(1, pairs) * points))
     arrays = means[:, None, None], stds[:, None, None], time_means, change_stds[:, None, None]
     return [array[None].astype(np.float32) for array in arrays]
+
+
+def _names_and_steps(year: YearFile) -> tuple[list[str], np.ndarray]:
+    """The names of the channels, and whether each frame is a step after the one before it, (T,) bool."""
+    frames, channels = year.shape[:2]
+    names = year.describe(channels, year.shape[2:]).names
+    axis = read_time_axis(year)
+    follows = axis.is_regular if axis is not None else np.ones(frames - 1, bool)
+    return names, np.concatenate([[False], follows])
+
+
+def _value_check(year: YearFile) -> ValueCheck:
+    description = year.describe(year.shape[1], year.shape[2:])
+    return ValueCheck([channel_key(name) for name in description.names], units=description.units)
+
+
+def _check_frames(check: ValueCheck, year: YearFile, names: Sequence[str], first: int, frames: np.ndarray) -> None:
+    """Raise UsageError where one of the frames (T, C, H, W), the first of which has this number, is no weather."""
+    problem = check.find(frames)
+    if problem is None:
+        return
+    number, channel = first + problem.frame, problem.channel
+    axis = read_time_axis(year)
+    raise UsageError(describe_problem(year.path, axis, number, channel, names[channel], problem))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -205,6 +247,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = year_paths(options.train)
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
+    with closing(open_year(paths[0])) as first:
+        channels, img_size = first.shape[1], first.shape[2:]
+    with closing(FieldDataset(options.train, channels, img_size)) as dataset:  # which compares the years
+        for note in dataset.notes():
+            print(note)
     for path in write_statistics(paths, options.out):
         print(path)
 

@@ -10,10 +10,14 @@ SUFFIXES = (".h5", ".nc", ".zarr")
 
 
 def year_paths(folder: Path) -> list[Path]:
-    """The years in a folder, by name; a Zarr store is the only one. Raises UsageError for a year in two formats."""
+    """The years in a folder, by name; a Zarr store is the only one. Raises UsageError for a year in two formats.
+
+    Names that begin with a dot are passed over: macOS leaves ._1979.h5 beside 1979.h5.
+    """
     if folder.suffix == ".zarr":
         return [folder]
-    paths = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
+    visible = [path for path in folder.glob("*") if not path.name.startswith(".")]
+    paths = sorted(path for path in visible if path.suffix in SUFFIXES)
     for path, other in itertools.pairwise(paths):
         if path.stem == other.stem:
             raise UsageError(f"{folder}: holds {path.name} and {other.name}: the same year twice? Move one away")

@@ -14,10 +14,11 @@ from training.tasks import forecast, task_of
 from utils.config import check_config, differing_keys, load_config, read_mappings, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config, keys_that_affect
+from weather.data_record import Record, check_same_kind, check_unseen
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import HOUR
-from weather.year_data import file_times
+from weather.time_axis import show
 
 
 def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits: Collection[str]) -> Config:
@@ -54,21 +55,39 @@ class DatedFrames:
     """
 
     def __init__(self, folder: Path | str, config: Config, device: torch.device):
-        self.folder, self.device, self.statistics = folder, device, forecast.statistics_of(config)
-        self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
+        self.folder, self.device, self.config = folder, device, config
         rows, columns = task_of(config).own_window()
-        self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, rows, columns)
+        channels = max(config.n_in_channels, config.n_out_channels)
+        self.dataset = FieldDataset(folder, channels, config.img_size, config.dt, None, rows, columns)
+        self.statistics = forecast.statistics_of(config, self.dataset.description.names)
+        self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
         self.forcings = Forcings(config.forcings, self.dataset, device) if config.forcings else None
-        times = [file_times(file) for file in self.dataset.files]
+        times = self.dataset.times
         self.first_frame = np.cumsum([0, *map(len, times)])
         self.times = np.concatenate(times)
         steps = np.diff(self.times)
         if (steps <= 0 * HOUR).any():
             raise UsageError(f"{folder}: the dates of its files, in the order of their names, do not increase")
-        self.interval = int(steps.min() / HOUR)
+        seconds = self.dataset.step_seconds or 0
+        self.interval = seconds // 3600
         self.input_leads = [-i * config.dt * self.interval for i in range(config.input_frames)]  # hours
-        if self.interval * HOUR != steps.min():
-            raise UsageError(f"{folder}: its frames are {steps.min()} apart, which is no whole number of hours")
+        if not self.interval or seconds % 3600:
+            raise UsageError(f"{folder}: its frames are {seconds} seconds apart, which is no whole number of hours")
+
+    def check(self, record: Record, checkpoint: Path, is_training_data: bool) -> list[str]:
+        """Look at this rank's share of the frames; returns what was seen and assumed, a line each.
+
+        record: of the data that the checkpoint was trained on. is_training_data: they are meant to be the same.
+        Raises UsageError where the frames are no weather, of another kind than in training, or were trained on.
+        """
+        check_same_kind(record, self.dataset, checkpoint)
+        notes = self.dataset.notes()
+        if self.config.check_data == "off":
+            return notes
+        if not is_training_data:
+            check_unseen(record, self.dataset, checkpoint)
+        looked = forecast.look_at_frames(self.config, [self.dataset], self.statistics)
+        return [*notes, looked.describe()]
 
     def read(self, times: np.ndarray) -> Tensor:
         """Read the frames at `times`, all of which must exist: (B, C, h, w), normalised, on the device."""
@@ -126,8 +145,3 @@ def parse_date(text: str) -> np.datetime64:
         return np.datetime64(text.removesuffix("Z"), "s")
     except ValueError:
         raise UsageError(f"start '{text}': write a date (UTC) like 2018-01-05T06") from None
-
-
-def show(time: np.datetime64) -> str:
-    """A date as text, to the hour or, if necessary, to the minute."""
-    return np.datetime_as_string(time, "h" if time == time.astype("datetime64[h]") else "m")

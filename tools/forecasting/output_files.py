@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import xarray
 
-from tools.forecasting.dated_frames import show
 from utils.errors import UsageError, os_errors_as_usage_errors
 from utils.files import whole_file
 from weather.channels import CHANNELS, ERA5, QUANTITIES, channel_key
 from weather.grid import HOUR, Grid
+from weather.time_axis import show
 
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 FULL = {"_FillValue": None}  # encoding: no value is missing

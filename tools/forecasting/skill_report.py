@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from tools.forecasting.dated_frames import show
 from tools.forecasting.output_files import SKILL, file_name
 from tools.forecasting.rollout import Result
 from tools.forecasting.spectra import spread
@@ -17,6 +16,7 @@ from training.results import HEADLINE
 from utils.errors import UsageError
 from utils.files import read_json, write_json
 from weather.grid import HOUR
+from weather.time_axis import show
 
 
 def report(

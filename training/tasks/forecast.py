@@ -1,6 +1,7 @@
 """Forecasting: from the state of the atmosphere to the state one step later, on year files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,9 +21,12 @@ from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config, count_forcings
 from weather.channels import CHANNELS
-from weather.dataset import FieldDataset, Statistics, positive_statistics, read_statistics
+from weather.data_check import DataCheck
+from weather.data_record import Record, check_same_kind, make_record
+from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import latitudes
+from weather.statistics import Statistics, check_climatology, positive_statistics, read_statistics
 
 PICTURED = ("u10", "z500")
 
@@ -38,6 +42,7 @@ class Trained(Task):
             where = f"{self.config.config}: img_size {self.config.img_size}"
             raise UsageError(f"{where}: forecasts are of latitude and longitude")
         self._rollout: Rollout | None = None
+        self._train: FieldDataset | None = None
         self._weights: dict[bool, Tensor] = {}  # of whole images, or of this rank's part
         # Names of the channels and latitudes of the rows, until the data tell.
         self._described = [channel.name for channel in CHANNELS], latitudes(self.config.img_size[0])
@@ -66,15 +71,40 @@ class Trained(Task):
             )
         )
         valid.check_like(train)
+        valid.check_step_like(train)
         self._described = train.description.names, train.description.grid.latitude
+        self._train = train
+        self.notes = [*train.notes(), *valid.notes()]
         if config.loss != "relative_l2":
             loss_weights(config, *self._described)
         self.check_batch(len(train))
         batch_size = config.global_batch_size // comm.get_size("dp")
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
-        shared = statistics_of(config), n_in, n_out, batch_size, device, config.num_data_workers, forcings
+        statistics = statistics_of(config, train.description.names)
+        shared = statistics, n_in, n_out, batch_size, device, config.num_data_workers, forcings
         return [Loader(dataset, *shared, config.rollout_stages, config.input_frames) for dataset in (train, valid)]
+
+    def check_data(self, loaders: Sequence[BatchLoader]) -> None:
+        """Look at frames, at the statistics beside them, and for a year that is in two of the folders."""
+        if self.config.check_data == "off":
+            return
+        train, valid = (cast(FieldDataset, loader.dataset) for loader in loaders)
+        if comm.is_main():  # the files are alike on all ranks
+            valid.check_apart(train)
+            check_test_years(self.config, [train, valid])
+        statistics = cast(Statistics, loaders[0].statistics)
+        looked = look_at_frames(self.config, [train, valid], statistics)
+        self.notes.append(looked.describe())
+
+    def data_record(self) -> Record:
+        """Channels, time step and dates of the training."""
+        return make_record(self._train) if self._train is not None else {}
+
+    def check_data_record(self, record: Record, where: Path) -> None:
+        """The time step and the channels must be those of before."""
+        if self._train is not None:
+            check_same_kind(record, self._train, where)
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """A forecast of as many steps as y has."""
@@ -130,10 +160,35 @@ def loader_class(name: str) -> type[BatchLoader]:
     return DaliDataLoader
 
 
-def statistics_of(config: Config) -> Statistics:
+def check_test_years(config: Config, trained: Sequence[FieldDataset]) -> None:
+    """Raise UsageError where the test years, if they are there already, hold dates or steps of the training."""
+    try:
+        channels = max(config.n_in_channels, config.n_out_channels)
+        test = FieldDataset(config.inf_data_path, channels, config.img_size, config.dt)
+    except UsageError:
+        return  # training needs no test years: what is wrong with them is for the forecast to say
+    with closing(test):
+        test.check_step_like(trained[0])
+        for dataset in trained:
+            if dataset.folder != test.folder:
+                test.check_apart(dataset)
+
+
+def look_at_frames(config: Config, datasets: Sequence[FieldDataset], statistics: Statistics) -> DataCheck:
+    """Look at this rank's share of the frames, and hold the statistics against those of the first data set."""
+    names = datasets[0].description.names
+    paths = config.global_means_path, config.global_stds_path, config.time_means_path
+    check_climatology(config.time_means_path, config.global_means_path, statistics, names)
+    looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
+    looked.run(comm.is_main())
+    looked.sums.check(statistics, names, paths, datasets[0].folder)
+    return looked
+
+
+def statistics_of(config: Config, names: Sequence[str] = ()) -> Statistics:
     """The statistics that a config names, of its channels and image. Raises UsageError where they cannot be used."""
     channels = max(config.n_in_channels, config.n_out_channels)
-    stds = positive_statistics(config.global_stds_path, channels)
+    stds = positive_statistics(config.global_stds_path, channels, names)
     climatology = read_statistics(config.time_means_path, channels, config.img_size)
     return Statistics(read_statistics(config.global_means_path, channels), stds, climatology)
 

@@ -1,8 +1,9 @@
 """The interface of a task: its data, its loss, its validation, and the shape of a model's output."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ class Task(ABC):
 
     def __init__(self, config: Config):
         self.config = config
+        self.notes: list[str] = []  # of the data, for the log of the run
         for key in FORECAST_KEYS if not self.forecasts else ():
             if getattr(config, key) != Config.model_fields[key].default:
                 raise UsageError(f"{config.config}: {key} belongs to task forecast, not to {config.task}")
@@ -76,10 +78,26 @@ class Task(ABC):
         return parallel.module(x)
 
     def loaders(self, device: torch.device) -> list[BatchLoader]:
-        """build_loaders on every rank; where one of them fails, or sees other files, every rank raises a UsageError."""
+        """build_loaders on every rank, and a look at their data.
+
+        Where one rank fails, sees other files, or finds what is no data, every rank raises a UsageError.
+        """
         loaders = comm.agree(lambda: self.build_loaders(device))
         comm.check_alike({name: seen for loader in loaders for name, seen in loader.listing().items()})
+        comm.agree(lambda: self.check_data(loaders))
         return loaders
+
+    def check_data(self, loaders: Sequence[BatchLoader]) -> None:
+        """Look at this rank's share of the data, and note what was seen. Raises UsageError for what is no data."""
+        return
+
+    def data_record(self) -> dict[str, Any]:
+        """What a checkpoint remembers of the data that it was trained on, as JSON."""
+        return {}
+
+    def check_data_record(self, record: dict[str, Any], where: Path) -> None:
+        """Raise UsageError where the data of a resumed run are not of the kind of those before. where: checkpoints."""
+        return
 
     @abstractmethod
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
