@@ -25,7 +25,7 @@ from tests.support.era5_examples import (
     wb2_regridded,
 )
 from tests.test_sample_data import check_year_file
-from weather import prepare_era5, year_files
+from weather import prepare_era5, training_statistics
 from weather.atmosphere import GRAVITY
 from weather.dataset import FieldDataset
 from weather.era5_store import relative_humidity
@@ -159,7 +159,7 @@ def test_the_trainer_reads_the_result(tmp_path):
 
 def test_no_more_frames_are_held_than_fit_in_memory(tmp_path, monkeypatch):
     counts, real = [], Era5.frames
-    monkeypatch.setattr(year_files, "CHUNK_BYTES", 3 * 20 * H * W * 4)  # 3 frames, of 8 a file
+    monkeypatch.setattr(training_statistics, "CHUNK_BYTES", 3 * 20 * H * W * 4)  # 3 frames, of 8 a file
     monkeypatch.setattr(Era5, "frames", lambda self, times: counts.append(len(times)) or real(self, times))
     convert(wb2_regridded(tmp_path), tmp_path / "out")
     assert counts == [3, 3, 2] * 4

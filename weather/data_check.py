@@ -114,7 +114,7 @@ class DataCheck:
         ):
             for batch in _batches(self.looks):
                 is_late = time.perf_counter() - began > SAMPLE_SECONDS
-                if self.mode == "sample" and is_late:
+                if self.mode == "sample" and is_late and self.looked_at:
                     break
                 fields = threads.map(self._read, batch)
                 for look, field in zip(batch, fields, strict=True):
@@ -161,4 +161,7 @@ def describe_problem(path: Path, axis: TimeAxis | None, frame: int, channel: int
     """The message: file, frame, date, channel, place, value and what it looks like."""
     date = f" ({show(axis.dates[frame])})" if axis is not None else ""
     place = f"row {problem.row}, column {problem.column}"
-    return f"{path}: frame {frame}{date}: channel {channel} ({name}) {problem.text} ({place})"
+    more = ""
+    if problem.others > 1 and "written" not in problem.text:
+        more = f"; {problem.others} more channels are out of range: are they in the order of their names?"
+    return f"{path}: frame {frame}{date}: channel {channel} ({name}) {problem.text} ({place}){more}"

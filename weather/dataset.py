@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UsageError
-from weather.time_axis import TimeAxis, read_time_axis, show, show_step
-from weather.year_data import YearFile
+from weather.time_axis import TimeAxis, known_axis, read_time_axis, show, show_step
+from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
 
 
@@ -92,10 +92,7 @@ class FieldDataset:
     @property
     def times(self) -> list[np.ndarray]:
         """The dates of the frames of each file, (T,) datetime64[s]. Raises UsageError where they are not known."""
-        dates = []
-        for file, axis in zip(self.files, self.axes, strict=True):
-            dates.append(known_axis(file, axis).dates)
-        return dates
+        return [file_times(file) for file in self.files]
 
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
@@ -110,7 +107,7 @@ class FieldDataset:
         dates = []
         for index in indices:
             number, frame = self._locate(index)
-            axis = known_axis(self.paths[number], self.axes[number])
+            axis = known_axis(self.axes[number], self.paths[number])
             dates.append(axis.dates[frame + first : frame + last : self.dt])
         return np.array(dates)
 
@@ -139,7 +136,7 @@ class FieldDataset:
         if None not in (ours, theirs) and ours != theirs:
             raise UsageError(
                 f"{self.folder}: its frames are {show_step(ours or 0)} apart, those of {other.folder} "
-                f"{show_step(theirs or 0)}: a step of the model is {self.dt} frames in both"
+                f"{show_step(theirs or 0)}: a step of the model is dt {self.dt} of them"
             )
 
     def check_apart(self, other: "FieldDataset") -> None:
@@ -184,6 +181,8 @@ class FieldDataset:
             notes.append(f"channels of unknown names, whose units and range are not known: {', '.join(unknown)}")
         if any(axis is not None and axis.assumed for axis in self.axes):
             notes.append("has no time: frames are taken to be 6-hourly from 1 January of the year in a file's name")
+        if None in self.axes:
+            notes.append("has no time, and names that are no year: its dates, and gaps in them, are not known")
         for path, axis, starts in zip(self.paths, self.axes, self.starts, strict=True):
             gaps = axis.describe_gaps() if axis is not None else ""
             if gaps:
@@ -229,11 +228,3 @@ class FieldDataset:
             self.close()
             raise UsageError(f"{file.path}: has {axis.describe_gaps()}, and {self._needed()} frames without one")
         return starts
-
-
-def known_axis(file: YearFile | Path, axis: TimeAxis | None) -> TimeAxis:
-    """The axis of a file. Raises UsageError where there is none."""
-    if axis is None:
-        path = file if isinstance(file, Path) else file.path
-        raise UsageError(f"{path}: has no `time` with units, and its name is not a year: its dates are not known")
-    return axis

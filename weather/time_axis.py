@@ -3,21 +3,30 @@
 A sample is frames at equal distances in time, so a gap is seen here, and not trained across.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from utils.errors import UsageError, reading
 from weather.grid import HOUR, frame_times, year_frames
-from weather.year_data import YearFile
 
 TIME_NAMES = ("time", "valid_time", "timestamp")
 SINCE_1970 = "seconds since 1970-01-01"  # of a `timestamp`, which makani's files write without units too
 STANDARD_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 LEAPLESS_CALENDARS = ("noleap", "365_day")  # each of their dates is one of the standard calendar too
 TOLERANCE = 0.01  # of a step: dates in floating point are rounded
+
+
+class DatedFile(Protocol):
+    """What is read of a year (weather/year_data.py): its path, its arrays by name, and the shape of its fields."""
+
+    path: Path
+    arrays: Mapping[str, Any]
+    shape: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class TimeAxis:
         return f"{many} of {hours:g} hours after {show(self.dates[longest])}"
 
 
-def read_time_axis(file: YearFile) -> TimeAxis | None:
+def read_time_axis(file: DatedFile) -> TimeAxis | None:
     """The TimeAxis of a year; None where it has no time, and a name that is no year.
 
     Raises UsageError where its time is no increasing dates of the standard calendar, one for each frame.
@@ -87,7 +96,14 @@ def read_time_axis(file: YearFile) -> TimeAxis | None:
     return axis
 
 
-def _assumed_axis(file: YearFile) -> TimeAxis | None:
+def known_axis(axis: TimeAxis | None, path: Path) -> TimeAxis:
+    """The axis of the file at `path`. Raises UsageError where there is none."""
+    if axis is None:
+        raise UsageError(f"{path}: has no `time` with units, and its name is not a year: its dates are not known")
+    return axis
+
+
+def _assumed_axis(file: DatedFile) -> TimeAxis | None:
     """6-hourly frames from 1 January on, of the year that the file is named by. Raises UsageError for too many."""
     stem = file.path.stem
     if not (stem.isdecimal() and len(stem) == 4):

@@ -25,6 +25,7 @@ class Problem:
     row: int
     column: int
     text: str  # "is NaN", "is 5500, outside 42000 to 67000 m2 s-2: a height in m?"
+    others: int = 0  # further channels of the same frame with values out of their range
 
 
 class ValueCheck:
@@ -68,7 +69,8 @@ class ValueCheck:
                 found = self._explain(frames[frame, channel], channel)
                 if found is not None:
                     (row, column), text = found
-                    return Problem(int(frame), int(channel), int(row), int(column), text)
+                    others = int((~sound[frame]).sum()) - 1
+                    return Problem(int(frame), int(channel), int(row), int(column), text, max(0, others))
         return None
 
     def _explain(self, field: np.ndarray, channel: int) -> tuple[np.ndarray, str] | None:
@@ -105,11 +107,15 @@ class ValueCheck:
         return None
 
     def _is_tolerated(self, field: np.ndarray, outside: np.ndarray, channel: int) -> bool:
+        """Tell whether the points outside the range are the noise of a model or of a compression."""
         if self.strict:
             return False
-        lowest, highest = self.lowest[channel], self.highest[channel]
-        width = highest - lowest
-        is_near = field.min() >= lowest - width and field.max() <= highest + width
+        values = field[outside]
+        is_one_value = len(values) > 1 and values.min() == values.max()  # noise never repeats a number
+        if is_one_value or (values == 0).any():
+            return False
+        width = self.highest[channel] - self.lowest[channel]
+        is_near = values.min() >= self.lowest[channel] - width and values.max() <= self.highest[channel] + width
         return bool(is_near and outside.mean() < TOLERATED_SHARE)
 
 

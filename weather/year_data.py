@@ -15,6 +15,7 @@ import numpy as np
 from utils.errors import UsageError, reading
 from weather.channels import CHANNELS, QUANTITIES, channel_key, channel_of
 from weather.grid import Grid, latitudes, longitudes
+from weather.time_axis import known_axis, read_time_axis
 
 DATASET = "fields"
 NEUTRAL_PACKING = {"scale_factor": 1.0, "add_offset": 0.0}  # of the CF conventions
@@ -161,3 +162,8 @@ def _strings(array):
     if values.dtype.kind not in "UTO":
         raise TypeError(f"{values.dtype} is not text")
     return [str(text) for text in values]
+
+
+def file_times(file: YearFile) -> np.ndarray:
+    """Dates of the frames of a year, (T,) datetime64[s] in UTC. Raises UsageError where they are not known."""
+    return known_axis(read_time_axis(file), file.path).dates

@@ -23,20 +23,16 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, reading, run_main, whole
+from utils.errors import ArgumentParser, UsageError, run_main, whole
 from utils.files import whole_file
-from weather.channels import CHANNELS, channel_key
-from weather.data_check import describe_problem
+from weather.channels import CHANNELS
 from weather.dataset import FieldDataset
 from weather.grid import Grid, frame_times, year_frames
-from weather.time_axis import read_time_axis
-from weather.value_check import ValueCheck
-from weather.year_data import YearFile
+from weather.training_statistics import chunks, training_statistics
 from weather.year_reader import open_year, year_paths
 
 SPLITS = ("train", "valid", "test")
 STATS = ("global_means", "global_stds", "time_means", "change_stds")
-CHUNK_BYTES = 64e6  # of frames held in memory at a time
 Constant = Mapping[str, tuple[str, np.ndarray]]
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 
@@ -131,7 +127,7 @@ class YearFileWriter:
             for path in self.missing:
                 with whole_file(path) as part, h5py.File(part, "w") as file:
                     fields = self._describe(file, int(path.stem), self.frames[path], constant)
-                    for first, count in _chunks(fields):
+                    for first, count in chunks(fields):
                         fields[first : first + count] = read_frames(int(path.stem), first, count)
                         progress.update(count)
         described = all(path.exists() for path in self.stats)
@@ -176,68 +172,6 @@ def write_statistics(years: Sequence[Path], folder: Path) -> list[Path]:
     return list(new)
 
 
-def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
-    """Statistics of the year files `paths`, computed in one pass with float64 sums.
-
-    Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
-    of the mean square of the change from one frame to the next (1, C, 1, 1). Changes across a gap in time are left out.
-    Raises UsageError for a frame that is no weather, and for a channel that is the same everywhere.
-    """
-    total, squares, count = np.zeros(1), np.zeros(1), 0
-    changes, pairs = np.zeros(1), 0
-    names: list[str] = []
-    for path in paths:
-        with reading(str(path)), closing(open_year(path)) as year:
-            names, is_regular = _names_and_steps(year)
-            check = _value_check(year)
-            before = year.fields[:1].astype(np.float64)
-            for first, step in _chunks(year.fields):
-                frames = year.fields[first : first + step]
-                _check_frames(check, year, names, first, frames)
-                x = frames.astype(np.float64)
-                total, squares, count = total + x.sum(0), squares + np.square(x).sum((0, 2, 3)), count + step
-                differences = np.diff(np.concatenate([before, x]), axis=0)[-len(x) :]
-                follows = is_regular[first : first + step]  # whether each frame is a step after the one before it
-                changes = changes + np.square(differences[follows]).sum((0, 2, 3))
-                pairs += int(follows.sum())
-                before = x[-1:]
-    time_means = total / count  # (C, H, W)
-    points, means = time_means[0].size, time_means.mean((1, 2))
-    variances = squares / (count * points) - means**2
-    for channel in np.flatnonzero(~(variances > 0)):
-        raise UsageError(
-            f"{paths[0].parent}: channel {channel} ({names[channel]}) is {means[channel]:g} at every point of every "
-            "training frame: leave it out, or get it anew"
-        )
-    stds, change_stds = np.sqrt(variances), np.sqrt(changes / (max(1, pairs) * points))
-    arrays = means[:, None, None], stds[:, None, None], time_means, change_stds[:, None, None]
-    return [array[None].astype(np.float32) for array in arrays]
-
-
-def _names_and_steps(year: YearFile) -> tuple[list[str], np.ndarray]:
-    """The names of the channels, and whether each frame is a step after the one before it, (T,) bool."""
-    frames, channels = year.shape[:2]
-    names = year.describe(channels, year.shape[2:]).names
-    axis = read_time_axis(year)
-    follows = axis.is_regular if axis is not None else np.ones(frames - 1, bool)
-    return names, np.concatenate([[False], follows])
-
-
-def _value_check(year: YearFile) -> ValueCheck:
-    description = year.describe(year.shape[1], year.shape[2:])
-    return ValueCheck([channel_key(name) for name in description.names], units=description.units)
-
-
-def _check_frames(check: ValueCheck, year: YearFile, names: Sequence[str], first: int, frames: np.ndarray) -> None:
-    """Raise UsageError where one of the frames (T, C, H, W), the first of which has this number, is no weather."""
-    problem = check.find(frames)
-    if problem is None:
-        return
-    number, channel = first + problem.frame, problem.channel
-    axis = read_time_axis(year)
-    raise UsageError(describe_problem(year.path, axis, number, channel, names[channel], problem))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the statistics of year files that were made elsewhere: python -m weather.year_files TRAIN_FOLDER OUT."""
     parser = ArgumentParser(prog="python -m weather.year_files", description="Statistics of the training years.")
@@ -280,12 +214,6 @@ def _read_origin(path):
             return file.attrs["title"], json.loads(file.attrs["settings"])
     except (OSError, KeyError, ValueError, TypeError):
         return None, None
-
-
-def _chunks(fields):
-    """(first frame, number of frames) of parts of a dataset that fit in memory."""
-    step = max(1, int(CHUNK_BYTES // (fields.nbytes / fields.shape[0])))
-    return [(first, min(step, fields.shape[0] - first)) for first in range(0, fields.shape[0], step)]
 
 
 if __name__ == "__main__":

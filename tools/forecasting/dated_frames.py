@@ -3,7 +3,9 @@
 Frames are the initial states, and the truth that forecasts are compared with.
 """
 
+import re
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -140,8 +142,12 @@ def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Seque
 
 
 def parse_date(text: str) -> np.datetime64:
-    """'2018-01-05T06' as datetime64[s]. Raises UsageError."""
+    """'2018-01-05T06' as datetime64[s] in UTC; '2018-01-05T08:00+02:00' is the same. Raises UsageError."""
     try:
-        return np.datetime64(text.removesuffix("Z"), "s")
+        has_zone = re.search(r"T.*(Z|[+-]\d\d:?\d\d)$", text)
+        if not has_zone:
+            return np.datetime64(text, "s")
+        in_utc = datetime.fromisoformat(text).astimezone(UTC)
+        return np.datetime64(in_utc.replace(tzinfo=None), "s")
     except ValueError:
         raise UsageError(f"start '{text}': write a date (UTC) like 2018-01-05T06") from None

@@ -10,12 +10,14 @@ Rasp et al. 2024, arXiv:2308.15560; https://weatherbench2.readthedocs.io (init-t
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray
+from xarray.backends import H5NetCDFStore
 
 from utils.errors import UsageError, os_errors_as_usage_errors
 from utils.files import whole_file
@@ -26,6 +28,7 @@ from weather.time_axis import show
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
+WITHOUT_LOCKS = {"locking": False}  # of HDF5: see weather/hdf5_file.py
 SKILL, LAYOUTS = "skill.json", ("cf", "weatherbench2")
 LEVEL = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
 KEPT = ("units", "standard_name", "units_metadata")  # attributes that all levels of a variable share
@@ -68,7 +71,8 @@ def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf
     """Write a Dataset of forecast_dataset to a file named by its start date. Raises OSError, naming the file."""
     with whole_file(Path(folder) / file_name(forecast["forecast_reference_time"].values[0])) as part:
         data = weatherbench2_dataset(forecast) if layout == "weatherbench2" else forecast
-        data.to_netcdf(part, engine="h5netcdf")
+        with closing(H5NetCDFStore.open(part, mode="w", driver_kwds=WITHOUT_LOCKS)) as store:
+            data.dump_to_store(store)
 
 
 def forecast_dataset(

@@ -1,0 +1,117 @@
+"""Statistics of the training years, in one pass over their frames."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.errors import UsageError, reading
+from weather.channels import channel_key
+from weather.data_check import describe_problem
+from weather.time_axis import TimeAxis, read_time_axis
+from weather.value_check import ValueCheck
+from weather.year_data import YearFile
+from weather.year_reader import open_year
+
+CHUNK_BYTES = 64e6  # of frames held in memory at a time
+
+
+class StatisticsSums:
+    """Float64 sums over frames, given in the order of their dates.
+
+    Values are counted from an origin near their mean: the squares of large numbers would hide a small spread.
+    """
+
+    def __init__(self) -> None:
+        self.origin: np.ndarray | None = None  # (C, 1, 1)
+        self.total: Any = 0.0  # (C, H, W)
+        self.squares: Any = 0.0  # (C,)
+        self.changes: Any = 0.0  # (C,), squares of the changes from frame to frame
+        self.frames, self.pairs, self.points = 0, 0, 0
+        self.last: np.ndarray | None = None  # the frame before the next one, (1, C, H, W)
+
+    def add(self, frames: np.ndarray, follows: np.ndarray) -> None:
+        """Add frames (T, C, H, W). follows: whether each of them is one step after the frame before it, (T,) bool."""
+        x = frames.astype(np.float64)
+        if self.origin is None or self.last is None:
+            self.origin = x[0].mean((1, 2), keepdims=True)
+            self.last = x[:1] - self.origin
+            self.points = x[0, 0].size
+        x -= self.origin
+        self.total = self.total + x.sum(0)
+        self.squares = self.squares + np.square(x).sum((0, 2, 3))
+        self.frames += len(x)
+
+        changes = np.diff(np.concatenate([self.last, x]), axis=0)  # (T, C, H, W)
+        self.changes = self.changes + np.square(changes[follows]).sum((0, 2, 3))
+        self.pairs += int(follows.sum())
+        self.last = x[-1:]
+
+    def means(self) -> np.ndarray:
+        """The mean of each channel, (C,) float64."""
+        assert self.origin is not None  # frames were added
+        return self.time_means().mean((1, 2))
+
+    def time_means(self) -> np.ndarray:
+        """The mean of each point over time, (C, H, W) float64."""
+        return self.total / self.frames + self.origin
+
+    def stds(self) -> np.ndarray:
+        """The standard deviation of each channel over time and points, (C,) float64; 0 or NaN where it is none."""
+        distance = (self.total / self.frames).mean((1, 2))  # of the mean from the origin
+        variances = self.squares / (self.frames * self.points) - distance**2
+        return np.sqrt(variances)
+
+    def change_stds(self) -> np.ndarray:
+        """The root of the mean square of the change from one frame to the next, (C,) float64."""
+        return np.sqrt(self.changes / (max(1, self.pairs) * self.points))
+
+
+def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
+    """Statistics of the year files `paths`.
+
+    Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
+    of the mean square of the change from one frame to the next (1, C, 1, 1). Changes across a gap in time are left out.
+    Raises UsageError for a frame that is no weather, and for a channel that is the same everywhere.
+    """
+    sums, names = StatisticsSums(), list[str]()
+    for path in paths:
+        with reading(str(path)), closing(open_year(path)) as year:
+            description = year.describe(year.shape[1], year.shape[2:])
+            names = description.names
+            check = ValueCheck([channel_key(name) for name in names], units=description.units)
+            axis = read_time_axis(year)
+            follows = _follows(year, axis)
+            for first, count in chunks(year.fields):
+                frames = year.fields[first : first + count]
+                problem = check.find(frames)
+                if problem is not None:
+                    number, c = first + problem.frame, problem.channel
+                    raise UsageError(describe_problem(path, axis, number, c, names[c], problem))
+                sums.add(frames, follows[first : first + count])
+
+    means, stds = sums.means(), sums.stds()
+    for channel in map(int, np.flatnonzero(~(stds > 0))):  # nor is NaN
+        raise UsageError(
+            f"{paths[0].parent}: channel {channel} ({names[channel]}) is {means[channel]:g} at every point of every "
+            "training frame: leave it out, or get it anew"
+        )
+    of_channels = [values[:, None, None] for values in (means, stds, sums.change_stds())]
+    arrays = [of_channels[0], of_channels[1], sums.time_means(), of_channels[2]]
+    return [array[None].astype(np.float32) for array in arrays]
+
+
+def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
+    """Whether each frame of a year is one step after the frame before it, (T,) bool; the first one is not."""
+    is_regular = axis.is_regular if axis is not None else np.ones(year.shape[0] - 1, bool)
+    return np.concatenate([[False], is_regular])
+
+
+def chunks(fields: Any) -> Iterator[tuple[int, int]]:
+    """(first frame, number of frames) of parts of a dataset [time, ...] that fit in memory."""
+    frames = fields.shape[0]
+    count = max(1, int(CHUNK_BYTES // (fields.nbytes / frames)))
+    for first in range(0, frames, count):
+        yield first, min(count, frames - first)
