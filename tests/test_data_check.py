@@ -307,7 +307,7 @@ def test_a_sample_ends_when_its_time_is_up_and_says_so(data, monkeypatch):
 def test_ranks_share_the_frames_and_only_those_that_are_used_count(data):
     dataset = FieldDataset(data / "train", 20, (16, 32), limit=5)
     shares = [DataCheck([dataset], "all", (rank, 3)) for rank in range(3)]
-    frames = sorted((look.number, look.frame) for share in shares for look in share.looks)
+    frames = sorted((look.file, look.frame) for share in shares for look in share.looks)
     assert frames == [(0, frame) for frame in range(6)]
 
 

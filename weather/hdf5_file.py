@@ -5,6 +5,7 @@ name only when it is whole; and a file that is written has a name of its own.
 """
 
 import math
+import os
 from pathlib import Path
 
 import h5py
@@ -122,13 +123,16 @@ def _check_virtual(fields: h5py.Dataset, where: str) -> None:
 
 
 def _check_external(fields: h5py.Dataset, where: str) -> None:
-    """Look at the raw files that hold the values of a dataset."""
-    folder = Path(fields.file.filename).parent
+    """Look at the raw files that hold the values of a dataset. HDF5 looks for them in the working folder."""
+    beside = Path(fields.file.filename).parent
+    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", str(beside))
     size = 0
     for name, offset, length in fields.external:
-        path = next((p for p in (folder / name, Path(name)) if p.is_file()), None)
-        if path is None:
-            raise UsageError(f"{where} lies in the file {name}, which is not there")
+        path = Path(prefix, name)
+        if not path.is_file():
+            is_beside = (beside / name).is_file()
+            remedy = "set HDF5_EXTFILE_PREFIX='${ORIGIN}' to have it read from beside this file" if is_beside else ""
+            raise UsageError(f"{where} lies in the file {path}, which is not there{remedy and ': '}{remedy}")
         available = max(0, path.stat().st_size - offset)
         size += available if length == h5py.h5f.UNLIMITED else min(length, available)
     if size < fields.nbytes:

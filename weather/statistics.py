@@ -6,7 +6,7 @@ other data make every score wrong without a word.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,14 @@ class Statistics(NamedTuple):
     means: np.ndarray  # (C, 1, 1)
     stds: np.ndarray  # (C, 1, 1)
     time_means: np.ndarray  # (C, H, W), the climatology
+
+
+class Paths(NamedTuple):
+    """The files of the statistics."""
+
+    means: Path | str
+    stds: Path | str
+    time_means: Path | str
 
 
 def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
@@ -75,16 +83,21 @@ def check_climatology(path: Path | str, means_path: Path | str, statistics: Stat
     """
     time_means = _open_array(path)[0]  # (C, H, W), of all points of the files
     height = time_means.shape[1]
-    area = np.cos(np.linspace(-np.pi / 2, np.pi / 2, height)) if height > 2 else np.ones(height)
+    latitude = np.linspace(-np.pi / 2, np.pi / 2, height)
+    area = np.cos(latitude) if height > 2 else np.ones(height)
     for channel, name in enumerate(names):
         field = np.asarray(time_means[channel], np.float64)
-        mean, std = float(statistics.means[channel, 0, 0]), float(statistics.stds[channel, 0, 0])
-        if field.min() == field.max() and field.size > 1:
+        mean = float(statistics.means[channel, 0, 0])
+        std = float(statistics.stds[channel, 0, 0])
+        if field.size > 1 and field.min() == field.max():
             raise UsageError(f"{path}: the climatology of {name} is {field.min():g} at every point; {ANYWAY}")
+
+        # Some compute their means over the sphere, others over the points: the nearer one counts.
         rows = field.mean(1)
-        # Some compute their means over the sphere, others over the points.
-        of_points, of_sphere = rows.mean(), np.average(rows, weights=area)
-        nearest = min((of_points, of_sphere), key=lambda value: abs(value - mean))
+        of_points = float(rows.mean())
+        of_sphere = float(np.average(rows, weights=area))
+        is_points = abs(of_points - mean) < abs(of_sphere - mean)
+        nearest = of_points if is_points else of_sphere
         if abs(nearest - mean) > FAR_CLIMATOLOGY * std:
             raise UsageError(
                 f"{path}: the mean of {name} is {nearest:g}, that of {means_path} is {mean:g} "
@@ -95,13 +108,13 @@ def check_climatology(path: Path | str, means_path: Path | str, statistics: Stat
 class FrameSums:
     """Sums over some rows of some frames, to be compared with the statistics of the same channels.
 
-    rows: the numbers of these rows, from first to last, in the images of the statistics.
+    rows: the numbers of these rows, increasing, in the images of the statistics.
     """
 
     def __init__(self, rows: np.ndarray):
         self.rows, self.frames = rows, 0
-        self.total: np.ndarray | float = 0.0  # (C, R, W), sums over the frames
-        self.squares: np.ndarray | float = 0.0  # (C, R), sums over frames of means over a row
+        self.total: Any = 0.0  # (C, R, W), sums over the frames
+        self.squares: Any = 0.0  # (C, R), sums over frames of means over a row
 
     def add(self, field: np.ndarray) -> None:
         """Add a frame (C, R, W)."""
@@ -110,50 +123,51 @@ class FrameSums:
         self.squares = self.squares + np.square(exact).mean(-1)
         self.frames += 1
 
-    def check(
-        self, statistics: Statistics, names: Sequence[str], paths: Sequence[Path | str], folder: Path | str
-    ) -> None:
+    def check(self, statistics: Statistics, names: Sequence[str], paths: Paths, folder: Path | str) -> None:
         """Raise UsageError where statistics are not those of such frames.
 
-        paths: of means, deviations, climatology. folder: of the frames, for the message.
+        names: of the channels. paths: of the statistics. folder: of the frames, for the message.
         """
         if not self.frames:
             return
-        mean_field = np.asarray(self.total) / self.frames  # (C, R, W)
-        row_means = mean_field.mean(-1)
-        row_squares = np.asarray(self.squares) / self.frames
-        climatology = statistics.time_means[:, self.rows].astype(np.float64)
+        mean_field = self.total / self.frames  # (C, R, W)
+        means = mean_field.mean((1, 2))  # (C,)
+        mean_squares = (self.squares / self.frames).mean(1)
+        spreads = np.sqrt(np.maximum(mean_squares - means**2, 0))
+        # Of the same rows, so that nothing depends on how rows are weighed.
+        climatology = statistics.time_means[:, self.rows].astype(np.float64)  # (C, R, W)
+        expected_means = climatology.mean((1, 2))
 
-        means_of_points = row_means.mean(1)
-        spreads = np.sqrt(np.maximum(row_squares.mean(1) - means_of_points**2, 0))
         for channel, name in enumerate(names):
             std = float(statistics.stds[channel, 0, 0])
-            expected = climatology[channel].mean()  # of the same rows: nothing depends on how rows are weighed
-            seen = means_of_points[channel]
+            seen, expected = means[channel], expected_means[channel]
             if abs(seen - expected) > FAR_MEAN * std:
                 raise UsageError(
-                    f"{paths[2]}: the climatology of {name} is {expected:g} on average, frames of {folder} "
+                    f"{paths.time_means}: the climatology of {name} is {expected:g} on average, frames of {folder} "
                     f"have {seen:g}: it is of other data, or of other channels; {ANYWAY}"
                 )
             spread = spreads[channel]
-            if spread > FAR_SPREAD * std or spread < std / FAR_SPREAD:
+            is_far = spread > FAR_SPREAD * std or spread < std / FAR_SPREAD
+            if is_far:
                 raise UsageError(
-                    f"{paths[1]}: the standard deviation of {name} is {std:g}, that of frames of {folder} "
+                    f"{paths.stds}: the standard deviation of {name} is {std:g}, that of frames of {folder} "
                     f"{spread:g}: it is of other data, or of other channels; {ANYWAY}"
                 )
-        self._check_orientation(mean_field, climatology, statistics.stds, paths[2])
+        self._check_orientation(mean_field, climatology, statistics.stds, paths.time_means)
 
     def _check_orientation(
         self, mean_field: np.ndarray, climatology: np.ndarray, stds: np.ndarray, path: Path | str
     ) -> None:
         """Raise UsageError where the climatology fits the frames better when it is turned upside down."""
-        is_symmetric = np.array_equal(self.rows, (self.rows[-1] + self.rows[0]) - self.rows[::-1])
+        mirrored = self.rows[0] + self.rows[-1] - self.rows[::-1]
+        is_symmetric = np.array_equal(self.rows, mirrored)
         if not is_symmetric or len(self.rows) < 4:
             return
-        upright = np.square((mean_field - climatology) / stds).mean()
-        turned = np.square((mean_field - climatology[:, ::-1]) / stds).mean()
-        if turned < 0.5 * upright:
+        turned_climatology = climatology[:, ::-1]
+        upright = np.sqrt(np.square((mean_field - climatology) / stds).mean())
+        turned = np.sqrt(np.square((mean_field - turned_climatology) / stds).mean())
+        if turned < 0.7 * upright:
             raise UsageError(
-                f"{path}: is upside down: its rows differ from the frames' by {upright**0.5:.2f} standard deviations, "
-                f"in reverse order by {turned**0.5:.2f}; {ANYWAY}"
+                f"{path}: is upside down: its rows differ from the frames' by {upright:.2f} standard deviations, "
+                f"in reverse order by {turned:.2f}; {ANYWAY}"
             )

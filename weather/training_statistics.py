@@ -88,8 +88,9 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
                 frames = year.fields[first : first + count]
                 problem = check.find(frames)
                 if problem is not None:
-                    number, c = first + problem.frame, problem.channel
-                    raise UsageError(describe_problem(path, axis, number, c, names[c], problem))
+                    number = first + problem.frame
+                    name = names[problem.channel]
+                    raise UsageError(describe_problem(path, axis, number, name, problem))
                 sums.add(frames, follows[first : first + count])
 
     means, stds = sums.means(), sums.stds()

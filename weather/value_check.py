@@ -11,8 +11,11 @@ import numpy as np
 
 from weather.channels import ERA5, QUANTITIES, value_range
 
-FILL_VALUE = 1e15  # nothing in ERA5's units is as large; NetCDF's default fill value is 9.97e36, CMIP's 1e20
-TOLERATED_SHARE = 0.1  # of the points of a frame outside the range: noise of compression or of a model
+# Nothing in ERA5's units is as large. NetCDF's default fill value is 9.97e36, that of CMIP 1e20.
+FILL_VALUE = 1e15
+# Noise of a compression or of a model puts fewer points of a frame outside the range.
+TOLERATED_SHARE = 0.1
+UNFINISHED = ": was it written to the end?"
 Key = tuple[str, float | None]  # (quantity, level in hPa): weather.channels.channel_key
 
 
@@ -28,6 +31,17 @@ class Problem:
     others: int = 0  # further channels of the same frame with values out of their range
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What the values of one channel may be, in the units that they are in."""
+
+    key: Key
+    units: str
+    lowest: float
+    highest: float
+    least_highest: float  # every frame has somewhere at least this much
+
+
 class ValueCheck:
     """Checks frames of some channels.
 
@@ -38,116 +52,127 @@ class ValueCheck:
     """
 
     def __init__(self, keys: Sequence[Key], strict: bool = False, units: Sequence[str] = ()):
-        self.keys, self.strict = keys, strict
-        self.units: list[str] = []
-        lowest, highest, least_highest = [], [], []
-        for number, (quantity, level) in enumerate(keys):
-            of_era5 = QUANTITIES[quantity].units if quantity in QUANTITIES else ""
-            stated = _plain_units(units[number]) if units else ""
-            low, high = _range_in(quantity, level, stated or of_era5)
-            self.units.append(stated or of_era5)
-            lowest.append(low)
-            highest.append(high)
-            is_in_era5_units = stated in ("", of_era5)
-            least_highest.append(ERA5["least_highest"].get(quantity, -np.inf) if is_in_era5_units else -np.inf)
-        self.lowest, self.highest = np.array(lowest), np.array(highest)  # (C,)
-        self.least_highest = np.array(least_highest)
-        self.known = np.array([quantity in QUANTITIES for quantity, _ in keys])
+        self.strict = strict
+        stated = units or [""] * len(keys)
+        self.bounds = [find_bounds(key, theirs) for key, theirs in zip(keys, stated, strict=True)]
+        # The same as arrays (C,), so that a frame without a problem costs two passes over its values.
+        self.lowest = np.array([bounds.lowest for bounds in self.bounds])
+        self.highest = np.array([bounds.highest for bounds in self.bounds])
+        self.least_highest = np.array([bounds.least_highest for bounds in self.bounds])
+        self.is_known = np.array([quantity in QUANTITIES for quantity, _ in keys])
 
     def find(self, frames: np.ndarray) -> Problem | None:
         """The first problem of frames (T, C, H, W), None where there is none."""
         points = frames.reshape(*frames.shape[:2], -1)
-        low, high = points.min(-1), points.max(-1)  # (T, C), NaN where a point is
-        sound = (low >= self.lowest) & (high <= self.highest) & (high >= self.least_highest)
-        sound &= (low > -FILL_VALUE) & (high < FILL_VALUE)  # false for NaN
-        constant = low == high
-        suspicious = ~sound | (constant & (self.known | constant.all(1, keepdims=True)))
-        for frame in np.flatnonzero(suspicious.any(1)):
+        low = points.min(-1)  # (T, C), NaN where a point is
+        high = points.max(-1)
+
+        # Comparisons with NaN are false.
+        is_sound = (low >= self.lowest) & (high <= self.highest)
+        is_sound &= high >= self.least_highest
+        is_sound &= (low > -FILL_VALUE) & (high < FILL_VALUE)
+        # A channel that nobody knows may be constant, a whole frame may not.
+        is_constant = low == high
+        is_constant &= self.is_known | is_constant.all(1, keepdims=True)
+        is_suspicious = ~is_sound | is_constant
+
+        for frame in np.flatnonzero(is_suspicious.any(1)):
             # A value out of its range says more than one that is the same everywhere.
-            channels = np.argsort(sound[frame], stable=True)
-            for channel in channels[suspicious[frame, channels]]:
-                found = self._explain(frames[frame, channel], channel)
+            channels = np.argsort(is_sound[frame], stable=True)
+            for channel in channels[is_suspicious[frame, channels]]:
+                found = self._explain(frames[frame, channel], self.bounds[channel])
                 if found is not None:
                     (row, column), text = found
-                    others = int((~sound[frame]).sum()) - 1
-                    return Problem(int(frame), int(channel), int(row), int(column), text, max(0, others))
+                    others = max(0, int((~is_sound[frame]).sum()) - 1)
+                    return Problem(int(frame), int(channel), row, column, text, others)
         return None
 
-    def _explain(self, field: np.ndarray, channel: int) -> tuple[np.ndarray, str] | None:
+    def _explain(self, field: np.ndarray, bounds: Bounds) -> tuple[tuple[int, int], str] | None:
         """((row, column), text) of the problem of a field (H, W); None where it is within what is tolerated."""
-        lowest, highest = self.lowest[channel], self.highest[channel]
-        quantity, level = self.keys[channel]
-        units = self.units[channel]
-
-        not_finite = ~np.isfinite(field)
-        if not_finite.any():
-            place = np.argwhere(not_finite)[0]
-            value = field[tuple(place)]
+        is_finite = np.isfinite(field)
+        if not is_finite.all():
+            place = _first(~is_finite)
+            value = field[place]
             return place, "is NaN" if np.isnan(value) else f"is {value}"
 
-        filled = np.abs(field) >= FILL_VALUE
-        if filled.any():
-            place = np.argwhere(filled)[0]
-            return place, f"is {field[tuple(place)]:g}, a fill value: was it never written?"
+        is_filled = np.abs(field) >= FILL_VALUE
+        if is_filled.any():
+            place = _first(is_filled)
+            return place, f"is {field[place]:g}, a fill value: was it never written?"
 
-        outside = (field < lowest) | (field > highest)
-        if outside.any() and not self._is_tolerated(field, outside, channel):
-            place = np.argwhere(outside)[0]
-            value = field[tuple(place)]
-            hint = looks_like(quantity, level, float(np.median(field)))
-            return place, f"is {value:g}, outside {lowest:g} to {highest:g} {units}{hint}"
+        is_outside = (field < bounds.lowest) | (field > bounds.highest)
+        if is_outside.any() and not self._is_tolerated(field, is_outside, bounds):
+            place = _first(is_outside)
+            expected = f"{bounds.lowest:g} to {bounds.highest:g} {bounds.units}"
+            hint = guess_cause(bounds.key, float(np.median(field)))
+            return place, f"is {field[place]:g}, outside {expected}{hint}"
 
-        first = np.zeros(2, int)
-        if field.min() == field.max():
-            hint = ": was it written to the end?" if field[0, 0] == 0 else ": did something fail to write it?"
-            return first, f"is {field[0, 0]:g}, and so is every point of this frame{hint}"
-        if field.max() < self.least_highest[channel]:
-            hint = looks_like(quantity, level, float(field.max()))
-            return first, f"is {field[0, 0]:g}, and nowhere above {field.max():g} {units}{hint}"
+        value, highest = field[0, 0], field.max()
+        if field.min() == highest:
+            hint = UNFINISHED if value == 0 else ": did something fail to write it?"
+            return (0, 0), f"is {value:g}, and so is every point of this frame{hint}"
+        if highest < bounds.least_highest:
+            hint = guess_cause(bounds.key, float(highest))
+            return (0, 0), f"is {value:g}, and nowhere above {highest:g} {bounds.units}{hint}"
         return None
 
-    def _is_tolerated(self, field: np.ndarray, outside: np.ndarray, channel: int) -> bool:
+    def _is_tolerated(self, field: np.ndarray, is_outside: np.ndarray, bounds: Bounds) -> bool:
         """Tell whether the points outside the range are the noise of a model or of a compression."""
         if self.strict:
             return False
-        values = field[outside]
-        is_one_value = len(values) > 1 and values.min() == values.max()  # noise never repeats a number
+        values = field[is_outside]
+        lowest, highest = values.min(), values.max()
+        # Noise never repeats a number, and is never exactly 0: those are fill values.
+        is_one_value = len(values) > 1 and lowest == highest
         if is_one_value or (values == 0).any():
             return False
-        width = self.highest[channel] - self.lowest[channel]
-        is_near = values.min() >= self.lowest[channel] - width and values.max() <= self.highest[channel] + width
-        return bool(is_near and outside.mean() < TOLERATED_SHARE)
+        width = bounds.highest - bounds.lowest
+        is_near = lowest >= bounds.lowest - width and highest <= bounds.highest + width
+        return bool(is_near and is_outside.mean() < TOLERATED_SHARE)
 
 
-def _plain_units(units: str) -> str:
-    """Units with powers as era5.yaml writes them: m s**-1 is m s-1."""
-    return units.replace("**", "").replace("^", "").strip()
-
-
-def _range_in(quantity: str, level: float | None, units: str) -> tuple[float, float]:
-    """The range of a quantity in the units that it is in; infinite where era5.yaml does not know them."""
+def find_bounds(key: Key, units: str = "") -> Bounds:
+    """The Bounds of a channel in the units that it states; "" are ERA5's. They are infinite where nothing is known."""
+    quantity, level = key
     lowest, highest = value_range(quantity, level)
+    stated = units.replace("**", "").replace("^", "").strip()
     if quantity not in QUANTITIES:
-        return lowest, highest
-    for spelling, (factor, offset) in ERA5["units"][QUANTITIES[quantity].units].items():
-        if spelling.lower() == units.lower():
-            return (lowest - offset) / factor, (highest - offset) / factor
-    return -np.inf, np.inf
+        return Bounds(key, stated, lowest, highest, -np.inf)
+
+    of_era5 = QUANTITIES[quantity].units
+    if not stated or stated == of_era5:
+        least_highest = ERA5["least_highest"].get(quantity, -np.inf)
+        return Bounds(key, of_era5, lowest, highest, least_highest)
+    for spelling, (factor, offset) in ERA5["units"][of_era5].items():
+        if spelling.lower() == stated.lower():
+            return Bounds(key, stated, (lowest - offset) / factor, (highest - offset) / factor, -np.inf)
+    return Bounds(key, stated, -np.inf, np.inf, -np.inf)
 
 
-def looks_like(quantity: str, level: float | None, value: float) -> str:
-    """A guess at what a value outside the range of a quantity is, as the end of a message; '' where there is none."""
+def guess_cause(key: Key, value: float) -> str:
+    """What a value outside the range of its channel may be, as the end of a message; '' where nothing fits."""
+    quantity, level = key
     if value == 0:
-        return ": was it written to the end?"
+        return UNFINISHED
     if quantity not in QUANTITIES:
         return ""
+
     lowest, highest = value_range(quantity, level)
+    names = {"z": "a height in m", "r": "a fraction"}
     for units, (factor, offset) in ERA5["units"][QUANTITIES[quantity].units].items():
-        is_other = (factor, offset) != (1, 0)
-        if is_other and lowest <= factor * value + offset <= highest:
-            what = {"z": "a height in m", "r": "a fraction"}.get(quantity, f"in {units}")
-            return f": {what}?"
+        is_conversion = (factor, offset) != (1, 0)
+        converted = factor * value + offset
+        if is_conversion and lowest <= converted <= highest:
+            return f": {names.get(quantity, f'in {units}')}?"
+
     for other, (low, high) in ERA5["level_ranges"].get(quantity, {}).items():
-        if level is not None and other != level and low <= value <= high:
+        is_other = level is not None and other != level
+        if is_other and low <= value <= high:
             return f": of another level, such as {other} hPa?"
     return ""
+
+
+def _first(is_bad: np.ndarray) -> tuple[int, int]:
+    """(row, column) of the first true point of (H, W)."""
+    row, column = np.argwhere(is_bad)[0]
+    return int(row), int(column)

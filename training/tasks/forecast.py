@@ -26,7 +26,7 @@ from weather.data_record import Record, check_same_kind, make_record
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import latitudes
-from weather.statistics import Statistics, check_climatology, positive_statistics, read_statistics
+from weather.statistics import Paths, Statistics, check_climatology, positive_statistics, read_statistics
 
 PICTURED = ("u10", "z500")
 
@@ -177,8 +177,8 @@ def check_test_years(config: Config, trained: Sequence[FieldDataset]) -> None:
 def look_at_frames(config: Config, datasets: Sequence[FieldDataset], statistics: Statistics) -> DataCheck:
     """Look at this rank's share of the frames, and hold the statistics against those of the first data set."""
     names = datasets[0].description.names
-    paths = config.global_means_path, config.global_stds_path, config.time_means_path
-    check_climatology(config.time_means_path, config.global_means_path, statistics, names)
+    paths = Paths(config.global_means_path, config.global_stds_path, config.time_means_path)
+    check_climatology(paths.time_means, paths.means, statistics, names)
     looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
     looked.run(comm.is_main())
     looked.sums.check(statistics, names, paths, datasets[0].folder)
