@@ -43,37 +43,43 @@ class TimeAxis:
     assumed: bool = False
 
     @cached_property
+    def steps(self) -> np.ndarray:
+        """Seconds from each frame but the last to the next one, (T - 1,) int64."""
+        return np.diff(self.elapsed)
+
+    @cached_property
     def step(self) -> int:
         """Seconds from one frame to the next, the most usual ones; 0 for a single frame."""
-        steps = np.diff(self.elapsed)
-        return int(np.median(steps)) if len(steps) else 0
+        return int(np.median(self.steps)) if len(self.steps) else 0
 
     @cached_property
     def is_regular(self) -> np.ndarray:
         """Whether each frame but the last is followed by one a step later: (T - 1,) bool."""
-        return np.abs(np.diff(self.elapsed) - self.step) <= TOLERANCE * self.step
+        return np.abs(self.steps - self.step) <= TOLERANCE * self.step
 
     def sample_starts(self, span: int) -> np.ndarray:
         """The frames from which `span` further frames follow without a gap, (N,) int."""
-        breaks = np.concatenate([[0], np.cumsum(~self.is_regular)])  # gaps before each frame, (T,)
-        has_no_gap = breaks[span:] == breaks[: len(breaks) - span]
+        # Gaps before each frame, (T,): as many before the first frame of a sample as before its last.
+        gaps_before = np.concatenate([[0], np.cumsum(~self.is_regular)])
+        count = len(gaps_before) - span
+        has_no_gap = gaps_before[span:] == gaps_before[:count]
         return np.flatnonzero(has_no_gap)
 
     def stretches(self) -> list[tuple[np.datetime64, np.datetime64]]:
         """The first and last date of each stretch of frames without a gap."""
-        lasts = np.flatnonzero(~self.is_regular)
-        firsts = np.concatenate([[0], lasts + 1])
-        ends = np.concatenate([lasts, [len(self.dates) - 1]])
-        return [(self.dates[first], self.dates[last]) for first, last in zip(firsts, ends, strict=True)]
+        gaps = np.flatnonzero(~self.is_regular)
+        firsts = [0, *(gaps + 1)]
+        lasts = [*gaps, len(self.dates) - 1]
+        return [(self.dates[first], self.dates[last]) for first, last in zip(firsts, lasts, strict=True)]
 
     def describe_gaps(self) -> str:
         """The number of gaps, and where the longest one is, in words; '' where there is none."""
-        breaks = np.flatnonzero(~self.is_regular)
-        if not len(breaks):
+        gaps = np.flatnonzero(~self.is_regular)
+        if not len(gaps):
             return ""
-        longest = breaks[np.argmax(np.diff(self.elapsed)[breaks])]
-        hours = int(self.elapsed[longest + 1] - self.elapsed[longest]) / 3600
-        many = f"{len(breaks)} gaps, the longest" if len(breaks) > 1 else "a gap"
+        longest = gaps[np.argmax(self.steps[gaps])]
+        hours = self.steps[longest] / 3600
+        many = f"{len(gaps)} gaps, the longest" if len(gaps) > 1 else "a gap"
         return f"{many} of {hours:g} hours after {show(self.dates[longest])}"
 
 
@@ -123,55 +129,68 @@ def _assumed_axis(file: DatedFile) -> TimeAxis | None:
 def _decode(stored: Any, name: str, where: str) -> TimeAxis:
     """The axis of an array of dates, of text, or of numbers with units."""
     values = np.asarray(stored[:])
-    if values.dtype.kind == "M" or values.dtype.kind in "SUO":
-        text_or_dates = values.astype(str) if values.dtype.kind in "SO" else values
-        dates = text_or_dates.astype("datetime64[s]")
+    if values.dtype.kind in "SO":
+        values = values.astype(str)
+    if values.dtype.kind in "MU":
+        dates = values.astype("datetime64[s]")
         return TimeAxis(dates, _seconds_since_first(dates))
 
-    units = str(np.asarray(stored.attrs.get("units", "")).astype(str))
+    units = _text_attribute(stored, "units", "")
     if not units and name == "timestamp":
         units = SINCE_1970
     if not units:
         raise UsageError(f"{where} has no units: give it the attribute units, such as 'hours since 1970-01-01'")
-    if not np.isfinite(values).all():
-        raise UsageError(f"{where} holds {values[~np.isfinite(values)][0]} at frame {np.argmin(np.isfinite(values))}")
-    calendar = str(np.asarray(stored.attrs.get("calendar", "standard")).astype(str)).lower()
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise UsageError(f"{where} holds {values[bad[0]]} at frame {bad[0]}")
+    calendar = _text_attribute(stored, "calendar", "standard").lower()
     return _decode_numbers(values.astype(np.float64), units, calendar, where)
+
+
+def _text_attribute(array: Any, name: str, otherwise: str) -> str:
+    """An attribute as text: it may be bytes, or an array of one string."""
+    value = np.asarray(array.attrs.get(name, otherwise))
+    return str(value.astype(str).item())
 
 
 def _decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -> TimeAxis:
     """The axis of numbers (T,) in units of CF, such as 'hours since 1900-01-01'."""
     import cftime  # data without a time need none
 
-    if calendar not in STANDARD_CALENDARS + LEAPLESS_CALENDARS:
+    has_leapless_calendar = calendar in LEAPLESS_CALENDARS
+    if not has_leapless_calendar and calendar not in STANDARD_CALENDARS:
         raise UsageError(
             f"{where} has the calendar '{calendar}', whose dates are not all days of the standard one: convert it "
             "(xarray: ds.convert_calendar('standard', align_on='year'))"
         )
-    first_two = cftime.num2date([values[0], values[0] + 1], units, calendar)
-    unit_seconds = (first_two[1] - first_two[0]).total_seconds()
-    elapsed = np.round((values - values[0]) * unit_seconds).astype(np.int64)
-    if calendar in LEAPLESS_CALENDARS:
+    first, one_later = cftime.num2date([values[0], values[0] + 1], units, calendar)
+    unit_seconds = (one_later - first).total_seconds()
+    seconds = np.round((values - values[0]) * unit_seconds)
+    elapsed = seconds.astype(np.int64)
+    if has_leapless_calendar:
         dates = np.array([_as_datetime64(date) for date in cftime.num2date(values, units, calendar)])
     else:
-        dates = _as_datetime64(first_two[0]) + elapsed.astype("timedelta64[s]")
+        dates = _as_datetime64(first) + elapsed.astype("timedelta64[s]")
     return TimeAxis(dates, elapsed)
 
 
 def _as_datetime64(date: Any) -> np.datetime64:
     """A date of cftime, rounded to a second: 05:59:59.99 is 06:00."""
     exact = np.datetime64(date.isoformat(), "us")
-    return (exact + np.timedelta64(500_000, "us")).astype("datetime64[s]")
+    half_a_second = np.timedelta64(500_000, "us")
+    return (exact + half_a_second).astype("datetime64[s]")
 
 
 def _seconds_since_first(dates: np.ndarray) -> np.ndarray:
-    return (dates - dates[0]).astype("timedelta64[s]").astype(np.int64)
+    since = dates - dates[0]
+    return since.astype("timedelta64[s]").astype(np.int64)
 
 
 def _check_increasing(axis: TimeAxis, where: str) -> None:
     """Raise UsageError, naming the frame and the dates, where a frame is not later than the one before."""
-    if np.isnat(axis.dates).any():
-        raise UsageError(f"{where} holds no date at frame {np.argmax(np.isnat(axis.dates))}")
+    missing = np.flatnonzero(np.isnat(axis.dates))
+    if len(missing):
+        raise UsageError(f"{where} holds no date at frame {missing[0]}")
     bad = np.flatnonzero(np.diff(axis.elapsed) <= 0)
     if not len(bad):
         return

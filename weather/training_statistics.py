@@ -44,8 +44,9 @@ class StatisticsSums:
         self.squares = self.squares + np.square(x).sum((0, 2, 3))
         self.frames += len(x)
 
-        changes = np.diff(np.concatenate([self.last, x]), axis=0)  # (T, C, H, W)
-        self.changes = self.changes + np.square(changes[follows]).sum((0, 2, 3))
+        with_last = np.concatenate([self.last, x])
+        changes = np.diff(with_last, axis=0)[follows]  # (T - gaps, C, H, W)
+        self.changes = self.changes + np.square(changes).sum((0, 2, 3))
         self.pairs += int(follows.sum())
         self.last = x[-1:]
 
@@ -60,13 +61,15 @@ class StatisticsSums:
 
     def stds(self) -> np.ndarray:
         """The standard deviation of each channel over time and points, (C,) float64; 0 or NaN where it is none."""
-        distance = (self.total / self.frames).mean((1, 2))  # of the mean from the origin
-        variances = self.squares / (self.frames * self.points) - distance**2
-        return np.sqrt(variances)
+        distances = self.total / self.frames  # of the climatology from the origin, (C, H, W)
+        mean_distance = distances.mean((1, 2))
+        mean_square = self.squares / (self.frames * self.points)
+        return np.sqrt(mean_square - mean_distance**2)
 
     def change_stds(self) -> np.ndarray:
         """The root of the mean square of the change from one frame to the next, (C,) float64."""
-        return np.sqrt(self.changes / (max(1, self.pairs) * self.points))
+        changes = max(1, self.pairs) * self.points
+        return np.sqrt(self.changes / changes)
 
 
 def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
