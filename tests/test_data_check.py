@@ -364,6 +364,15 @@ def test_statistics_that_agree_with_one_another_but_not_with_the_frames_are_refu
         loaders(tiny_config, data)
 
 
+def test_changes_of_other_channels_are_refused(data, tiny_config):
+    path = change_statistics(data, "change_stds", swapped)
+    with refusal(
+        "the change of channel 2 from frame to frame is .*, its standard deviation in .*global_stds.npy is", path
+    ):
+        loaders(tiny_config, data, predict="change")
+    loaders(tiny_config, data, predict="change", check_data="off")
+
+
 def test_means_over_the_sphere_are_no_contradiction(data, tiny_config):
     """Some weigh the rows by their area, others do not."""
     climatology = np.load(data / "stats/time_means.npy")

@@ -12,6 +12,7 @@ import h5py
 
 from utils.errors import UsageError
 
+WITHOUT_LOCKS = {"locking": False}  # for h5py, and for xarray's driver_kwds
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 USER_BLOCKS = (0, *(2**power for power in range(9, 17)))  # where HDF5's signature may stand: 0, 512, 1024, ...
 OTHER_FORMATS = {  # by the first bytes of a file
@@ -41,7 +42,7 @@ FILTERS = {  # by their registered numbers: name, and the package that brings it
 
 def open_hdf5(path: Path | str, mode: str = "r") -> h5py.File:
     """Open a file of HDF5, or make one (mode "w"). Raises OSError."""
-    return h5py.File(path, mode, locking=False)
+    return h5py.File(path, mode, **WITHOUT_LOCKS)
 
 
 def check_format(path: Path) -> None:

@@ -16,6 +16,7 @@ from utils.files import check_file
 ANYWAY = "if they are meant to be so: --check_data off"
 FAR_MEAN = 1.0  # standard deviations from the mean of the frames to that of the statistics
 FAR_SPREAD = 3.0  # times the standard deviation of the frames, or a third of it
+FAR_CHANGE = 2.0  # standard deviations that a channel changes from frame to frame
 FAR_CLIMATOLOGY = 0.6  # standard deviations from the mean of the climatology to the mean of the channel
 
 
@@ -103,6 +104,19 @@ def check_climatology(path: Path | str, means_path: Path | str, statistics: Stat
                 f"{path}: the mean of {name} is {nearest:g}, that of {means_path} is {mean:g} "
                 f"(with a standard deviation of {std:g}): they are not of the same data; {ANYWAY}"
             )
+
+
+def check_changes(path: Path | str, changes: np.ndarray, stds_path: Path | str, stds: np.ndarray) -> None:
+    """Raise UsageError where channels change more than they can: sizes of the change (C, 1, 1), deviations (C, 1, 1).
+
+    Frames that had nothing to do with one another would differ by 1.41 standard deviations.
+    """
+    ratios = (changes / stds)[:, 0, 0]
+    for channel in np.flatnonzero(ratios > FAR_CHANGE):
+        raise UsageError(
+            f"{path}: the change of channel {channel} from frame to frame is {changes[channel, 0, 0]:g}, its standard "
+            f"deviation in {stds_path} is {stds[channel, 0, 0]:g}: they are not of the same data; {ANYWAY}"
+        )
 
 
 class FrameSums:

@@ -13,10 +13,10 @@ from typing import Any
 import xarray
 
 from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main
+from weather.hdf5_file import WITHOUT_LOCKS
 from weather.year_data import DATASET
 from weather.year_reader import year_paths
 
-LOCKS = {"locking": False}  # parallel file systems may lack them
 CHUNK_BYTES = 64e6  # of frames held in memory while a store is written
 
 
@@ -29,7 +29,7 @@ def write_store(source: Path, store: Path, zarr_format: int, compressed: bool) -
         reading(str(source)),
         warnings.catch_warnings(category=UserWarning, action="ignore"),  # text in format 3 has no specification yet
         xarray.open_dataset(
-            source, engine="h5netcdf", driver_kwds=LOCKS, decode_times=False, mask_and_scale=False
+            source, engine="h5netcdf", driver_kwds=WITHOUT_LOCKS, decode_times=False, mask_and_scale=False
         ) as year,
     ):
         frames, *frame = year[DATASET].shape

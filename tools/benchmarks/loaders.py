@@ -11,7 +11,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
 from pandas import DataFrame
@@ -28,6 +27,7 @@ from utils.data_protocol import ChannelStatistics
 from utils.device import select_device
 from utils.schema import Config
 from weather.dataset import FieldDataset
+from weather.hdf5_file import open_hdf5
 
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
@@ -72,7 +72,7 @@ def _write_frames(config: Config, folder: Path, frames: int) -> None:
     """Copy the first frames of the training data into a year file of HDF5, which stays in the page cache."""
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
     fields = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields[:frames, :channels]
-    with h5py.File(folder / "1979.h5", "w") as file:
+    with open_hdf5(folder / "1979.h5", "w") as file:
         file.create_dataset("fields", data=fields[..., :height, :width])
 
 
@@ -101,8 +101,8 @@ class PlainDataset(torch.utils.data.Dataset):
 
     def __init__(self, path: Path, statistics: ChannelStatistics):
         self.path, self.statistics = path, statistics
-        self.fields: h5py.Dataset | None = None
-        with h5py.File(path, "r", locking=False) as file:
+        self.fields: Any = None  # an h5py.Dataset, once it is open
+        with open_hdf5(path) as file:
             self.samples = len(file["fields"]) - 1
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class PlainDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> tuple[Tensor, ...]:
         if self.fields is None:
-            self.fields = h5py.File(self.path, "r", locking=False)["fields"]
+            self.fields = open_hdf5(self.path)["fields"]
         return self._normalised(self.fields[i]), self._normalised(self.fields[i + 1])
 
     def _normalised(self, frame: np.ndarray) -> Tensor:

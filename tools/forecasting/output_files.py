@@ -23,12 +23,12 @@ from utils.errors import UsageError, os_errors_as_usage_errors
 from utils.files import whole_file
 from weather.channels import CHANNELS, ERA5, QUANTITIES, channel_key
 from weather.grid import HOUR, Grid
+from weather.hdf5_file import WITHOUT_LOCKS
 from weather.time_axis import show
 
 LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
-WITHOUT_LOCKS = {"locking": False}  # of HDF5: see weather/hdf5_file.py
 SKILL, LAYOUTS = "skill.json", ("cf", "weatherbench2")
 LEVEL = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
 KEPT = ("units", "standard_name", "units_metadata")  # attributes that all levels of a variable share

@@ -26,7 +26,7 @@ from weather.data_record import Record, check_same_kind, make_record
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import latitudes
-from weather.statistics import Paths, Statistics, check_climatology, positive_statistics, read_statistics
+from weather.statistics import Paths, Statistics, check_changes, check_climatology, positive_statistics, read_statistics
 
 PICTURED = ("u10", "z500")
 
@@ -201,7 +201,10 @@ def rollout_of(config: Config, device: torch.device) -> Rollout:
     if not path.exists():
         make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"
         raise UsageError(f"{path}: not there; predict change needs the size of the change: make it with `{make}`")
-    stds, changes = (positive_statistics(p, config.n_out_channels) for p in (config.global_stds_path, path))
+    stds = positive_statistics(config.global_stds_path, config.n_out_channels)
+    changes = positive_statistics(path, config.n_out_channels)
+    if config.check_data != "off":
+        check_changes(path, changes, config.global_stds_path, stds)
     return Rollout(config, torch.from_numpy(changes / stds).to(device))
 
 
