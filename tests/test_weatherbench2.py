@@ -72,7 +72,7 @@ def test_a_store_opens_as_weatherbench2_opens_it(tmp_path):
 
 
 def test_a_channel_without_such_a_name_keeps_its_own(tmp_path):
-    names = ["sst", "z", "w500", "q700", "r850", "zz50"]
+    names = ["sst", "z", "k500", "q700", "r850", "zz50"]
     fields = written(tmp_path, names, ["K"] * 4 + ["1", ""])
     data = xarray.load_dataset(tmp_path / file_name(STARTS[0]), engine="h5netcdf")
     assert set(data.data_vars) == {*names} - {"q700", "r850"} | {"specific_humidity", "relative_humidity"}
