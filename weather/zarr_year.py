@@ -1,6 +1,7 @@
 """A year in a Zarr store, format 2 or 3, on a file system: the array `fields` [time, channel, lat, lon].
 
-A chunk a frame reads fastest. Any others are read too: for each frame, all chunks that it touches.
+A chunk a frame reads fastest. Any others are read too: for each frame, all chunks that it touches. The chunks are read
+by weather/chunk_reader.py; zarr itself reads only what is encoded in an unusual way.
 """
 
 import warnings
@@ -13,6 +14,10 @@ from weather.year_data import DATASET, YearFile
 
 try:
     import zarr
+
+    from weather.chunk_reader import ChunkReader
+    from weather.chunk_sources import LocalChunks
+    from weather.zarr_layout import chunk_layout
 except ImportError as error:
     raise UsageError(f"a Zarr store needs the package zarr ({error}): pip install -r requirements-era5.txt") from None
 
@@ -28,9 +33,8 @@ class ZarrYear(YearFile):
             group = zarr.open_group(path, mode="r", use_consolidated=False)  # which may be older than the store
             self.arrays = dict(group.arrays())
             self.fields = self._checked(self.arrays.get(DATASET))
-            if self.fields.shards:  # a chunk missing inside a shard would be read as the fill value
-                raise UsageError(f"{path}: '{DATASET}' is in shards: write it without")
-            if missing := self.fields.nchunks - self.fields.nchunks_initialized:
+            self.chunks = ChunkReader(chunk_layout(self.fields), LocalChunks(path), path)
+            if missing := self.chunks.count_missing():
                 raise UsageError(
                     f"{path}: {missing} chunks of '{DATASET}' were never written: the store was not finished"
                 )
@@ -40,4 +44,8 @@ class ZarrYear(YearFile):
         """Nothing is held open."""
 
     def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        out[:] = self.fields[frame : frame + len(out), : out.shape[1], rows, columns]
+        selection = (slice(frame, frame + len(out)), slice(0, out.shape[1]), rows, columns)
+        if self.chunks.layout.codecs is None:
+            out[:] = self.fields[selection]
+        else:
+            self.chunks.read(selection, out)

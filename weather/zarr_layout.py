@@ -1,0 +1,170 @@
+"""How the chunks of a Zarr array lie in its store: their names, their shape, and what undoes their compression.
+
+All of it is in the array's metadata, as the specifications of Zarr 2 and 3 have them.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numcodecs
+import numpy as np
+import zarr
+from numcodecs.abc import Codec
+
+# Codecs of numcodecs that decode what they encoded without being told how.
+SELF_DESCRIBING = ("zstd", "blosc", "gzip", "zlib", "lz4", "bz2", "lzma")
+INDEX_CODECS = (["bytes"], ["bytes", "crc32c"])  # of a shard's index
+CHECKSUM_BYTES = 4
+Coords = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """The part of a selection that lies in one chunk."""
+
+    coords: Coords  # of the chunk in the grid of chunks
+    inside: tuple[slice, ...]  # the chunk
+    target: tuple[slice, ...]  # the selection
+
+
+class Shards(NamedTuple):
+    """Objects that hold several chunks each, and an index of where these begin."""
+
+    shape: tuple[int, ...]
+    index_at_end: bool
+    has_checksum: bool  # of the index
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The chunks of one array.
+
+    shape: of the array. chunk: shape of a chunk. dtype: of the numbers in it. codecs: what undoes its compression, in
+    this order; None: only zarr can. path, prefix, separator: of the names of objects. shards: None without them.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: np.dtype
+    codecs: list[Codec] | None
+    path: str
+    prefix: str
+    separator: str
+    shards: Shards | None = None
+
+    @property
+    def object_shape(self) -> tuple[int, ...]:
+        """Shape of the part of the array that one object of the store holds: a shard, or a chunk."""
+        return self.shards.shape if self.shards else self.chunk
+
+    @property
+    def chunks_in_object(self) -> tuple[int, ...]:
+        """The grid of chunks in a shard; a single one without shards."""
+        return tuple(whole // part for whole, part in zip(self.object_shape, self.chunk, strict=True))
+
+    @property
+    def index_bytes(self) -> int:
+        """Length of a shard's index: offset and length of each chunk, 8 bytes each."""
+        has_checksum = self.shards is not None and self.shards.has_checksum
+        return 16 * math.prod(self.chunks_in_object) + CHECKSUM_BYTES * has_checksum
+
+    def key(self, coords: Coords) -> str:
+        """The name of the object at these coordinates in the grid of objects."""
+        numbers = self.separator.join(map(str, coords))
+        return f"{self.path}/{self.prefix}{numbers}"
+
+    def object_coords(self) -> Iterator[Coords]:
+        """The coordinates of all objects, in the grid of objects."""
+        counts = [-(-n // size) for n, size in zip(self.shape, self.object_shape, strict=True)]
+        return itertools.product(*map(range, counts))
+
+    def locate(self, coords: Coords) -> tuple[Coords, Coords]:
+        """(coordinates of the object that holds a chunk, those of the chunk in it)."""
+        counts = self.chunks_in_object
+        outer = tuple(c // count for c, count in zip(coords, counts, strict=True))
+        inner = tuple(c % count for c, count in zip(coords, counts, strict=True))
+        return outer, inner
+
+    def chunks_inside(self, coords: Coords) -> list[int]:
+        """The grid of those chunks of an object that lie in the array: the last shard may reach beyond it."""
+        counts = []
+        for c, size, chunk, length in zip(coords, self.object_shape, self.chunk, self.shape, strict=True):
+            inside = min(size, length - c * size)
+            counts.append(-(-inside // chunk))
+        return counts
+
+    def parts(self, selection: Sequence[slice]) -> list[Part]:
+        """The parts of a selection (one slice for each dimension), chunk by chunk."""
+        by_dimension = [_pieces(wanted, size) for wanted, size in zip(selection, self.chunk, strict=True)]
+        parts = []
+        for pieces in itertools.product(*by_dimension):
+            coords, inside, target = zip(*pieces, strict=True)
+            parts.append(Part(coords, inside, target))
+        return parts
+
+
+def _pieces(wanted: slice, size: int) -> list[tuple[int, slice, slice]]:
+    """(number of the chunk, part of the chunk, part of the selection) along one dimension of chunks of this size."""
+    pieces = []
+    for number in range(wanted.start // size, -(-wanted.stop // size)):
+        begin = max(wanted.start, number * size)
+        end = min(wanted.stop, (number + 1) * size)
+        inside = slice(begin - number * size, end - number * size)
+        target = slice(begin - wanted.start, end - wanted.start)
+        pieces.append((number, inside, target))
+    return pieces
+
+
+def chunk_layout(array: zarr.Array) -> ChunkLayout:
+    """The layout of an array. Raises ValueError for a shard whose index is stored in another way than zarr's usual."""
+    metadata: dict[str, Any] = dict(array.metadata.to_dict())
+    if array.metadata.zarr_format == 2:
+        return _layout_of_format_2(array, metadata)
+    return _layout_of_format_3(array, metadata)
+
+
+def _layout_of_format_2(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLayout:
+    compressor = metadata["compressor"]
+    stated = [] if compressor is None else [compressor]
+    names = [codec["id"] if isinstance(codec, dict) else codec.codec_id for codec in stated]
+    is_plain = metadata["order"] == "C" and not metadata["filters"]
+    codecs = _codecs(names) if is_plain else None
+    separator = metadata.get("dimension_separator", ".")
+    return ChunkLayout(array.shape, array.chunks, array.dtype, codecs, array.path, "", separator)
+
+
+def _layout_of_format_3(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLayout:
+    encoding = metadata["chunk_key_encoding"]
+    is_default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    prefix = f"c{separator}" if is_default else ""
+    codecs = metadata["codecs"]
+    shards = None
+    if codecs[0]["name"] == "sharding_indexed":
+        configuration = codecs[0]["configuration"]
+        shards = _shards(array, configuration)
+        is_bare = len(codecs) == 1
+        codecs = configuration["codecs"] if is_bare else [{"name": "a compressed shard"}]
+    first, *others = codecs
+    endian = first.get("configuration", {}).get("endian", "little")
+    is_plain = first["name"] == "bytes"
+    undo = _codecs([codec["name"] for codec in others]) if is_plain else None
+    dtype = array.dtype.newbyteorder("<" if endian == "little" else ">")
+    return ChunkLayout(array.shape, array.chunks, dtype, undo, array.path, prefix, separator, shards)
+
+
+def _shards(array: zarr.Array, configuration: dict[str, Any]) -> Shards:
+    names = [codec["name"] for codec in configuration["index_codecs"]]
+    if names not in INDEX_CODECS or array.shards is None:
+        raise ValueError(f"its shards have an index in {', '.join(names)}: write it with zarr's usual index_codecs")
+    at_end = configuration.get("index_location", "end") == "end"
+    return Shards(array.shards, at_end, "crc32c" in names)
+
+
+def _codecs(names: list[str]) -> list[Codec] | None:
+    """The codecs that undo those of these names, the last one first; None where zarr must do it."""
+    if any(name not in SELF_DESCRIBING for name in names):
+        return None
+    return [numcodecs.get_codec({"id": name}) for name in reversed(names)]
