@@ -12,7 +12,6 @@ therefore writes only the missing files. sample_data.py and prepare_era5.py supp
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -27,6 +26,8 @@ from utils.errors import ArgumentParser, UsageError, reading, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, frame_times, year_frames
+from weather.remote_store import RemoteOptions, add_remote_options
+from weather.store_path import StorePath, data_path, parse_years
 from weather.year_reader import open_year, year_paths
 
 SPLITS = ("train", "valid", "test")
@@ -34,20 +35,6 @@ STATS = ("global_means", "global_stds", "time_means", "change_stds")
 CHUNK_BYTES = 64e6  # of frames held in memory at a time
 Constant = Mapping[str, tuple[str, np.ndarray]]
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
-
-
-def parse_years(text: str) -> tuple[int, ...]:
-    """The years of '1979', '1979-1982' or '1979,1981-1983' as a tuple of ints. Raises UsageError."""
-    years: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{4})(-(\d{4}))?", part.strip())
-        if not match:
-            raise UsageError(f"years '{text}': write 1979, 1979-1982 or 1979,1981-1983")
-        first, last = int(match[1]), int(match[3] or match[1])
-        if first > last:
-            raise UsageError(f"years '{text}': {first} is after {last}")
-        years += range(first, last + 1)
-    return tuple(years)
 
 
 def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:
@@ -161,7 +148,7 @@ class YearFileWriter:
         return fields
 
 
-def write_statistics(years: Sequence[Path], folder: Path) -> list[Path]:
+def write_statistics(years: Sequence[Path | StorePath], folder: Path) -> list[Path]:
     """Write those statistics of year files that are not in a folder yet; returns their files."""
     values = dict(zip(STATS, training_statistics(years), strict=True))
     new = {path: value for name, value in values.items() if not (path := folder / f"{name}.npy").exists()}
@@ -171,7 +158,7 @@ def write_statistics(years: Sequence[Path], folder: Path) -> list[Path]:
     return list(new)
 
 
-def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
+def training_statistics(paths: Sequence[Path | StorePath]) -> list[np.ndarray]:
     """Statistics of the year files `paths`, computed in one pass with float64 sums.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
@@ -199,10 +186,12 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the statistics of year files that were made elsewhere: python -m weather.year_files TRAIN_FOLDER OUT."""
     parser = ArgumentParser(prog="python -m weather.year_files", description="Statistics of the training years.")
-    parser.add_argument("train", type=Path, help="folder of the training years")
+    parser.add_argument("train", help="folder of the training years, or a store: gs://BUCKET/STORE.zarr#1979-2015")
     parser.add_argument("out", type=Path, help="folder of the statistics (.npy); files that are there stay")
+    add_remote_options(parser)
     options = parser.parse_args(argv)
-    paths = year_paths(options.train)
+    remote = RemoteOptions(options.cache_to, options.cache_gib, options.retry_seconds)
+    paths = year_paths(data_path(options.train, remote))
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
     for path in write_statistics(paths, options.out):

@@ -17,6 +17,7 @@ from utils.schema import Config, keys_that_affect
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import HOUR
+from weather.remote_store import RemoteOptions
 from weather.year_data import file_times
 
 
@@ -57,7 +58,9 @@ class DatedFrames:
         self.folder, self.device, self.statistics = folder, device, forecast.statistics_of(config)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
         rows, columns = task_of(config).own_window()
-        self.dataset = FieldDataset(folder, len(self.means), config.img_size, config.dt, None, rows, columns)
+        remote = config.options(RemoteOptions)
+        size, channels = config.img_size, len(self.means)
+        self.dataset = FieldDataset(folder, channels, size, config.dt, None, rows, columns, remote=remote)
         self.forcings = Forcings(config.forcings, self.dataset, device) if config.forcings else None
         times = [file_times(file) for file in self.dataset.files]
         self.first_frame = np.cumsum([0, *map(len, times)])

@@ -23,6 +23,7 @@ from weather.channels import CHANNELS
 from weather.dataset import FieldDataset, Statistics, positive_statistics, read_statistics
 from weather.forcings import Forcings
 from weather.grid import latitudes
+from weather.remote_store import RemoteOptions
 
 PICTURED = ("u10", "z500")
 
@@ -59,6 +60,7 @@ class Trained(Task):
                 columns,
                 config.longest_rollout,
                 config.input_frames,
+                config.options(RemoteOptions),
             )
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),
