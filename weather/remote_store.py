@@ -74,7 +74,8 @@ class RemoteObjects:
         self.files, self.root = _file_system(address)
         self.cache = NodeCache(options.cache_to, options.cache_gib) if options.cache_to else None
         self.pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="chunks")
-        self.is_lost = threading.Event()  # the last attempt has failed, which was logged
+        self.lock = threading.Lock()
+        self.lost_since: float | None = None  # the last attempt has failed, which was logged
 
     def read_all(self, places: Sequence[Place]) -> Iterator[memoryview]:
         """The bytes at these places, in order, requested at once. Raises as `fetch` does."""
@@ -134,26 +135,39 @@ class RemoteObjects:
     def _fetch_patiently(self, place: Place) -> bytes:
         """Fetch, again and again while the server does not answer."""
         patience = self.options.retry_seconds
-        deadline = time.monotonic() + patience
+        began = time.monotonic()
         pause = FIRST_PAUSE
         while True:
             try:
                 data = self._fetch_once(place)
-                break
             except Exception as error:
                 reason = self._temporary_reason(error, place)
+            else:
+                self._note_answer()
+                return data
+            lost_since = self._note_silence(reason)
+            # All requests of one outage end together: those that begin in the middle of it do not wait as long.
+            deadline = min(began, lost_since) + patience
             if time.monotonic() + pause > deadline:
                 what = f"{self.address}: lost at {place.key}: no answer for {patience} s ({reason})"
                 raise ConnectionLostError(f"{what}; repeat the command to resume")
-            if not self.is_lost.is_set():
-                self.is_lost.set()
-                log.warning("%s does not answer (%s): asking again for %d s", self.address, reason, patience)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        if self.is_lost.is_set():
-            self.is_lost.clear()
-            log.warning("%s answers again", self.address)
-        return data
+
+    def _note_silence(self, reason: str) -> float:
+        """Say once that the server does not answer; returns since when, as time.monotonic() has it."""
+        with self.lock:
+            if self.lost_since is None:
+                self.lost_since = time.monotonic()
+                patience = self.options.retry_seconds
+                log.warning("%s does not answer (%s): asking again for %d s", self.address, reason, patience)
+            return self.lost_since
+
+    def _note_answer(self) -> None:
+        with self.lock:
+            if self.lost_since is not None:
+                self.lost_since = None
+                log.warning("%s answers again", self.address)
 
     def _fetch_once(self, place: Place) -> bytes:
         """One request. Raises what fsspec and its libraries raise, and ConnectionError for an answer cut short."""
@@ -179,7 +193,7 @@ class RemoteObjects:
         """What is wrong with a line, in words. Raises what asking again does not mend."""
         if isinstance(error, FileNotFoundError):
             raise error
-        stated = str(getattr(error, "status", getattr(error, "code", "")))
+        stated = str(getattr(error, "status", None) or getattr(error, "code", None))
         status = int(stated) if stated.isdecimal() else None
         reason = first_line(error)
         if status in NO_ACCESS_STATUS or isinstance(error, PermissionError):
