@@ -1,8 +1,10 @@
 """Data that lie elsewhere are trained on as files are; what was read stays on the node; a lost line costs no work."""
 
+import json
 import logging
 import pickle
 import shutil
+from contextlib import closing
 
 import fsspec
 import h5py
@@ -14,8 +16,10 @@ from tests.support import era5_examples, programs
 from tests.support.launch import losses, summary
 from tests.support.refusals import refusal
 from tests.support.web_server import serving
-from tests.test_data_loader import read_all
+from tests.test_data_loader import CPU, read_all
+from tests.test_data_loader_dali import assert_same_batches, needs_dali
 from tests.test_zarr_years import FRAME
+from training.tasks import build_task
 from utils.errors import STOPPED_STATUS, ConnectionLostError
 from weather import remote_store, year_files
 from weather.dataset import FieldDataset
@@ -281,6 +285,10 @@ LAYOUTS = {
     "domain parallel": (SHARD, 2),
     "tensor parallel": (["train_mp.py", "--yaml_config=config/ViT.yaml", "--tensor_parallel=2"], 2),
 }
+more_layouts = pytest.mark.slow("ranks that read their own samples, and ranks that get them from another")
+BY_LAYOUT = ["one", "domain parallel"] + [
+    pytest.param(name, marks=more_layouts) for name in ("data parallel", "tensor parallel")
+]
 
 
 def run_all(words, ranks):
@@ -290,7 +298,7 @@ def run_all(words, ranks):
     return [(ended.returncode, ended.stdout + ended.stderr)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", BY_LAYOUT)
 def test_a_lost_line_ends_a_run_as_a_signal_does_and_the_command_resumes_it(server, tiny_options, tmp_path, layout):
     script, ranks = LAYOUTS[layout]
     keys = streamed(server, num_iters=16, checkpoint_every=1000)
@@ -311,6 +319,34 @@ def test_a_lost_line_ends_a_run_as_a_signal_does_and_the_command_resumes_it(serv
     for status, output in run_all(broken, ranks):
         assert status == 0, output
     assert losses(tmp_path, "broken") == losses(tmp_path, "whole")
+
+
+def test_forecasts_start_from_a_store_that_is_elsewhere(server, tiny_options, tmp_path):
+    assert programs.run(["train.py", *tiny_options(run_num="run", num_iters=2)]).returncode == 0
+    scores = []
+    for out, more in ("files", []), ("streamed", [f"--inf_data_path={server.address}/all.zarr#1981"]):
+        split = "test" if more else "valid"
+        words = ["--run_folder", tmp_path / "logs/quick/run", "--split", split, "--skill_only", "--lead_hours=24"]
+        ended = programs.run(["forecast.py", *words, "--out", tmp_path / out, *more])
+        assert ended.returncode == 0, ended.stderr
+        scores.append(json.loads((tmp_path / out / "skill.json").read_text()))
+    assert scores[0]["rmse"] == scores[1]["rmse"]
+    server.dead = True
+    ended = programs.run(["forecast.py", *words, "--out", tmp_path / "lost", *more, "--retry_seconds=1"])
+    assert ended.returncode == STOPPED_STATUS and "\nerror: http://127.0.0.1" in ended.stderr, ended.stderr
+
+
+@needs_dali
+@pytest.mark.timeout(200)
+def test_the_processes_of_dali_read_elsewhere_and_say_where_the_line_was_lost(server, tiny_config, tmp_path):
+    kinds = {"data_loader_config": "dali", "num_data_workers": 1, "cache_to": str(tmp_path / "cache")}, {}
+    configs = [tiny_config(**streamed(server, retry_seconds=1) | kind) for kind in kinds]
+    loaders = [build_task(config).build_loaders(CPU)[0] for config in configs]
+    with closing(loaders[0]), closing(loaders[1]):
+        assert_same_batches(*(loader.train(seed=1, start=2, stop=6) for loader in loaders))
+        server.dead = True
+        with pytest.raises(ConnectionLostError, match="all.zarr: lost at "):
+            list(loaders[0].train(seed=1, start=0, stop=20))
 
 
 def test_a_line_lost_in_validation_costs_no_score(server, tiny_options, tmp_path):

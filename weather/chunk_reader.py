@@ -46,10 +46,12 @@ class ChunkReader:
         The layout's codecs are known.
         """
         parts = self.layout.parts(selection)
-        if not self.layout.codecs and self.source.is_local:
+        is_stored_as_it_is = not self.layout.codecs
+        if is_stored_as_it_is and self.source.is_local:
             for part in parts:
                 self._read_stored(part, out[part.target])
             return
+        # All are asked for before the first is decoded: of a store that is elsewhere, they are on their way at once.
         places = [self._place(part.coords) for part in parts]
         payloads = self.source.read_all(places)
         for part in parts:
@@ -61,34 +63,43 @@ class ChunkReader:
 
     def _read_stored(self, part: Part, target: np.ndarray) -> None:
         """Fill a target with its part of a chunk that is stored as it is, piece by piece: each one read."""
-        key, start, _ = self._place(part.coords)
-        chunk, inside = self.layout.chunk, part.inside
-        columns, width = inside[-1], chunk[-1]
+        place = self._place(part.coords)
+        chunk = self.layout.chunk
+        columns, width = part.inside[-1], chunk[-1]
         has_whole_rows = columns == slice(0, width)
-        # Behind the last dimension that is wanted in part, all lies side by side.
-        cut = [d for d in range(len(chunk) - 1) if inside[d] != slice(0, chunk[d])]
-        last_cut = cut[-1] if cut else 0
+        # Behind the last dimension that is wanted in part, all lies side by side: (time, channel) for a band of rows.
+        last_cut = 0
+        for dimension, wanted in enumerate(part.inside[:-1]):
+            if wanted != slice(0, chunk[dimension]):
+                last_cut = dimension
         for index in np.ndindex(target.shape[:last_cut]):
             piece = target[index]  # (..., w)
-            first = [wanted.start for wanted in inside[:-1]]
-            for dimension, offset in enumerate(index):
-                first[dimension] += offset
-            position = start + self.layout.dtype.itemsize * int(np.ravel_multi_index((*first, 0), chunk))
-            is_direct = has_whole_rows and piece.dtype == self.layout.dtype and piece.flags.c_contiguous
+            position = place.first + self._offset(part.inside, index)
+            is_direct = has_whole_rows and self._is_as_stored(piece)
+            rows = piece if is_direct else self._buffer((*piece.shape[:-1], width))
             try:
-                if is_direct:
-                    self.source.read_into(key, position, _bytes_of(piece))
-                    continue
-                rows = self._buffer((*piece.shape[:-1], width))
-                self.source.read_into(key, position, _bytes_of(rows))
+                self.source.read_into(place.key, position, _bytes_of(rows))
             except FileNotFoundError:
                 raise self._never_written(part.coords) from None
-            piece[...] = rows[..., columns]
+            if not is_direct:
+                piece[...] = rows[..., columns]
+
+    def _offset(self, inside: tuple[slice, ...], index: Coords) -> int:
+        """The position in a chunk, in bytes, of the first whole row of a part, `index` steps along its first axes."""
+        first = [wanted.start for wanted in inside[:-1]]
+        for dimension, steps in enumerate(index):
+            first[dimension] += steps
+        values = np.ravel_multi_index((*first, 0), self.layout.chunk)
+        return self.layout.dtype.itemsize * int(values)
+
+    def _is_as_stored(self, target: np.ndarray) -> bool:
+        """Tell whether the bytes of a chunk can be put where they are wanted."""
+        return target.dtype == self.layout.dtype and target.flags.c_contiguous
 
     def _decode(self, payload: memoryview, part: Part, target: np.ndarray) -> None:
         """Fill a target with its part of an encoded chunk."""
         is_whole = target.shape == self.layout.chunk
-        if is_whole and target.dtype == self.layout.dtype and target.flags.c_contiguous:
+        if is_whole and self._is_as_stored(target):
             self._decode_into(payload, target)
             return
         chunk = self._buffer(self.layout.chunk)
@@ -116,7 +127,8 @@ class ChunkReader:
     def _buffer(self, shape: tuple[int, ...]) -> np.ndarray:
         """An array for numbers as they are stored, valid until the thread asks again."""
         length = self.layout.dtype.itemsize * math.prod(shape)
-        return np.frombuffer(self.buffers.take("decoded", length), self.layout.dtype).reshape(shape)
+        memory = self.buffers.take("decoded", length)
+        return np.frombuffer(memory, self.layout.dtype).reshape(shape)
 
     def _place(self, coords: Coords) -> Place:
         """Where a chunk lies. Raises UsageError for one that is missing in its shard."""
@@ -124,26 +136,31 @@ class ChunkReader:
         if not self.layout.shards:
             return Place(self.layout.key(outer))
         try:
-            offset, length = (int(number) for number in self._index(outer)[inner])
+            index = self._index(outer)
         except FileNotFoundError:
             raise self._never_written(coords) from None
+        offset, length = index[inner].tolist()
         if offset == NEVER_WRITTEN:
             raise self._never_written(coords)
         return Place(self.layout.key(outer), offset, length)
 
     def _index(self, coords: Coords) -> np.ndarray:
         """The index of a shard, (*chunks, 2) uint64. Raises FileNotFoundError, and ValueError for a damaged one."""
-        if coords not in self.indexes:
-            shards, length = self.layout.shards, self.layout.index_bytes
-            assert shards is not None
-            first = -length if shards.index_at_end else 0
-            (data,) = map(bytes, self.source.read_all([Place(self.layout.key(coords), first, length)]))
-            if shards.has_checksum:
-                data, stored = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
-                if google_crc32c.value(data) != int.from_bytes(stored, "little"):
-                    raise ValueError(f"the index of shard {self.layout.key(coords)} is damaged")
-            self.indexes[coords] = np.frombuffer(data, "<u8").reshape(*self.layout.chunks_in_object, 2)
-        return self.indexes[coords]
+        if coords in self.indexes:
+            return self.indexes[coords]
+        shards = self.layout.shards
+        assert shards is not None  # who asks for an index knows that there is one
+        key, length = self.layout.key(coords), self.layout.index_bytes
+        place = Place(key, -length if shards.index_at_end else 0, length)
+        data = bytes(next(self.source.read_all([place])))
+        if shards.has_checksum:
+            stored = int.from_bytes(data[-CHECKSUM_BYTES:], "little")
+            data = data[:-CHECKSUM_BYTES]
+            if google_crc32c.value(data) != stored:
+                raise ValueError(f"the index of shard {key} is damaged")
+        index = np.frombuffer(data, "<u8").reshape(*self.layout.chunks_in_object, 2)
+        self.indexes[coords] = index
+        return index
 
     def _count_missing_in(self, coords: Coords) -> int:
         """The number of chunks that were never written into a shard; those beyond the array's end do not count."""

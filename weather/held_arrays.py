@@ -1,5 +1,6 @@
 """Arrays as a YearFile shows them: small ones in memory, and frames that are read when they are sliced."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ class HeldArray:
     """An array in memory with attributes, as a file has them."""
 
     def __init__(self, values: np.ndarray, attrs: dict[str, Any] | None = None):
-        self.values, self.attrs = values, attrs or {}
-        self.shape, self.dtype, self.ndim = values.shape, values.dtype, values.ndim
+        self.values = values
+        self.attrs = attrs or {}
+        self.shape = values.shape
+        self.dtype = values.dtype
+        self.ndim = values.ndim
 
     def __getitem__(self, key: Any) -> np.ndarray:
         return self.values[key]
@@ -21,19 +25,24 @@ class Frames:
 
     def __init__(self, year: Any):
         self.year = year
-        self.shape, self.dtype, self.ndim = year.shape, np.dtype(np.float32), 4
-        self.nbytes = self.dtype.itemsize * int(np.prod(self.shape))
+        self.shape = year.shape
+        self.dtype = np.dtype(np.float32)
+        self.ndim = len(self.shape)
+        self.nbytes = self.dtype.itemsize * math.prod(self.shape)
         self.attrs: dict[str, Any] = {}
 
     def __getitem__(self, key: Any) -> np.ndarray:
         keys = key if isinstance(key, tuple) else (key,)
         first, *others = keys
-        frames, channels, height, width = self.shape
-        wanted = np.arange(frames)[first]
-        indices = np.atleast_1d(wanted)
-        if len(indices) == 0:
-            return np.empty(self.shape, np.float32)[:0][(slice(None), *others)]
-        begin, end = int(indices.min()), int(indices.max()) + 1
-        block = np.empty((end - begin, channels, height, width), np.float32)
-        self.year.read(begin, block, slice(0, height), slice(0, width))
+        # Whatever the first key is, numpy says which frames it means.
+        wanted = np.arange(self.shape[0])[first]
+        begin, end = 0, 0
+        if wanted.size:
+            begin = int(wanted.min())
+            end = int(wanted.max()) + 1
+        # One read from the first of these frames to the last, all channels and points: (N, C, H, W).
+        _, channels, height, width = self.shape
+        block = np.empty((end - begin, channels, height, width), self.dtype)
+        if wanted.size:
+            self.year.read(begin, block, slice(0, height), slice(0, width))
         return block[(wanted - begin, *others)]

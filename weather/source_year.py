@@ -15,7 +15,7 @@ from utils.errors import UsageError, first_line, reading
 from weather.channels import CHANNELS
 from weather.era5 import Era5
 from weather.era5_store import Store
-from weather.grid import HOUR
+from weather.grid import HOUR, years_of
 from weather.held_arrays import Frames, HeldArray
 from weather.year_data import YearFile
 
@@ -49,24 +49,28 @@ class SourceYear(YearFile):
     def __init__(self, path: Path, store: Store, year: int | None = None):
         self.path = path
         self.store = store
-        self.own = threading.local()  # what the converter keeps of one frame for the next belongs to one thread
-        era5 = self._era5()
+        # What the converter keeps of one frame for the next must not be shared by threads.
+        self.own = threading.local()
         self.dates = self._dates(year)
+        era5 = self._era5()
         with reading(str(path)):
             era5.check(self.dates)
-        grid = era5.grid
-        self.shape = (len(self.dates), len(CHANNELS), len(grid.latitude), len(grid.longitude))
+        latitude, longitude = era5.grid
+        self.shape = (len(self.dates), len(CHANNELS), len(latitude), len(longitude))
         self.fields = Frames(self)
         self.size = self.fields.nbytes
+        # The same arrays as in our own year files.
+        names = np.array([channel.name for channel in CHANNELS])
+        units = np.array([channel.units for channel in CHANNELS])
         hours = (self.dates - EPOCH) / HOUR
-        self.arrays = {
+        self.arrays = _constant_fields(store)
+        self.arrays |= {
             "fields": self.fields,
             "time": HeldArray(hours, {"units": "hours since 1970-01-01"}),
-            "channel": HeldArray(np.array([channel.name for channel in CHANNELS])),
-            "channel_units": HeldArray(np.array([channel.units for channel in CHANNELS])),
-            "latitude": HeldArray(grid.latitude, {"units": "degrees_north"}),
-            "longitude": HeldArray(grid.longitude, {"units": "degrees_east"}),
-            **_constant_fields(store),
+            "channel": HeldArray(names),
+            "channel_units": HeldArray(units),
+            "latitude": HeldArray(latitude, {"units": "degrees_north"}),
+            "longitude": HeldArray(longitude, {"units": "degrees_east"}),
         }
 
     def close(self) -> None:
@@ -79,26 +83,32 @@ class SourceYear(YearFile):
         return self.own.era5
 
     def _dates(self, year: int | None) -> np.ndarray:
-        """The 6-hourly instants that the stores have, (T,) datetime64[s]. Raises UsageError where there are none."""
+        """The 6-hourly instants that the store has, (T,) datetime64[s]. Raises UsageError where there are none."""
         times = np.asarray(self.store.times).astype("datetime64[s]")
         since_midnight = times - times.astype("datetime64[D]")
-        dates = times[since_midnight % (6 * HOUR) == 0 * HOUR]
+        is_wanted = since_midnight % (6 * HOUR) == 0 * HOUR
         if year is not None:
-            dates = dates[dates.astype("datetime64[Y]").astype(int) == year - 1970]
+            is_wanted &= years_of(times) == year
+        dates = times[is_wanted]
         if len(dates) == 0:
-            raise UsageError(f"{self.path}: no frame at 00, 06, 12 or 18 UTC: its times are {times[0]} to {times[-1]}")
+            there = f"its times are {times[0]} to {times[-1]}"
+            raise UsageError(f"{self.path}: no frame at 00, 06, 12 or 18 UTC: {there}")
         return dates
 
     def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
-        frames = self._era5().frames(self.dates[frame : frame + len(out)])  # (T, C, H, W)
-        out[:] = frames[:, : out.shape[1], rows, columns]
+        # The chunks of published stores span the globe: a window costs as much as all of it.
+        dates = self.dates[frame : frame + len(out)]
+        frames = self._era5().frames(dates)  # (T, 20, H, W)
+        channels = out.shape[1]
+        out[:] = frames[:, :channels, rows, columns]
 
 
-def _constant_fields(store: Store) -> dict[str, HeldArray]:
+def _constant_fields(store: Store) -> dict[str, Any]:
     """The fields of latitude and longitude alone, which forcings may be, turned as the frames are."""
-    found: dict[str, HeldArray] = {}
+    found = {}
     for name, variable in store.data.data_vars.items():
         if set(variable.dims) == {"latitude", "longitude"}:
-            values = variable.transpose("latitude", "longitude").values
-            found[str(name)] = HeldArray(np.roll(values, -store.first_column, axis=-1))
+            values = variable.transpose("latitude", "longitude").values  # rows from the north already
+            turned = np.roll(values, -store.first_column, axis=-1)
+            found[str(name)] = HeldArray(turned)
     return found

@@ -23,7 +23,8 @@ class SharedStore:
     """A store that all of its years share; it is opened when one of them is. It travels to a process unopened."""
 
     def __init__(self, address: str, options: RemoteOptions):
-        self.address, self.options = address, options
+        self.address = address
+        self.options = options
         self.lock = threading.Lock()
         self.opened: ZarrStore | None = None
 
@@ -47,7 +48,8 @@ class StorePath:
     """A store, or one or several of its years; as far as messages need it, a pathlib.Path."""
 
     def __init__(self, store: SharedStore, years: tuple[int, ...] = (), text: str = ""):
-        self.store, self.years = store, years
+        self.store = store
+        self.years = years
         self.text = text or f"{store.address}#{years[0]}"
 
     def __str__(self) -> str:
@@ -58,16 +60,22 @@ class StorePath:
         """The last part, with the years."""
         store, _, years = self.text.partition("#")
         last = store.rstrip("/").rpartition("/")[2]
-        return f"{last}#{years}" if years else last
+        if not years:
+            return last
+        return f"{last}#{years}"
 
     @property
     def stem(self) -> str:
         """The year, where it is one."""
-        return str(self.years[0]) if len(self.years) == 1 else self.name.removesuffix(".zarr")
+        if len(self.years) == 1:
+            return str(self.years[0])
+        return self.name.removesuffix(".zarr")
 
     def by_year(self) -> list["StorePath"]:
         """A path for each year; this one where no years are named."""
-        return [StorePath(self.store, (year,)) for year in self.years] or [self]
+        if not self.years:
+            return [self]
+        return [StorePath(self.store, (year,)) for year in self.years]
 
 
 def data_path(text: str | Path, options: RemoteOptions | None = None) -> Path | StorePath:
@@ -78,14 +86,17 @@ def data_path(text: str | Path, options: RemoteOptions | None = None) -> Path | 
     if isinstance(text, Path) or is_folder(text):
         return Path(text)
     match = YEARS.fullmatch(text)
-    address = match["store"] if match else text
     if match is None and not is_address(text):
         return Path(text)
+    address = text
     years: tuple[int, ...] = ()
-    if match:
+    if match is not None:
+        address = match["store"]
         with reported_as_usage_error(UsageError, text):
             years = parse_years(match["years"])
-    return StorePath(SharedStore(address.rstrip("/"), options or RemoteOptions()), years, text)
+    # A path of pathlib would make one slash of the two in an address.
+    store = SharedStore(address.rstrip("/"), options or RemoteOptions())
+    return StorePath(store, years, text)
 
 
 def is_folder(text: str) -> bool:

@@ -62,13 +62,18 @@ class ChunkLayout:
     @property
     def chunks_in_object(self) -> tuple[int, ...]:
         """The grid of chunks in a shard; a single one without shards."""
-        return tuple(whole // part for whole, part in zip(self.object_shape, self.chunk, strict=True))
+        counts = []
+        for whole, part in zip(self.object_shape, self.chunk, strict=True):
+            counts.append(whole // part)
+        return tuple(counts)
 
     @property
     def index_bytes(self) -> int:
         """Length of a shard's index: offset and length of each chunk, 8 bytes each."""
-        has_checksum = self.shards is not None and self.shards.has_checksum
-        return 16 * math.prod(self.chunks_in_object) + CHECKSUM_BYTES * has_checksum
+        length = 16 * math.prod(self.chunks_in_object)
+        if self.shards and self.shards.has_checksum:
+            length += CHECKSUM_BYTES
+        return length
 
     def key(self, coords: Coords) -> str:
         """The name of the object at these coordinates in the grid of objects."""
@@ -77,27 +82,35 @@ class ChunkLayout:
 
     def object_coords(self) -> Iterator[Coords]:
         """The coordinates of all objects, in the grid of objects."""
-        counts = [-(-n // size) for n, size in zip(self.shape, self.object_shape, strict=True)]
-        return itertools.product(*map(range, counts))
+        axes = []
+        for length, size in zip(self.shape, self.object_shape, strict=True):
+            count = math.ceil(length / size)
+            axes.append(range(count))
+        return itertools.product(*axes)
 
     def locate(self, coords: Coords) -> tuple[Coords, Coords]:
         """(coordinates of the object that holds a chunk, those of the chunk in it)."""
-        counts = self.chunks_in_object
-        outer = tuple(c // count for c, count in zip(coords, counts, strict=True))
-        inner = tuple(c % count for c, count in zip(coords, counts, strict=True))
-        return outer, inner
+        outer, inner = [], []
+        for number, count in zip(coords, self.chunks_in_object, strict=True):
+            outer.append(number // count)
+            inner.append(number % count)
+        return tuple(outer), tuple(inner)
 
     def chunks_inside(self, coords: Coords) -> list[int]:
         """The grid of those chunks of an object that lie in the array: the last shard may reach beyond it."""
         counts = []
-        for c, size, chunk, length in zip(coords, self.object_shape, self.chunk, self.shape, strict=True):
-            inside = min(size, length - c * size)
-            counts.append(-(-inside // chunk))
+        sizes = self.object_shape
+        for number, size, chunk, length in zip(coords, sizes, self.chunk, self.shape, strict=True):
+            inside = min(size, length - number * size)
+            counts.append(math.ceil(inside / chunk))
         return counts
 
     def parts(self, selection: Sequence[slice]) -> list[Part]:
         """The parts of a selection (one slice for each dimension), chunk by chunk."""
-        by_dimension = [_pieces(wanted, size) for wanted, size in zip(selection, self.chunk, strict=True)]
+        by_dimension = []
+        for wanted, size in zip(selection, self.chunk, strict=True):
+            by_dimension.append(_pieces(wanted, size))
+        # Every combination of a piece along each dimension is a part of a chunk.
         parts = []
         for pieces in itertools.product(*by_dimension):
             coords, inside, target = zip(*pieces, strict=True)
@@ -108,10 +121,13 @@ class ChunkLayout:
 def _pieces(wanted: slice, size: int) -> list[tuple[int, slice, slice]]:
     """(number of the chunk, part of the chunk, part of the selection) along one dimension of chunks of this size."""
     pieces = []
-    for number in range(wanted.start // size, -(-wanted.stop // size)):
-        begin = max(wanted.start, number * size)
-        end = min(wanted.stop, (number + 1) * size)
-        inside = slice(begin - number * size, end - number * size)
+    first = wanted.start // size
+    stop = math.ceil(wanted.stop / size)
+    for number in range(first, stop):
+        start = number * size
+        begin = max(wanted.start, start)
+        end = min(wanted.stop, start + size)
+        inside = slice(begin - start, end - start)
         target = slice(begin - wanted.start, end - wanted.start)
         pieces.append((number, inside, target))
     return pieces
@@ -127,8 +143,8 @@ def chunk_layout(array: zarr.Array) -> ChunkLayout:
 
 def _layout_of_format_2(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLayout:
     compressor = metadata["compressor"]
-    stated = [] if compressor is None else [compressor]
-    names = [codec["id"] if isinstance(codec, dict) else codec.codec_id for codec in stated]
+    names = [] if compressor is None else [compressor["id"]]
+    # Columns first, or numbers that are not themselves in the chunk: zarr knows what to do.
     is_plain = metadata["order"] == "C" and not metadata["filters"]
     codecs = _codecs(names) if is_plain else None
     separator = metadata.get("dimension_separator", ".")
@@ -142,16 +158,19 @@ def _layout_of_format_3(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLay
     prefix = f"c{separator}" if is_default else ""
     codecs = metadata["codecs"]
     shards = None
-    if codecs[0]["name"] == "sharding_indexed":
-        configuration = codecs[0]["configuration"]
-        shards = _shards(array, configuration)
-        is_bare = len(codecs) == 1
-        codecs = configuration["codecs"] if is_bare else [{"name": "a compressed shard"}]
     first, *others = codecs
-    endian = first.get("configuration", {}).get("endian", "little")
-    is_plain = first["name"] == "bytes"
-    undo = _codecs([codec["name"] for codec in others]) if is_plain else None
-    dtype = array.dtype.newbyteorder("<" if endian == "little" else ">")
+    if first["name"] == "sharding_indexed":
+        if others:
+            raise ValueError("its shards are compressed once more as a whole: write them without")
+        shards = _shards(array, first["configuration"])
+        first, *others = first["configuration"]["codecs"]
+    # The first codec makes bytes of an array. What comes before or in its place changes the array: zarr undoes that.
+    undo = None
+    dtype = array.dtype
+    if first["name"] == "bytes":
+        undo = _codecs([codec["name"] for codec in others])
+        endian = first.get("configuration", {}).get("endian", "little")
+        dtype = dtype.newbyteorder(">" if endian == "big" else "<")
     return ChunkLayout(array.shape, array.chunks, dtype, undo, array.path, prefix, separator, shards)
 
 

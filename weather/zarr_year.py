@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import UsageError
+from weather.grid import years_of
 from weather.held_arrays import Frames, HeldArray
 from weather.year_data import DATASET, YearFile, file_times
 from weather.zarr_store import ZarrStore
@@ -25,39 +26,45 @@ class ZarrYear(YearFile):
         self.arrays = store.arrays
         self.stored = self._checked(self.arrays.get(DATASET))
         self.chunks = store.chunks
-        self.first, frames = 0, self.stored.shape[0]
-        self.shape = self.stored.shape
         self.fields = self.stored
+        self.shape = self.stored.shape
+        self.first = 0  # of the frames of the store
         if year is not None:
-            self._take(year, file_times(self))
-            frames = self.shape[0]
-        share = frames / self.stored.shape[0]
+            self._take(year)
+        # Of a store that is elsewhere nobody can say cheaply how much it takes.
         size = self.stored.nbytes if store.is_remote else self.stored.nbytes_stored()
+        share = self.shape[0] / self.stored.shape[0]
         self.size = int(share * size)
 
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _take(self, year: int, dates: np.ndarray) -> None:
+    def _take(self, year: int) -> None:
         """Take the frames of one year. Raises UsageError where there are none, or others between them."""
-        chosen = np.flatnonzero(dates.astype("datetime64[Y]").astype(int) == year - 1970)
+        dates = file_times(self)
+        chosen = np.flatnonzero(years_of(dates) == year)
         if len(chosen) == 0:
             raise UsageError(f"{self.path}: no frame of {year}: it has {dates.min()} to {dates.max()}")
-        self.first, last = int(chosen[0]), int(chosen[-1])
-        if last - self.first + 1 != len(chosen):
-            raise UsageError(f"{self.path}: its dates do not increase")
+        self.first = int(chosen[0])
+        end = int(chosen[-1]) + 1
+        if end - self.first != len(chosen):
+            raise UsageError(f"{self.path}: frames of other years lie between those of {year}: sort it by time")
         self.shape = (len(chosen), *self.stored.shape[1:])
+        self.fields = Frames(self)
+        # The other arrays do not change with time, and are those of the store.
         own = dict(self.arrays)
+        own[DATASET] = self.fields
         if "time" in own:
-            stored = own["time"]
-            own["time"] = HeldArray(stored[self.first : last + 1], dict(stored.attrs))
-        own[DATASET] = self.fields = Frames(self)
+            time = own["time"]
+            own["time"] = HeldArray(time[self.first : end], dict(time.attrs))
         self.arrays = own
 
     def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+        frames, channels = out.shape[:2]
         first = self.first + frame
-        selection = (slice(first, first + len(out)), slice(0, out.shape[1]), rows, columns)
-        if self.chunks.layout.codecs is None:
-            out[:] = self.stored[selection]
-        else:
+        selection = (slice(first, first + frames), slice(0, channels), rows, columns)
+        is_known = self.chunks.layout.codecs is not None
+        if is_known:
             self.chunks.read(selection, out)
+        else:
+            out[:] = self.stored[selection]
