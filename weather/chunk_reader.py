@@ -24,7 +24,6 @@ class ChunkReader:
     def __init__(self, layout: ChunkLayout, source: ChunkSource, store: object):
         self.layout, self.source, self.store = layout, source, store
         self.buffers = ThreadBuffers()
-        self.chunk_bytes = layout.dtype.itemsize * math.prod(layout.chunk)
         self.indexes: dict[Coords, np.ndarray] = {}  # of the shards that were read, (*chunks, 2): offset, length
 
     def count_missing(self) -> int:

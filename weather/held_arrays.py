@@ -1,6 +1,7 @@
 """Arrays as a YearFile shows them: small ones in memory, and frames that are read when they are sliced."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,26 @@ class HeldArray:
         self.ndim = values.ndim
 
     def __getitem__(self, key: Any) -> np.ndarray:
+        return self.values[key]
+
+
+class LazyArray:
+    """A small array that is read when it is sliced for the first time, and stays in memory.
+
+    load: gives its values. The other arguments are attributes, as a file has them.
+    """
+
+    def __init__(self, load: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: np.dtype, attrs: dict[str, Any]):
+        self.load = load
+        self.shape = shape
+        self.dtype = dtype
+        self.attrs = attrs
+        self.ndim = len(shape)
+        self.values: np.ndarray | None = None
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        if self.values is None:  # two threads may both read it, and get the same
+            self.values = self.load()
         return self.values[key]
 
 

@@ -128,10 +128,6 @@ class RemoteObjects:
             return []
         return [name.rstrip("/").rpartition("/")[2] for name in found]
 
-    def close(self) -> None:
-        """End the threads."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-
     def _fetch_patiently(self, place: Place) -> bytes:
         """Fetch, again and again while the server does not answer."""
         patience = self.options.retry_seconds

@@ -5,6 +5,7 @@ Its frames are our 20 channels at 00, 06, 12 and 18 UTC, rows from the north, co
 
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from weather.channels import CHANNELS
 from weather.era5 import Era5
 from weather.era5_store import Store
 from weather.grid import HOUR, years_of
-from weather.held_arrays import Frames, HeldArray
+from weather.held_arrays import Frames, HeldArray, LazyArray
 from weather.year_data import YearFile
 
 EPOCH = np.datetime64("1970-01-01", "s")
@@ -31,60 +32,56 @@ class OpenedStore(Store):
             self._place(data)
 
 
-def open_source(address: str, store: Any = None) -> Store:
-    """Open a store with ERA5's variables. store: as zarr reads it, where it is elsewhere. Raises UsageError."""
-    if store is None:
-        return Store(address)
-    try:
-        with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
-            data = xarray.open_zarr(store, chunks=None, use_zarr_fill_value_as_mask=False)
-    except ValueError as error:
-        raise UsageError(f"{address}: cannot be opened as Zarr: {first_line(error)}") from error
-    return OpenedStore(address, data)
+class SourceReader:
+    """A store as the converter reads it, by several threads, for all of its years."""
 
-
-class SourceYear(YearFile):
-    """A year of a store of sources. year: None takes all that it has."""
-
-    def __init__(self, path: Path, store: Store, year: int | None = None):
-        self.path = path
+    def __init__(self, store: Store):
         self.store = store
         # What the converter keeps of one frame for the next must not be shared by threads.
         self.own = threading.local()
-        self.dates = self._dates(year)
-        era5 = self._era5()
-        with reading(str(path)):
-            era5.check(self.dates)
-        latitude, longitude = era5.grid
-        self.shape = (len(self.dates), len(CHANNELS), len(latitude), len(longitude))
-        self.fields = Frames(self)
-        self.size = self.fields.nbytes
-        # The same arrays as in our own year files.
+        # Our own year files have these arrays too.
+        latitude, longitude = self.era5.grid
         names = np.array([channel.name for channel in CHANNELS])
         units = np.array([channel.units for channel in CHANNELS])
-        hours = (self.dates - EPOCH) / HOUR
-        self.arrays = _constant_fields(store)
+        self.arrays: dict[str, Any] = _constant_fields(store)
         self.arrays |= {
-            "fields": self.fields,
-            "time": HeldArray(hours, {"units": "hours since 1970-01-01"}),
             "channel": HeldArray(names),
             "channel_units": HeldArray(units),
             "latitude": HeldArray(latitude, {"units": "degrees_north"}),
             "longitude": HeldArray(longitude, {"units": "degrees_east"}),
         }
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
-    def _era5(self) -> Era5:
+    @property
+    def era5(self) -> Era5:
         """The store as this thread reads it."""
         if not hasattr(self.own, "era5"):
             self.own.era5 = Era5([self.store])
         return self.own.era5
 
+
+class SourceYear(YearFile):
+    """A year of a store of sources. year: None takes all that it has."""
+
+    def __init__(self, path: Path, reader: SourceReader, year: int | None = None):
+        self.path = path
+        self.reader = reader
+        self.dates = self._dates(year)
+        with reading(str(path)):
+            reader.era5.check(self.dates)
+        latitude, longitude = reader.era5.grid
+        self.shape = (len(self.dates), len(CHANNELS), len(latitude), len(longitude))
+        self.fields = Frames(self)
+        self.size = self.fields.nbytes
+        hours = (self.dates - EPOCH) / HOUR
+        time = HeldArray(hours, {"units": "hours since 1970-01-01"})
+        self.arrays = reader.arrays | {"fields": self.fields, "time": time}
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
     def _dates(self, year: int | None) -> np.ndarray:
         """The 6-hourly instants that the store has, (T,) datetime64[s]. Raises UsageError where there are none."""
-        times = np.asarray(self.store.times).astype("datetime64[s]")
+        times = np.asarray(self.reader.store.times).astype("datetime64[s]")
         since_midnight = times - times.astype("datetime64[D]")
         is_wanted = since_midnight % (6 * HOUR) == 0 * HOUR
         if year is not None:
@@ -98,7 +95,7 @@ class SourceYear(YearFile):
     def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
         # The chunks of published stores span the globe: a window costs as much as all of it.
         dates = self.dates[frame : frame + len(out)]
-        frames = self._era5().frames(dates)  # (T, 20, H, W)
+        frames = self.reader.era5.frames(dates)  # (T, 20, H, W)
         channels = out.shape[1]
         out[:] = frames[:, :channels, rows, columns]
 
@@ -108,7 +105,24 @@ def _constant_fields(store: Store) -> dict[str, Any]:
     found = {}
     for name, variable in store.data.data_vars.items():
         if set(variable.dims) == {"latitude", "longitude"}:
-            values = variable.transpose("latitude", "longitude").values  # rows from the north already
-            turned = np.roll(values, -store.first_column, axis=-1)
-            found[str(name)] = HeldArray(turned)
+            rows_first = variable.transpose("latitude", "longitude")  # rows from the north already
+            load = partial(_turned, rows_first, store.first_column)
+            found[str(name)] = LazyArray(load, rows_first.shape, variable.dtype, {})
     return found
+
+
+def _turned(variable: xarray.DataArray, first_column: int) -> np.ndarray:
+    """The values of a field with Greenwich in front."""
+    return np.roll(variable.values, -first_column, axis=-1)
+
+
+def open_source(address: str, store: Any = None) -> SourceReader:
+    """Open a store with ERA5's variables. store: as zarr reads it, where it is elsewhere. Raises UsageError."""
+    if store is None:
+        return SourceReader(Store(address))
+    try:
+        with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
+            data = xarray.open_zarr(store, chunks=None, use_zarr_fill_value_as_mask=False)
+    except ValueError as error:
+        raise UsageError(f"{address}: cannot be opened as Zarr: {first_line(error)}") from error
+    return SourceReader(OpenedStore(address, data))

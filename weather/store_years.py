@@ -19,5 +19,5 @@ def open_store_year(path: Path | StorePath) -> YearFile:
     if store.is_source:
         from weather.source_year import SourceYear  # xarray is slow to import
 
-        return SourceYear(named, store.source_store, year)
+        return SourceYear(named, store.era5, year)
     return ZarrYear(named, store, year)

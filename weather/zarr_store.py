@@ -1,12 +1,15 @@
 """An open Zarr store, here or elsewhere: in our own layout, or with the variables of ERA5 in the names of others."""
 
 import threading
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from utils.errors import UsageError, reading
 from weather.channels import BY_NAME
+from weather.held_arrays import LazyArray
 from weather.remote_store import RemoteObjects, RemoteOptions, is_address
 from weather.year_data import DATASET
 
@@ -21,12 +24,14 @@ except ImportError as error:
     raise UsageError(f"a Zarr store needs the package zarr ({error}): pip install -r requirements-era5.txt") from None
 
 if TYPE_CHECKING:
-    from weather.era5_store import Store
+    from weather.source_year import SourceReader
 
 # Arrays that a store may have beside its fields: asked for one by one where a server does not list what it has.
-USUAL_NAMES = (
-    "time", "channel", "channel_units", "latitude", "longitude", "lat", "lon", "orography", "land", "land_sea_mask",
-)  # fmt: skip
+COORDINATES = ("time", "channel", "channel_units", "latitude", "longitude", "lat", "lon")
+USUAL_NAMES = (*COORDINATES, "orography", "land", "land_sea_mask")
+
+
+REMEMBERED_BYTES = 2**26  # of an array of a remote store, which is requested whole
 
 
 class ZarrStore:
@@ -48,6 +53,7 @@ class ZarrStore:
             self.source, self.store = LocalChunks(Path(address)), address
         self.lock = threading.Lock()
         self.arrays: dict[str, Any] = {}
+        self.dates: np.ndarray | None = None  # of all frames, (T,) datetime64[s], once a year was looked for
         try:
             with reading(f"{address}: Zarr"):
                 # Metadata in one piece (consolidated) may be older than the store.
@@ -71,7 +77,22 @@ class ZarrStore:
         if DATASET not in self.arrays:
             names = [DATASET, *(name for name in USUAL_NAMES if name in self.group)]
             self.arrays = {name: self.group[name] for name in names}
+        self._remember_small_arrays()
         return False
+
+    def _remember_small_arrays(self) -> None:
+        """Let each array but the fields be requested once, and not anew for every year of the store."""
+        for name, array in self.arrays.items():
+            is_small = array.nbytes <= REMEMBERED_BYTES
+            if name != DATASET and is_small:
+                load = partial(array.__getitem__, slice(None))
+                self.arrays[name] = LazyArray(load, array.shape, array.dtype, dict(array.attrs))
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the fields; of a store that is elsewhere as if they were not compressed: to ask takes too long."""
+        fields = self.arrays[DATASET]
+        return fields.nbytes if self.is_remote else fields.nbytes_stored()
 
     @cached_property
     def chunks(self) -> ChunkReader:
@@ -85,7 +106,7 @@ class ZarrStore:
         return reader
 
     @cached_property
-    def source_store(self) -> "Store":
+    def era5(self) -> "SourceReader":
         """The store as the converter reads it. Raises UsageError."""
         from weather.source_year import open_source
 

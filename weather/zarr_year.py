@@ -30,18 +30,17 @@ class ZarrYear(YearFile):
         self.shape = self.stored.shape
         self.first = 0  # of the frames of the store
         if year is not None:
-            self._take(year)
-        # Of a store that is elsewhere nobody can say cheaply how much it takes.
-        size = self.stored.nbytes if store.is_remote else self.stored.nbytes_stored()
+            if store.dates is None:  # the same for every year
+                store.dates = file_times(self)
+            self._take(year, store.dates)
         share = self.shape[0] / self.stored.shape[0]
-        self.size = int(share * size)
+        self.size = int(share * store.size)
 
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _take(self, year: int) -> None:
+    def _take(self, year: int, dates: np.ndarray) -> None:
         """Take the frames of one year. Raises UsageError where there are none, or others between them."""
-        dates = file_times(self)
         chosen = np.flatnonzero(years_of(dates) == year)
         if len(chosen) == 0:
             raise UsageError(f"{self.path}: no frame of {year}: it has {dates.min()} to {dates.max()}")
