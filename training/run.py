@@ -250,7 +250,7 @@ class Run:
         self.run_loggers.log({"Loss/train_epoch": self.train_loss}, self.iteration)
 
     def _validate_or_stop(self) -> float | None:
-        """Score the model; returns its loss. None where the data were lost: the run stops, and validates when resumed."""
+        """Score the model; returns its loss. None where the data were lost: the run stops, to validate when resumed."""
         self.validation_due = True
         try:
             self._validate()

@@ -60,17 +60,20 @@ class NodeCache:
             is_whole = form == FORMAT and length == len(content)
             if is_whole and zlib.crc32(content) == checksum:
                 return content
+        # A disk that lost power may have the name of a file and not its content.
         path.unlink(missing_ok=True)
         return None
 
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Keep bytes under a name, if they fit. A full disk is said once, in the log, and is no error."""
+        # What is larger than the cache would drive out all else, and itself.
         size = HEADER.size + len(content)
         if size > self.limit:
             return
         path = self._path(name)
         partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
         try:
+            # A process that is killed behind this line has booked too much, which the next look at all files mends.
             self._book(size)
             path.parent.mkdir(exist_ok=True)
             with open(partial, "wb") as file:
@@ -86,6 +89,7 @@ class NodeCache:
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
         """Hold off whoever is inside with the same name, on this node: one fetches it, the others find it then."""
+        # 256 locks are enough: two names that share one by chance only wait for each other.
         number = self._digest(name)[:2]
         with open(self.folder / "locks" / number, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -110,6 +114,7 @@ class NodeCache:
         """Remove the entries not used for longest, until there is room; returns the bytes of those that stay."""
         entries = []
         for path in self.folder.glob("??/*"):
+            # Readers remove what is damaged, and writers rename, without the lock.
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 entries.append((status.st_mtime, status.st_size, path))
@@ -127,6 +132,7 @@ class NodeCache:
 
     def _total(self) -> int | None:
         """The bytes that are booked; None where that cannot be told."""
+        # The file is not there at first, and empty if a process was killed while it wrote.
         try:
             (total,) = TOTAL.unpack((self.folder / "total").read_bytes())
         except (OSError, struct.error):

@@ -28,6 +28,7 @@ class ChunkReader:
 
     def count_missing(self) -> int:
         """The number of chunks that were never written, as far as a look at the names of the objects tells."""
+        # A store that cannot be listed shows what it lacks when it is read.
         names = self.source.names(self.layout.path)
         if names is None:
             return 0
@@ -88,6 +89,7 @@ class ChunkReader:
         first = [wanted.start for wanted in inside[:-1]]
         for dimension, steps in enumerate(index):
             first[dimension] += steps
+        # Number of values in front of it, in C order.
         values = np.ravel_multi_index((*first, 0), self.layout.chunk)
         return self.layout.dtype.itemsize * int(values)
 
@@ -97,6 +99,7 @@ class ChunkReader:
 
     def _decode(self, payload: memoryview, part: Part, target: np.ndarray) -> None:
         """Fill a target with its part of an encoded chunk."""
+        # A chunk at the end of the array is stored whole, and only its first part is in the array.
         is_whole = target.shape == self.layout.chunk
         if is_whole and self._is_as_stored(target):
             self._decode_into(payload, target)
@@ -109,6 +112,7 @@ class ChunkReader:
         """Decode a whole chunk. Raises ValueError where it holds another number of values."""
         out = _bytes_of(chunk)
         codecs = self.layout.codecs or []
+        # Not compressed, and from a source that gives whole objects.
         if not codecs:
             if len(payload) != len(out):
                 raise EOFError("the file was truncated")
@@ -163,6 +167,7 @@ class ChunkReader:
 
     def _count_missing_in(self, coords: Coords) -> int:
         """The number of chunks that were never written into a shard; those beyond the array's end do not count."""
+        # The index has a row for each chunk that a shard could hold.
         inside = tuple(slice(0, count) for count in self.layout.chunks_inside(coords))
         offsets = self._index(coords)[..., 0]
         return int((offsets[inside] == NEVER_WRITTEN).sum())

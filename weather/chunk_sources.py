@@ -40,6 +40,7 @@ class ThreadBuffers(threading.local):
 
     def take(self, purpose: str, length: int) -> memoryview:
         """So many bytes, of any content, valid until the thread asks again."""
+        # The largest buffer that was needed so far: chunks differ little in length.
         kept = self.buffers.get(purpose)
         if kept is None or len(kept) < length:
             kept = np.empty(length, np.uint8)
@@ -61,6 +62,7 @@ class LocalChunks:
         for key, first, length in places:
             with open(self.folder / key, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
+                # A place that is counted from the end: the index of a shard.
                 begin = first if first >= 0 else size + first
                 wanted = size - begin if length is None else length
                 view = self.buffers.take("encoded", wanted)
@@ -69,11 +71,13 @@ class LocalChunks:
 
     def read_into(self, key: str, first: int, out: memoryview) -> None:
         """As ChunkSource says: straight from the file."""
+        # To open a file takes microseconds. To keep thousands open takes more descriptors than a process has.
         with open(self.folder / key, "rb", buffering=0) as file:
             fill(file.fileno(), first, out)
 
     def names(self, prefix: str) -> set[str]:
         """As ChunkSource says."""
+        # One walk costs less than a question for each of thousands of chunks.
         found: set[str] = set()
         for folder, _, files in os.walk(self.folder / prefix):
             relative = Path(folder).relative_to(self.folder).as_posix()

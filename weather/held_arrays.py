@@ -49,6 +49,7 @@ class Frames:
         self.shape = year.shape
         self.dtype = np.dtype(np.float32)
         self.ndim = len(self.shape)
+        # As if all of it were in memory, by which others choose how much to read at a time.
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
         self.attrs: dict[str, Any] = {}
 

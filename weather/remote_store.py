@@ -167,6 +167,7 @@ class RemoteObjects:
 
     def _fetch_once(self, place: Place) -> bytes:
         """One request. Raises what fsspec and its libraries raise, and ConnectionError for an answer cut short."""
+        # fsspec counts from the end, and ends at the end, as slices of Python do.
         key, first, length = place
         path = f"{self.root}/{key}"
         is_whole = first == 0 and length is None

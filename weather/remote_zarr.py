@@ -39,9 +39,11 @@ class RemoteZarrStore(Store):
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """The bytes of an object, None where there is none. Raises UsageError for a chunk of fields that is missing."""
         loop = asyncio.get_running_loop()
+        # A request waits in a thread of its own, so that zarr's loop can begin the next ones.
         try:
             data = await loop.run_in_executor(self.objects.pool, self.objects.fetch, _place(key, byte_range))
         except FileNotFoundError:
+            # zarr looks for metadata of both of its formats: that some are not there says nothing.
             chunk = FIELD_CHUNK.fullmatch(key)
             if chunk is None:
                 return None
@@ -51,6 +53,7 @@ class RemoteZarrStore(Store):
             is_metadata = key.rpartition("/")[2] in METADATA
             if not is_metadata:
                 raise
+            # Whoever opens the store tells, if nothing else is found.
             self.denied = self.denied or str(error)
             return None
         return prototype.buffer.from_bytes(bytes(data))
@@ -77,6 +80,7 @@ class RemoteZarrStore(Store):
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         """The names of all objects below a folder."""
+        # zarr asks for names only where supports_listing is true.
         for name in sorted(await asyncio.to_thread(self.objects.names, prefix) or ()):
             yield name
 
@@ -112,6 +116,7 @@ def _place(key: str, byte_range: ByteRequest | None) -> Place:
         return Place(key, byte_range.start, byte_range.end - byte_range.start)
     if isinstance(byte_range, OffsetByteRequest):
         return Place(key, byte_range.offset)
+    # The last bytes, whatever the length: where a shard has its index.
     if isinstance(byte_range, SuffixByteRequest):
         return Place(key, -byte_range.suffix, byte_range.suffix)
     return Place(key)

@@ -66,6 +66,7 @@ class SourceYear(YearFile):
         self.path = path
         self.reader = reader
         self.dates = self._dates(year)
+        # Variables, levels and dates that are missing are named now, and not in the middle of a run.
         with reading(str(path)):
             reader.era5.check(self.dates)
         latitude, longitude = reader.era5.grid
@@ -81,6 +82,7 @@ class SourceYear(YearFile):
 
     def _dates(self, year: int | None) -> np.ndarray:
         """The 6-hourly instants that the store has, (T,) datetime64[s]. Raises UsageError where there are none."""
+        # Hourly stores have more; nothing is averaged over time.
         times = np.asarray(self.reader.store.times).astype("datetime64[s]")
         since_midnight = times - times.astype("datetime64[D]")
         is_wanted = since_midnight % (6 * HOUR) == 0 * HOUR

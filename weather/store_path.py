@@ -32,12 +32,14 @@ class SharedStore:
         """The open store. Raises UsageError."""
         from weather.zarr_store import ZarrStore
 
+        # Threads of a loader may come at the same time.
         with self.lock:
             if self.opened is None:
                 self.opened = ZarrStore(self.address, self.options)
             return self.opened
 
     def __getstate__(self) -> dict[str, Any]:
+        # Threads and connections stay where they are.
         return {"address": self.address, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -58,6 +60,7 @@ class StorePath:
     @property
     def name(self) -> str:
         """The last part, with the years."""
+        # A listing of files begins with it, on every rank the same.
         store, _, years = self.text.partition("#")
         last = store.rstrip("/").rpartition("/")[2]
         if not years:
@@ -73,6 +76,7 @@ class StorePath:
 
     def by_year(self) -> list["StorePath"]:
         """A path for each year; this one where no years are named."""
+        # All of them share the open store.
         if not self.years:
             return [self]
         return [StorePath(self.store, (year,)) for year in self.years]
@@ -85,6 +89,7 @@ def data_path(text: str | Path, options: RemoteOptions | None = None) -> Path | 
     """
     if isinstance(text, Path) or is_folder(text):
         return Path(text)
+    # What is neither is a folder that is not there, which whoever looks into it says.
     match = YEARS.fullmatch(text)
     if match is None and not is_address(text):
         return Path(text)

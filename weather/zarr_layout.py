@@ -77,6 +77,7 @@ class ChunkLayout:
 
     def key(self, coords: Coords) -> str:
         """The name of the object at these coordinates in the grid of objects."""
+        # c/7/0/0/0 in format 3, 7.0.0.0 in format 2.
         numbers = self.separator.join(map(str, coords))
         return f"{self.path}/{self.prefix}{numbers}"
 
@@ -90,6 +91,7 @@ class ChunkLayout:
 
     def locate(self, coords: Coords) -> tuple[Coords, Coords]:
         """(coordinates of the object that holds a chunk, those of the chunk in it)."""
+        # Without shards an object is a chunk, and the second are zeros.
         outer, inner = [], []
         for number, count in zip(coords, self.chunks_in_object, strict=True):
             outer.append(number // count)
@@ -152,6 +154,7 @@ def _layout_of_format_2(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLay
 
 
 def _layout_of_format_3(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLayout:
+    # How objects are named: as is usual in format 3, or as in format 2.
     encoding = metadata["chunk_key_encoding"]
     is_default = encoding["name"] == "default"
     separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
@@ -175,6 +178,7 @@ def _layout_of_format_3(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLay
 
 
 def _shards(array: zarr.Array, configuration: dict[str, Any]) -> Shards:
+    # The index must be read before any chunk, so its own encoding has to be known.
     names = [codec["name"] for codec in configuration["index_codecs"]]
     if names not in INDEX_CODECS or array.shards is None:
         raise ValueError(f"its shards have an index in {', '.join(names)}: write it with zarr's usual index_codecs")
@@ -184,6 +188,7 @@ def _shards(array: zarr.Array, configuration: dict[str, Any]) -> Shards:
 
 def _codecs(names: list[str]) -> list[Codec] | None:
     """The codecs that undo those of these names, the last one first; None where zarr must do it."""
+    # Their settings matter only to whoever encodes.
     if any(name not in SELF_DESCRIBING for name in names):
         return None
     return [numcodecs.get_codec({"id": name}) for name in reversed(names)]

@@ -66,6 +66,7 @@ class ZarrStore:
 
     def _has_sources(self) -> bool:
         """Find the arrays; tell whether they are ERA5's variables, and not ours."""
+        # On a file system all arrays are looked at.
         if not self.is_remote:
             self.arrays = dict(self.group.arrays())
             known = [name for name in self.arrays if name.lower() in BY_NAME]
@@ -74,6 +75,7 @@ class ZarrStore:
             return True
         if self.store.supports_listing:
             self.arrays = dict(self.group.arrays())
+        # A server that lists nothing is asked for the usual names.
         if DATASET not in self.arrays:
             names = [DATASET, *(name for name in USUAL_NAMES if name in self.group)]
             self.arrays = {name: self.group[name] for name in names}
@@ -97,6 +99,7 @@ class ZarrStore:
     @cached_property
     def chunks(self) -> ChunkReader:
         """The reader of the fields. Raises UsageError where chunks of them were never written."""
+        # Once for all years: it looks at the names of all chunks.
         with reading(f"{self.address}: Zarr"):
             reader = ChunkReader(chunk_layout(self.arrays[DATASET]), self.source, self.address)
             missing = reader.count_missing()
