@@ -1,10 +1,12 @@
 """Years in Zarr stores give the samples of year files, are trained to the same weights, and are refused as clearly."""
 
+import os
 import re
 import shutil
 from contextlib import closing
 
 import h5py
+import numcodecs
 import numpy as np
 import pytest
 import xarray
@@ -125,28 +127,129 @@ def test_a_store_that_is_damaged_or_other_is_named_in_one_line(stores, tmp_path,
         FieldDataset(tmp_path / "train", 20, (16, 32))
 
 
-def test_shards_are_refused_and_what_is_no_number_is_named(stores, tmp_path):
-    store = tmp_path / "train/1979.zarr"
+def test_what_is_no_number_is_named(stores, tmp_path):
     shutil.copytree(stores["plain 3"] / "train", tmp_path / "train")
-    group = zarr.open_group(store, mode="r+")
-    fields = group["fields"][:]
+    group = zarr.open_group(tmp_path / "train/1979.zarr", mode="r+")
     group["fields"][5, 2, 1, 1] = np.nan
     with refusal(r"1979.zarr: frame 5: channel 2 \(t2m\) holds nan"):
         FieldDataset(tmp_path / "train", 20, (16, 32)).check_finite(4)
-    del group["fields"]
-    group.create_array("fields", data=fields, chunks=(1, 20, 16, 32), shards=(4, 20, 16, 32))
-    with refusal("in shards: write it without"):
-        FieldDataset(tmp_path / "train", 20, (16, 32))
 
 
-@pytest.mark.parametrize("chunks", [(4, 20, 16, 32), (1, 1, 16, 32)])
-def test_other_chunks_are_read_too(sample_folder, tmp_path, chunks):
-    for path in (sample_folder / "train").glob("*.h5"):
-        with h5py.File(path, locking=False) as file:
-            group = zarr.open_group(tmp_path / "train" / f"{path.stem}.zarr", mode="w")
-            group.create_array("fields", data=file["fields"][:], chunks=chunks)
-    ours, theirs = (FieldDataset(folder / "train", 20, (16, 32)) for folder in (tmp_path, sample_folder))
-    np.testing.assert_array_equal(read_all(ours), read_all(theirs))
+FRAME = (1, 20, 16, 32)
+LAYOUTS = {
+    "four frames a chunk": {"chunks": (4, 20, 16, 32)},
+    "a chunk a channel": {"chunks": (1, 1, 16, 32)},
+    "chunks that divide nothing": {"chunks": (3, 7, 5, 9)},
+    "the same without compression": {"chunks": (3, 7, 5, 9), "compressors": None},
+    "rows of a frame": {"chunks": (1, 20, 5, 32), "compressors": None},
+    "gzip": {"chunks": FRAME, "compressors": {"name": "gzip", "configuration": {"level": 1}}},
+    "blosc": {"chunks": FRAME, "compressors": zarr.codecs.BloscCodec(cname="lz4")},
+    "two codecs": {"chunks": FRAME, "compressors": [zarr.codecs.GzipCodec(), zarr.codecs.ZstdCodec()]},
+    "a codec that zarr alone knows": {"chunks": FRAME, "compressors": [zarr.codecs.Crc32cCodec()]},
+    "transposed": {"chunks": FRAME, "filters": [zarr.codecs.TransposeCodec(order=(0, 3, 2, 1))]},
+    "the other byte order": {"chunks": FRAME, "serializer": zarr.codecs.BytesCodec(endian="big")},
+    "in double precision": {"chunks": FRAME, "dtype": "f8"},
+    "shards": {"chunks": FRAME, "shards": (8, 20, 16, 32)},
+    "shards of channels": {"chunks": (1, 1, 16, 32), "shards": (8, 20, 16, 32), "compressors": None},
+    "shards with the index first": {
+        "chunks": FRAME,
+        "shards": {"shape": (8, 20, 16, 32), "index_location": "start"},
+    },
+    "transposed in shards": {
+        "chunks": FRAME,
+        "shards": (8, 20, 16, 32),
+        "filters": [zarr.codecs.TransposeCodec(order=(0, 3, 2, 1))],
+    },
+    "format 2": {"chunks": FRAME, "zarr_format": 2, "fill_value": 0.0},
+    "format 2, nested": {
+        "chunks": FRAME,
+        "zarr_format": 2,
+        "chunk_key_encoding": {"name": "v2", "separator": "/"},
+        "compressors": numcodecs.Blosc(),
+    },
+    "format 2, in columns": {"chunks": FRAME, "zarr_format": 2, "order": "F"},
+    "format 2, filtered": {"chunks": FRAME, "zarr_format": 2, "filters": [numcodecs.Shuffle(4)]},
+}
+
+
+def write_layout(source, store, dtype="f4", zarr_format=3, **layout):
+    """The fields of a year file as a store of this layout; returns its group."""
+    with h5py.File(source, locking=False) as file:
+        fields = file["fields"][:]
+    group = zarr.open_group(store, mode="w", zarr_format=zarr_format)
+    group.create_array("fields", data=fields.astype(dtype), **layout)
+    return group
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chunks_are_read_however_they_lie_and_are_encoded(sample_folder, tmp_path, layout):
+    write_layout(sample_folder / "train/1979.h5", tmp_path / "1979.zarr", **LAYOUTS[layout])
+    for window in {}, {"rows": slice(3, 9)}, {"rows": slice(1, 7), "columns": slice(5, 30)}:
+        ours = FieldDataset(tmp_path / "1979.zarr", 18, (16, 32), **window)
+        theirs = FieldDataset(sample_folder / "train", 18, (16, 32), limit=19, **window)
+        np.testing.assert_array_equal(read_all(ours), read_all(theirs))
+
+
+@pytest.mark.parametrize("layout", ["shards", "shards with the index first", "transposed in shards"])
+def test_chunks_that_were_never_written_into_a_shard_are_counted(sample_folder, tmp_path, layout):
+    source, store = sample_folder / "train/1979.h5", tmp_path / "1979.zarr"
+    group = write_layout(source, store, **LAYOUTS[layout])
+    with h5py.File(source, locking=False) as file:
+        frames = file["fields"][:]
+    shape = group["fields"].shape
+    group.create_array("fields", shape=shape, dtype="f4", overwrite=True, **LAYOUTS[layout])
+    group["fields"][:5] = frames[:5]
+    group["fields"][8:20] = frames[8:20]  # the third shard reaches beyond the last frame
+    with refusal("1979.zarr: 3 chunks of 'fields' were never written: the store was not finished"):
+        FieldDataset(store, 20, (16, 32))
+    group["fields"][5:8] = frames[5:8]
+    FieldDataset(store, 20, (16, 32))
+    (store / "fields/c/1/0/0/0").unlink()
+    with refusal("8 chunks of 'fields' were never written"):
+        FieldDataset(store, 20, (16, 32))
+
+
+def test_a_chunk_that_disappears_or_is_cut_off_is_named(stores, tmp_path):
+    for stored, chunk in ("plain 2", "fields/7.0.0.0"), ("compressed 3", "fields/c/7/0/0/0"):
+        shutil.copytree(stores[stored] / "train", tmp_path / stored)
+        dataset, path = FieldDataset(tmp_path / stored, 20, (16, 32)), tmp_path / stored / "1979.zarr" / chunk
+        os.truncate(path, 5000)
+        with refusal("1979.zarr: frame . cannot be read"):
+            read_all(dataset)
+        path.unlink()
+        with refusal("1979.zarr: chunk 7.0.0.0 of 'fields' was never written"):
+            read_all(dataset)
+
+
+@pytest.mark.parametrize("compressors", [None, "auto", zarr.codecs.GzipCodec(), zarr.codecs.BloscCodec()])
+def test_a_chunk_of_another_size_is_no_chunk(sample_folder, tmp_path, compressors):
+    """A codec fills the first part of a buffer without a word."""
+    store = tmp_path / "1979.zarr"
+    write_layout(sample_folder / "train/1979.h5", store, chunks=FRAME, compressors=compressors)
+    small = zarr.open_group(tmp_path / "small", mode="w").create_array(
+        "fields", data=np.ones((1, 20, 16, 16), "f4"), chunks=(1, 20, 16, 16), compressors=compressors
+    )
+    assert small.nchunks == 1
+    shutil.copy(tmp_path / "small/fields/c/0/0/0/0", store / "fields/c/7/0/0/0")
+    with refusal("1979.zarr: frame . cannot be read"):
+        read_all(FieldDataset(store, 20, (16, 32)))
+
+
+def test_names_in_bytes_and_whole_numbers_of_time_are_read(sample_folder, tmp_path):
+    group = write_layout(
+        sample_folder / "train/1979.h5", tmp_path / "some.zarr", chunks=FRAME, zarr_format=2, fill_value=0.0
+    )
+    theirs = FieldDataset(sample_folder / "train", 20, (16, 32))
+    names = np.array(theirs.description.names, "S5")
+    group.create_array("channel", data=names, fill_value=b"")
+    hours = (np.datetime64("1979-01-01") - np.datetime64("1900-01-01")).astype("timedelta64[h]").astype(int)
+    time = group.create_array("time", data=(hours + 6 * np.arange(20)).astype("i4"), fill_value=0)
+    time.attrs["units"] = "hours since 1900-01-01"
+    group.create_array("latitude", data=theirs.description.grid.latitude, fill_value=0.0)
+    group.create_array("longitude", data=theirs.description.grid.longitude, fill_value=0.0)
+    ours = FieldDataset(tmp_path / "some.zarr", 20, (16, 32))
+    assert not ours.description.difference(theirs.description)
+    np.testing.assert_array_equal(ours.times[0], theirs.times[0])
 
 
 def test_a_conversion_goes_on_where_it_was_interrupted(sample_folder, tmp_path, capsys):

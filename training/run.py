@@ -31,13 +31,14 @@ from training.watchdog import Watchdog
 from utils import comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
-from utils.errors import STOPPED_STATUS, NonFiniteLossError, reported_as_usage_error
+from utils.errors import STOPPED_STATUS, ConnectionLostError, NonFiniteLossError, reported_as_usage_error
 from utils.files import write_json
 from utils.schema import Config
 from utils.signals import StopRequest
 
 log = logging.getLogger(__name__)
-RESUMED = ("epoch_loss", "epoch_iterations", "train_loss", "best_val_loss")  # attributes of a Run
+# Attributes of a Run.
+RESUMED = ("epoch_loss", "epoch_iterations", "train_loss", "best_val_loss", "validation_due")
 
 
 class Run:
@@ -68,7 +69,9 @@ class Run:
         self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
         self.train_loss: float | None = None  # mean over the last epoch
         self.best_val_loss: float | None = None
+        self.validation_due = False  # one has begun and not ended
         self.resumed = False  # and no step has been made since
+        self.saved: int | None = None  # iteration of the newest checkpoint
         self.result: dict[str, Any] = {}  # of the last validation
         self.stop_request = StopRequest()  # of this process
         self.stopping = False  # all ranks know of a request and stop after the same step
@@ -99,8 +102,8 @@ class Run:
             self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
             self.open = opened.pop_all()
-        if self.iteration == self.config.num_iters:
-            self._validate()
+        if self.iteration == self.config.num_iters or self.validation_due:
+            self._go_on_validating()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
@@ -116,12 +119,14 @@ class Run:
 
             for line in fallback.report():  # operations and results that were not split
                 log.info(line)
-        if kind is None and not self.summary and self.iteration == self.config.num_iters:
+        is_done = self.iteration == self.config.num_iters and not self.validation_due
+        if kind is None and not self.summary and is_done:
             self.summary = self._summarize()
             if comm.is_main():
                 write_json(self.folder.summary_file, self.summary)
         if kind is None and self.stopping and not self.summary:
-            log.info("Stopped after saving iteration %d; repeat the command to resume", self.iteration)
+            when = "before the first iteration" if self.saved is None else f"after saving iteration {self.saved}"
+            log.info("Stopped %s; repeat the command to resume", when)
         self.folder.close()
         if kind is None and self.summary:
             print_result(self.summary, self.validator.describe(self.summary), self.config)
@@ -140,8 +145,12 @@ class Run:
             if self.profiler:
                 self.profiler.step()
             self.current_step.enter_context(span("step"))
-            with span("data"):
-                x, y = next(batches)
+            try:
+                with span("data"):
+                    x, y = next(batches)
+            except ConnectionLostError as error:
+                self._stop_without_data(error)
+                break
             if self.resumed:
                 self.step.settle(x, y)
                 self.resumed = False
@@ -159,6 +168,16 @@ class Run:
         self.bar.update()
         self._between_steps()
         self.watchdog.beat()
+
+    def _stop_without_data(self, error: ConnectionLostError) -> None:
+        """Save and stop, as at a signal: the data cannot be read any more. Every rank raised the same error."""
+        log.error("%s", error)
+        self.current_step.close()
+        self.stopping = True
+        if self.telemetry.losses:
+            self._read_losses()
+        if self.iteration not in (0, self.saved):
+            self._save(None)
 
     def _is_read(self, done: int) -> bool:
         """Tell whether the losses are read after so many iterations. A signal can ask for it at any other one."""
@@ -183,8 +202,7 @@ class Run:
         if end_of_epoch:
             self._log_epoch(epoch)
             if finished or epoch % config.validate_every == 0:
-                self._validate()
-                val_loss = self.result["val_loss"]
+                val_loss = self._validate_or_stop()
                 save_due = save_due or val_loss == self.best_val_loss
         if save_due or self.stopping:
             self._save(val_loss)
@@ -231,6 +249,26 @@ class Run:
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.run_loggers.log({"Loss/train_epoch": self.train_loss}, self.iteration)
 
+    def _validate_or_stop(self) -> float | None:
+        """Score the model; returns its loss. None where the data were lost: the run stops, to validate when resumed."""
+        self.validation_due = True
+        try:
+            self._validate()
+        except ConnectionLostError as error:
+            log.error("%s", error)
+            self.stopping = True
+            return None
+        self.validation_due = False
+        return self.result["val_loss"]
+
+    def _go_on_validating(self) -> None:
+        """Score the model as the process before this one would have done; again, where all iterations are done."""
+        was_due = self.validation_due
+        val_loss = self._validate_or_stop()
+        is_new_best = val_loss is not None and val_loss == self.best_val_loss
+        if was_due and is_new_best:
+            self._save(val_loss)
+
     def _validate(self) -> None:
         """Score the model."""
         started = time.perf_counter()
@@ -259,6 +297,7 @@ class Run:
         wait = self.stopping or self.iteration == self.config.num_iters
         with reported_as_usage_error(OSError, f"iteration {self.iteration}: a checkpoint could not be written"):
             folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
+        self.saved = self.iteration
         log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
 
     def _tensors(self) -> State:
@@ -295,9 +334,9 @@ class Run:
         self.resumed = True
         state = marker["trainer"]
         self.step.task.check_data_record(state.get("data", {}), self.checkpoints.path)
-        self.iteration = marker["iteration"]
+        self.iteration = self.saved = marker["iteration"]
         for name in RESUMED:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # an older checkpoint lacks the newest
         self.step.scaler.load_state_dict(state["scaler"])
         self._log_notes()
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())

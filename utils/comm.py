@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from utils.device import backend_for, physical_name, select_device
-from utils.errors import ArgumentParser, UsageError, first_line, os_errors_as_usage_errors, run_main, whole
+from utils.errors import (
+    ArgumentParser,
+    ConnectionLostError,
+    UsageError,
+    first_line,
+    os_errors_as_usage_errors,
+    run_main,
+    whole,
+)
 from utils.launch import Launch, name_gloo_interface, read_launch
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FAREWELL_SECONDS, FailureListener, agent_has_store, end_with_launcher
@@ -275,11 +283,11 @@ def gather(own: T) -> list[T]:
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Call function() on every rank; where some raise a UsageError, every rank raises the first of them."""
-    error_here: UsageError | None = None
+    """Call function() on every rank; where some raise a UsageError or ConnectionLostError, all raise the first one."""
+    error_here: UsageError | ConnectionLostError | None = None
     try:
         result = function()
-    except UsageError as error:
+    except (UsageError, ConnectionLostError) as error:
         error_here = error
     for first in filter(None, gather(error_here)):
         raise first

@@ -9,8 +9,8 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 from utils import comm
 from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
 from utils.device import library
+from utils.errors import ConnectionLostError
 from utils.sample_order import Order
 
 AHEAD = 2  # batches that a GPU has not done with when the next one is made
 Batch = tuple[Tensor, Tensor]  # (input, target)
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -49,6 +51,7 @@ class BatchLoader:
     forcings: ForcingChannels | None = None
     stages: Sequence[tuple[int, int]] = ((0, 1),)
     frames: int = 1
+    voters: dist.ProcessGroup | None = field(default=None, init=False)  # all ranks, where they read what can be lost
 
     @property
     def num_samples(self) -> int:
@@ -110,16 +113,16 @@ class BatchLoader:
         """As _batches; where several ranks train on the same samples, the first one reads and broadcasts them."""
         group = comm.get_group("tp_pp")
         if comm.get_size("tp_pp") == 1:
-            yield from self._batches(order, iterations)
+            yield from self._read_together(self._batches(order, iterations))
         elif reads_samples():
-            for x, y in self._batches(order, iterations):
+            for x, y in self._read_together(self._batches(order, iterations)):
                 x, y = x.contiguous(), y.contiguous()
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
                 yield x, y
         else:
             h, w = self.dataset.shape[2:]
-            for steps in map(order.steps, iterations):
+            for steps in self._read_together(map(order.steps, iterations)):
                 forced = self.forcings.channels(steps) if self.forcings else 0
                 channels = self.frames * self.n_in + forced, steps * self.n_out
                 x, y = (
@@ -128,6 +131,37 @@ class BatchLoader:
                 for tensor in (x, y):
                     dist.broadcast(tensor, group=group, group_src=0)
                 yield x, y
+
+    def _read_together(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches, each when all ranks have theirs; ConnectionLostError on all ranks where one has lost its source.
+
+        A rank without a batch could not take part in the step, and the others would wait for it there. So those who
+        read what can be lost agree first: one number, summed over all ranks on the host.
+        """
+        can_be_lost = getattr(self.dataset, "is_remote", False)
+        if not can_be_lost or comm.world_size() == 1:
+            yield from batches
+            return
+        while True:
+            lost: ConnectionLostError | None = None
+            batch: T | None = None
+            try:
+                batch = next(batches, None)
+            except ConnectionLostError as error:
+                lost = error
+            if self._is_so_anywhere(lost is not None):
+                raise next(filter(None, comm.gather(lost)))
+            if batch is None:  # every rank has as many
+                return
+            yield batch
+
+    def _is_so_anywhere(self, condition: bool) -> bool:
+        """Tell whether a condition holds on any rank: summed on the host, which does not wait for the device."""
+        if self.voters is None:
+            self.voters = comm.new_cpu_group()
+        count = torch.tensor([int(condition)])
+        dist.all_reduce(count, group=self.voters)
+        return count.item() > 0
 
     def _split(self, frames: Tensor, samples: np.ndarray) -> Batch:
         """Input and target of normalised samples (B, n + k, C, h, w) of these numbers."""
@@ -185,14 +219,15 @@ class DataLoader(BatchLoader):
                     reading.append(self._start_reading(free.popleft(), order, iteration))
                 if not reading:
                     return
-                slot = reading.popleft()
+                slot = reading[0]
                 for read in slot.reads:
                     read.result()
+                reading.popleft()
                 frames = self._to_device(slot)
                 free.append(slot)
                 yield self._split(frames, slot.samples)
         finally:
-            for slot in reading:  # left early: no thread may still write into a buffer
+            for slot in reading:  # left early, or one failed: no thread may still write into a buffer
                 for read in slot.reads:
                     read.cancel() or read.exception()
 

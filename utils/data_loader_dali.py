@@ -18,7 +18,7 @@ from torch import Tensor
 
 from utils.data_loader import Batch, BatchLoader
 from utils.data_protocol import ChannelStatistics
-from utils.errors import UsageError
+from utils.errors import ConnectionLostError, UsageError
 from utils.sample_order import Order
 from utils.signals import STOP_SIGNALS
 
@@ -91,11 +91,14 @@ class BatchStream:
             return torch.from_dlpack(batch.as_tensor()).to(self.device)
         except Exception as error:  # a worker's comes as its text, of another class
             message = str(error.__cause__)
-            if f"UsageError: {message}" not in str(error):
+            kind: type[Exception] = UsageError
+            if f"{ConnectionLostError.__name__}: {message}" in str(error):
+                kind = ConnectionLostError
+            elif f"{UsageError.__name__}: {message}" not in str(error):
                 message = self._loss(1)  # its pipes close before it has ended
             if not message:
                 raise
-        raise UsageError(message)  # out here it does not hold DALI's frames, so the processes can end
+        raise kind(message)  # out here it does not hold DALI's frames, so the processes can end
 
     def _check(self, within: float) -> None:
         if self._loss(within):

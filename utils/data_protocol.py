@@ -10,7 +10,10 @@ if TYPE_CHECKING:  # DALI's worker processes do without torch, which takes secon
 
 
 class Dataset(Protocol):
-    """Samples of several frames each: the n of the input, oldest first, and the targets of every step of a forecast."""
+    """Samples of several frames each: the n of the input, oldest first, and the targets of every step of a forecast.
+
+    One whose `read` may raise ConnectionLostError says so by an attribute `is_remote`, which is true.
+    """
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

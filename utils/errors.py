@@ -27,6 +27,10 @@ class LayoutError(UsageError, ValueError):
     """A model or an image that cannot be split over the ranks as asked."""
 
 
+class ConnectionLostError(Exception):
+    """A store of data that is elsewhere no longer answers. Whoever repeats the command later may find it again."""
+
+
 class NonFiniteLossError(Exception):
     """The training loss became NaN or infinite."""
 
@@ -76,8 +80,8 @@ def reading(what: str) -> Iterator[None]:
     """Turn whatever a format, codec or file system raises into a UsageError. what: the file, and the place in it."""
     try:
         yield
-    except UsageError:
-        raise  # it names the place better
+    except (UsageError, ConnectionLostError):
+        raise  # they name the place better
     except Exception as error:
         raise UsageError(f"{what} cannot be read: {first_line(error)}") from error
 
@@ -96,6 +100,13 @@ def os_errors_as_usage_errors() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the exception's name where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status of a program that ends with an error."""
+    if isinstance(error, UsageError):
+        return USAGE_STATUS
+    return STOPPED_STATUS if isinstance(error, ConnectionLostError) else FAILED_STATUS
 
 
 def one_line(text: str) -> str:
@@ -118,7 +129,7 @@ def leave_for_torchrun(message: str) -> None:
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Call main() and exit with its status (None is 0); a UsageError exits with 2, a NonFiniteLossError with 1.
+    """Call main() and exit with its status (None is 0); an error that is expected exits with status_of it.
 
     A process that dies of SIGBUS or SIGSEGV prints its stacks first.
     """
@@ -128,9 +139,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     try:
         with os_errors_as_usage_errors():
             status = main()
-    except (UsageError, NonFiniteLossError) as error:
+    except (UsageError, ConnectionLostError, NonFiniteLossError) as error:
         report(str(error))
-        status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
+        status = status_of(error)
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS
     except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has

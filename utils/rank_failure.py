@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from utils.errors import (
     FAILED_STATUS,
-    USAGE_STATUS,
+    ConnectionLostError,
     NonFiniteLossError,
     UsageError,
     leave_for_torchrun,
     one_line,
     report,
+    status_of,
 )
 from utils.files import whole_file
 
@@ -69,8 +70,8 @@ class FailureListener:
 
     def end_this_rank(self, error: BaseException) -> NoReturn:
         """Say why, to people and to the other ranks, and end without waiting for their collectives."""
-        status = USAGE_STATUS if isinstance(error, UsageError) else FAILED_STATUS
-        expected = isinstance(error, UsageError | NonFiniteLossError | KeyboardInterrupt)
+        status = status_of(error)
+        expected = isinstance(error, UsageError | ConnectionLostError | NonFiniteLossError | KeyboardInterrupt)
         text = one_line(f"{error if expected else f'{type(error).__name__}: {error}'}")
         message = f"rank {self.rank}: {text}"
         self.ending.acquire()

@@ -88,9 +88,12 @@ class Config(BaseModel):
         max_length=64,
     )  # fmt: skip
     predict: Literal["state", "change"] = key("what the network gives: the next state, or the change", "state", "model")
-    train_data_path: Text = key("folder of the training years (.h5)")
-    valid_data_path: Text = key("folder of the validation years")
-    inf_data_path: Text = key("folder of the test years")
+    train_data_path: Text = key("folder of the training years (.h5), or a store: gs://BUCKET/STORE.zarr#1979-2015")
+    valid_data_path: Text = key("folder of the validation years, or a store")
+    inf_data_path: Text = key("folder of the test years, or a store")
+    cache_to: Text | None = key("keep chunks of remote stores here, on a disk of the node: $TMPDIR", None, "speed")
+    cache_gib: PositiveFloat = key("GiB that cache_to may take on each node", 50, "speed")
+    retry_seconds: Seconds = key("seconds for which a lost connection to a remote store is retried", 60, "nothing")
     global_means_path: Text = key("mean of each channel (.npy)")
     global_stds_path: Text = key("standard deviation of each channel (.npy)")
     time_means_path: Text = key("time mean of each channel at each point (.npy), the climatology")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -171,7 +170,7 @@ def _batches(looks: list[Look]) -> Iterator[list[Look]]:
         yield looks[first : first + THREADS]
 
 
-def describe_problem(path: Path, axis: TimeAxis | None, frame: int, name: str, problem: Problem) -> str:
+def describe_problem(path: object, axis: TimeAxis | None, frame: int, name: str, problem: Problem) -> str:
     """The message: file, frame, date, channel, place, value and what it looks like. name: of the channel."""
     date = f" ({show(axis.dates[frame])})" if axis is not None else ""
     channel = f"channel {problem.channel} ({name})"

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UsageError
+from weather.remote_store import RemoteOptions, is_address
+from weather.store_path import StorePath, data_path
 from weather.time_axis import TimeAxis, known_axis, read_time_axis, show, show_step
 from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
@@ -19,11 +21,13 @@ from weather.year_reader import open_year, year_paths
 class FieldDataset:
     """All samples of a folder, in the order of the file names.
 
-    folder: holds *.h5 or *.nc files or *.zarr stores, one for each year; they may differ in length.
+    folder: holds *.h5 or *.nc files or *.zarr stores, one for each year; they may differ in length. Or a store, also
+    one that is elsewhere, and the years of it that are wanted: gs://BUCKET/STORE.zarr#1979-2015.
     channels: how many channels to read, from the first. img_size: (H, W), the first rows and columns of the files.
     dt: frames from one step of a forecast to the next. limit: use only this many samples, from the first.
     rows, columns: read only this part of the image (slices of [0, H) and of [0, W)).
     steps: the most of a forecast. inputs: frames before the first of these steps, dt apart, which a model takes.
+    remote: how a store that is elsewhere is read.
     Raises UsageError if the folder or a file does not hold such data.
     """
 
@@ -38,13 +42,14 @@ class FieldDataset:
         columns: slice | None = None,
         steps: int = 1,
         inputs: int = 1,
+        remote: RemoteOptions | None = None,
     ):
-        self.folder, self.channels, self.dt, self.steps = Path(folder), channels, dt, steps
+        self.folder, self.channels, self.dt, self.steps = data_path(folder, remote), channels, dt, steps
         self.inputs, self.span = inputs, (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
-        self.paths = year_paths(self.folder)
-        if not self.paths:
+        self.paths: Sequence[Path | StorePath] = year_paths(self.folder)
+        if not self.paths and isinstance(self.folder, Path):
             problem = "holds no .h5, .nc or .zarr" if self.folder.is_dir() else "no such data folder"
             remedy = f"python -m weather.sample_data {self.folder.parent} --img_size {img_size[0]} {img_size[1]}"
             message = f"{problem}; make sample data with `{remedy}`, or point the config to yours"
@@ -77,6 +82,11 @@ class FieldDataset:
         """Open the files where they are not open: a data set travels to another process without them."""
         for path in self.paths[len(self.files) :]:
             self.files.append(open_year(path))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the connection to these data can be lost."""
+        return is_address(str(self.folder))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

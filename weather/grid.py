@@ -33,3 +33,9 @@ def year_frames(year: int) -> int:
 def frame_times(year: int, first: int, count: int) -> np.ndarray:
     """Dates of 6-hourly frames of a year, counted from 1 January 00 UTC: (count,) datetime64[s]."""
     return np.datetime64(f"{year:04d}-01-01", "s") + 6 * HOUR * np.arange(first, first + count)
+
+
+def years_of(dates: np.ndarray) -> np.ndarray:
+    """The calendar years of dates: (T,) datetime64 -> (T,) int."""
+    since_1970 = dates.astype("datetime64[Y]").astype(int)
+    return since_1970 + 1970

@@ -137,7 +137,7 @@ class FrameSums:
         self.squares = self.squares + np.square(exact).mean(-1)
         self.frames += 1
 
-    def check(self, statistics: Statistics, names: Sequence[str], paths: Paths, folder: Path | str) -> None:
+    def check(self, statistics: Statistics, names: Sequence[str], paths: Paths, folder: object) -> None:
         """Raise UsageError where statistics are not those of such frames.
 
         names: of the channels. paths: of the statistics. folder: of the frames, for the message.

@@ -102,8 +102,8 @@ def read_time_axis(file: DatedFile) -> TimeAxis | None:
     return axis
 
 
-def known_axis(axis: TimeAxis | None, path: Path) -> TimeAxis:
-    """The axis of the file at `path`. Raises UsageError where there is none."""
+def known_axis(axis: TimeAxis | None, path: object) -> TimeAxis:
+    """The axis of the file at `path`, which the message names. Raises UsageError where there is none."""
     if axis is None:
         raise UsageError(f"{path}: has no `time` with units, and its name is not a year: its dates are not known")
     return axis

@@ -10,6 +10,7 @@ import numpy as np
 from utils.errors import UsageError, reading
 from weather.channels import channel_key
 from weather.data_check import describe_problem
+from weather.store_path import StorePath
 from weather.time_axis import TimeAxis, read_time_axis
 from weather.value_check import ValueCheck
 from weather.year_data import YearFile
@@ -72,7 +73,7 @@ class StatisticsSums:
         return np.sqrt(self.changes / changes)
 
 
-def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
+def training_statistics(paths: Sequence[Path | StorePath]) -> list[np.ndarray]:
     """Statistics of the year files `paths`.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
@@ -99,7 +100,7 @@ def training_statistics(paths: Sequence[Path]) -> list[np.ndarray]:
     means, stds = sums.means(), sums.stds()
     for channel in map(int, np.flatnonzero(~(stds > 0))):  # nor is NaN
         raise UsageError(
-            f"{paths[0].parent}: channel {channel} ({names[channel]}) is {means[channel]:g} at every point of every "
+            f"{paths[0]}: channel {channel} ({names[channel]}) is {means[channel]:g} at every point of every "
             "training frame: leave it out, or get it anew"
         )
     of_channels = [values[:, None, None] for values in (means, stds, sums.change_stds())]

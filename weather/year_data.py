@@ -158,10 +158,11 @@ def _read_packing(fields: Any) -> dict[str, float]:
 
 
 def _strings(array):
+    """The texts of an array, as a list. Raises TypeError for one that holds none."""
     values = array.asstr()[:] if hasattr(array, "asstr") else array[:]
-    if values.dtype.kind not in "UTO":
+    if values.dtype.kind not in "UTOS":
         raise TypeError(f"{values.dtype} is not text")
-    return [str(text) for text in values]
+    return [text.decode() if isinstance(text, bytes) else str(text) for text in values.tolist()]
 
 
 def file_times(file: YearFile) -> np.ndarray:

@@ -12,7 +12,6 @@ therefore writes only the missing files. sample_data.py and prepare_era5.py supp
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -28,6 +27,8 @@ from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.dataset import FieldDataset
 from weather.grid import Grid, frame_times, year_frames
+from weather.remote_store import RemoteOptions, add_remote_options
+from weather.store_path import StorePath, data_path, parse_years
 from weather.training_statistics import chunks, training_statistics
 from weather.year_reader import open_year, year_paths
 
@@ -35,20 +36,6 @@ SPLITS = ("train", "valid", "test")
 STATS = ("global_means", "global_stds", "time_means", "change_stds")
 Constant = Mapping[str, tuple[str, np.ndarray]]
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
-
-
-def parse_years(text: str) -> tuple[int, ...]:
-    """The years of '1979', '1979-1982' or '1979,1981-1983' as a tuple of ints. Raises UsageError."""
-    years: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{4})(-(\d{4}))?", part.strip())
-        if not match:
-            raise UsageError(f"years '{text}': write 1979, 1979-1982 or 1979,1981-1983")
-        first, last = int(match[1]), int(match[3] or match[1])
-        if first > last:
-            raise UsageError(f"years '{text}': {first} is after {last}")
-        years += range(first, last + 1)
-    return tuple(years)
 
 
 def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:
@@ -162,7 +149,7 @@ class YearFileWriter:
         return fields
 
 
-def write_statistics(years: Sequence[Path], folder: Path) -> list[Path]:
+def write_statistics(years: Sequence[Path | StorePath], folder: Path) -> list[Path]:
     """Write those statistics of year files that are not in a folder yet; returns their files."""
     values = dict(zip(STATS, training_statistics(years), strict=True))
     new = {path: value for name, value in values.items() if not (path := folder / f"{name}.npy").exists()}
@@ -175,15 +162,18 @@ def write_statistics(years: Sequence[Path], folder: Path) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the statistics of year files that were made elsewhere: python -m weather.year_files TRAIN_FOLDER OUT."""
     parser = ArgumentParser(prog="python -m weather.year_files", description="Statistics of the training years.")
-    parser.add_argument("train", type=Path, help="folder of the training years")
+    parser.add_argument("train", help="folder of the training years, or a store: gs://BUCKET/STORE.zarr#1979-2015")
     parser.add_argument("out", type=Path, help="folder of the statistics (.npy); files that are there stay")
+    add_remote_options(parser)
     options = parser.parse_args(argv)
-    paths = year_paths(options.train)
+    remote = RemoteOptions(options.cache_to, options.cache_gib, options.retry_seconds)
+    folder = data_path(options.train, remote)
+    paths = year_paths(folder)
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
     with closing(open_year(paths[0])) as first:
         channels, img_size = first.shape[1], first.shape[2:]
-    with closing(FieldDataset(options.train, channels, img_size)) as dataset:  # which compares the years
+    with closing(FieldDataset(options.train, channels, img_size, remote=remote)) as dataset:  # which compares the years
         for note in dataset.notes():
             print(note)
     for path in write_statistics(paths, options.out):

@@ -1,20 +1,33 @@
-"""Open years of data: HDF5 files, NetCDF 4 files, which are HDF5 too, and Zarr stores."""
+"""Open years of data: HDF5 files, NetCDF 4 files, which are HDF5 too, and Zarr stores, also of several years."""
 
 import itertools
 from pathlib import Path
+from typing import overload
 
 from utils.errors import UsageError
+from weather.store_path import StorePath, is_store
 from weather.year_data import YearFile
 
 SUFFIXES = (".h5", ".nc", ".zarr")
 
 
-def year_paths(folder: Path) -> list[Path]:
-    """The years in a folder, by name; a Zarr store is the only one. Raises UsageError for a year in two formats.
+@overload
+def year_paths(folder: Path) -> list[Path]: ...
+
+
+@overload
+def year_paths(folder: StorePath) -> list[StorePath]: ...
+
+
+def year_paths(folder: Path | StorePath) -> list[Path] | list[StorePath]:
+    """The years in a folder, by name; of a Zarr store those that its path names, or the store as a single one.
 
     Names that begin with a dot are passed over: macOS leaves ._1979.h5 beside 1979.h5.
+    Raises UsageError for a year in two formats.
     """
-    if folder.suffix == ".zarr":
+    if isinstance(folder, StorePath):
+        return folder.by_year()
+    if is_store(folder):
         return [folder]
     visible = [path for path in folder.glob("*") if not path.name.startswith(".")]
     paths = sorted(path for path in visible if path.suffix in SUFFIXES)
@@ -24,12 +37,12 @@ def year_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def open_year(path: Path) -> YearFile:
+def open_year(path: Path | StorePath) -> YearFile:
     """Open a year of data. Raises UsageError."""
-    if path.suffix == ".zarr":
-        from weather.zarr_year import ZarrYear  # an optional library, and slow to import
+    if isinstance(path, StorePath) or is_store(path):
+        from weather.store_years import open_store_year  # an optional library, and slow to import
 
-        return ZarrYear(path)
+        return open_store_year(path)
     from weather.hdf5_year import Hdf5Year  # a program that reads no data needs no h5py
 
     return Hdf5Year(path)

@@ -1,4 +1,4 @@
-"""Data loaders alone: the plain design, ours, DALI.
+"""Data loaders alone: the plain design, ours, DALI; and ours on Zarr stores, with and without compression.
 
 All take turns in every round, and a ratio is taken within a round, so that the ups and downs of the machine cancel.
 """
@@ -29,6 +29,12 @@ from utils.schema import Config
 from weather.dataset import FieldDataset
 from weather.hdf5_file import open_hdf5
 
+# {name: how the chunks of a Zarr store are compressed}; zstd is what zarr takes by itself.
+STORES: dict[str, Any] = {
+    "Zarr": None,
+    "Zarr, blosc": {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle"}},
+    "Zarr, zstd": "auto",
+}
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
 
@@ -40,18 +46,26 @@ def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) 
     """
     config = load_config(words)
     device = select_device(config.device)
-    loaders: dict[str, Callable[[Config], float]] = {
-        "plain": partial(_plain, batches), "ours": partial(_ours, batches, "pytorch", device)
-    }  # fmt: skip
+    ours = partial(_ours, batches, "pytorch", device)
+    # {name: (what measures it, how its data are stored)}
+    loaders: dict[str, tuple[Callable[[Config], float], str]] = {
+        "plain": (partial(_plain, batches), "hdf5"),
+        "ours": (ours, "hdf5"),
+    }
     if installed("nvidia.dali"):
-        loaders["DALI"] = partial(_ours, batches, "dali", device)
+        loaders["DALI"] = partial(_ours, batches, "dali", device), "hdf5"
+    if installed("zarr"):
+        for name in STORES:
+            loaders[f"ours, {name}"] = ours, name
+    measures = {name: measure for name, (measure, _) in loaders.items()}
     with tempfile.TemporaryDirectory() as folder:
         _write_frames(config, Path(folder), frames)
-        own = {"train_data_path": folder, "valid_data_path": folder, "num_data_workers": workers}
-        copied = config.model_copy(update=own)
         turns: list[dict[str, float]] = [{} for _ in range(rounds)]
-        for number, name, measure in in_turns(loaders, rounds):
-            turns[number][name] = measure(copied)
+        for number, name, measure in in_turns(measures, rounds):
+            _, stored = loaders[name]
+            data = str(Path(folder) / stored)
+            own = {"train_data_path": data, "valid_data_path": data, "num_data_workers": workers}
+            turns[number][name] = measure(config.model_copy(update=own))
     speeds, size = DataFrame(turns), sample_bytes(config)
     medians = speeds.median()
     results: list[dict[str, Any]] = DataFrame({
@@ -69,11 +83,22 @@ def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) 
 
 
 def _write_frames(config: Config, folder: Path, frames: int) -> None:
-    """Copy the first frames of the training data into a year file of HDF5, which stays in the page cache."""
+    """Copy the first frames of the training data, which then are in the page cache.
+
+    Into a year file of HDF5 and, where zarr is installed, into the stores of STORES, of one chunk a frame.
+    """
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
-    fields = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields[:frames, :channels]
-    with open_hdf5(folder / "1979.h5", "w") as file:
-        file.create_dataset("fields", data=fields[..., :height, :width])
+    stored = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
+    fields = stored[:frames, :channels][..., :height, :width]
+    (folder / "hdf5").mkdir()
+    with open_hdf5(folder / "hdf5/1979.h5", "w") as file:
+        file.create_dataset("fields", data=fields)
+    if installed("zarr"):
+        import zarr  # an optional library
+
+        for name, compressors in STORES.items():
+            group = zarr.open_group(folder / name / "1979.zarr", mode="w", zarr_format=3)
+            group.create_array("fields", data=fields, chunks=(1, *fields.shape[1:]), compressors=compressors)
 
 
 def _ours(count: int, kind: str, device: torch.device, config: Config) -> float:

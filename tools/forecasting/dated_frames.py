@@ -20,6 +20,7 @@ from weather.data_record import Record, check_same_kind, check_unseen
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import HOUR
+from weather.remote_store import RemoteOptions
 from weather.time_axis import show
 
 
@@ -60,7 +61,8 @@ class DatedFrames:
         self.folder, self.device, self.config = folder, device, config
         rows, columns = task_of(config).own_window()
         channels = max(config.n_in_channels, config.n_out_channels)
-        self.dataset = FieldDataset(folder, channels, config.img_size, config.dt, None, rows, columns)
+        remote = config.options(RemoteOptions)
+        self.dataset = FieldDataset(folder, channels, config.img_size, config.dt, None, rows, columns, remote=remote)
         self.statistics = forecast.statistics_of(config, self.dataset.description.names)
         self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
         self.forcings = Forcings(config.forcings, self.dataset, device) if config.forcings else None

@@ -24,6 +24,7 @@ from utils.errors import first_line
 from utils.files import whole_file
 from utils.launch import interface_addresses, name_gloo_interface
 from utils.rank_failure import wait_until
+from weather.remote_store import is_address
 
 CLOCKS_APART = 2.0  # seconds
 SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed
@@ -115,6 +116,10 @@ def log_folder(options: Namespace, _ranks: Rendezvous) -> Results:
 
 def data_folder(options: Namespace, ranks: Rendezvous) -> Results:
     """Check that there is a file to train with, and how fast all ranks together read it."""
+    if is_address(options.train_data_path or ""):
+        message = f"{options.train_data_path}: is elsewhere, and was not asked"
+        yield CheckResult("warn", "data folder", message, "one step of training shows whether it answers")
+        return
     folder = Path(options.train_data_path or "data")
     file = next((path for pattern in DATA_FILES for path in folder.rglob(pattern) if path.is_file()), None)
     speeds = ranks.exchange("data folder: read", read_speed(file) if file else None)

@@ -26,6 +26,7 @@ from weather.data_record import Record, check_same_kind, make_record
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import latitudes
+from weather.remote_store import RemoteOptions
 from weather.statistics import Paths, Statistics, check_changes, check_climatology, positive_statistics, read_statistics
 
 PICTURED = ("u10", "z500")
@@ -64,6 +65,7 @@ class Trained(Task):
                 columns,
                 config.longest_rollout,
                 config.input_frames,
+                config.options(RemoteOptions),
             )
             for folder, limit in (
                 (config.train_data_path, config.limit_nsamples),

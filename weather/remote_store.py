@@ -1,0 +1,220 @@
+"""Objects of a store that is elsewhere (gs://, s3://, https://, memory://): fetched, retried, and kept on this node.
+
+fsspec speaks to the servers. A chunk that was fetched stays in a cache on the node's own disk (utils/node_cache.py),
+for all of its processes; zarr's own caches belong to one process each, and those of fsspec have no bound. A server that
+does not answer is asked again for a while, with growing pauses; then a ConnectionLostError says which object it was.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from utils.errors import ArgumentParser, ConnectionLostError, UsageError, first_line, real, whole
+from utils.node_cache import NodeCache
+from weather.chunk_sources import Place
+
+log = logging.getLogger(__name__)
+IN_FLIGHT = 16  # requests of a process to one store at a time
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between two attempts
+LONGEST_ANSWER = 60.0  # seconds that one attempt may take
+UNLISTED = ("http://", "https://")  # servers that do not say what they have
+METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+INSTALL = "pip install -r requirements-era5.txt"
+TEMPORARY_STATUS = (408, 425, 429)  # of HTTP, besides 500 and more: ask again
+NO_ACCESS_STATUS = (401, 403)
+# Errors of a program, and not of a line.
+PERMANENT = (TypeError, ValueError, LookupError, AttributeError, ImportError, NotImplementedError, ArithmeticError)
+# Public buckets need no account; whoever has one names it in one of these variables.
+ANONYMOUS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gs": ({"token": "anon"}, ("GOOGLE_APPLICATION_CREDENTIALS",)),
+    "gcs": ({"token": "anon"}, ("GOOGLE_APPLICATION_CREDENTIALS",)),
+    "s3": ({"anon": True}, ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE")),
+}
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """The keys of a config that tell how a remote store is read: see utils/schema.py."""
+
+    cache_to: str | None = None
+    cache_gib: float = 50.0
+    retry_seconds: int = 60
+
+
+def is_address(text: str) -> bool:
+    """Tell whether a text is the address of something that is elsewhere."""
+    return "://" in text
+
+
+def add_remote_options(parser: ArgumentParser) -> None:
+    """Add an option for each of RemoteOptions."""
+    usual = RemoteOptions()
+    option = parser.add_argument
+    option("--cache_to", metavar="FOLDER", help="keep chunks of a remote store here, on a disk of this node")
+    option("--cache_gib", type=real(0, 1e6), default=usual.cache_gib, help="GiB of them at most (%(default)s)")
+    patience = "seconds for which a lost connection is retried (%(default)s)"
+    option("--retry_seconds", type=whole(1, 10**6), default=usual.retry_seconds, help=patience)
+
+
+class RemoteObjects:
+    """The objects below an address, a ChunkSource. Several threads may read at a time.
+
+    Raises UsageError for an address that cannot be used.
+    """
+
+    is_local = False
+
+    def __init__(self, address: str, options: RemoteOptions):
+        self.address, self.options = address, options
+        self.files, self.root = _file_system(address)
+        self.cache = NodeCache(options.cache_to, options.cache_gib) if options.cache_to else None
+        self.pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="chunks")
+        self.lock = threading.Lock()
+        self.lost_since: float | None = None  # the last attempt has failed, which was logged
+
+    def read_all(self, places: Sequence[Place]) -> Iterator[memoryview]:
+        """The bytes at these places, in order, requested at once. Raises as `fetch` does."""
+        if len(places) == 1:
+            yield self.fetch(places[0])
+            return
+        yield from self.pool.map(self.fetch, places)
+
+    def read_into(self, key: str, first: int, out: memoryview) -> None:
+        """Fill `out` from a position in an object on."""
+        out[:] = self.fetch(Place(key, first, len(out)))
+
+    def fetch(self, place: Place) -> memoryview:
+        """The bytes at a place, from the cache if they are there.
+
+        Raises FileNotFoundError for an object that does not exist, UsageError where the server refuses to give it, and
+        ConnectionLostError where none answers for `retry_seconds`.
+        """
+        is_metadata = place.key.rpartition("/")[2] in METADATA
+        if self.cache is None or is_metadata:  # metadata may change, when years are added to a store
+            return memoryview(self._fetch_patiently(place))
+        name = f"{self.address}/{place.key} {place.first} {place.length}"
+        content = self.cache.get(name)
+        if content is None:
+            with self.cache.alone(name):
+                content = self.cache.get(name)  # another process has fetched it meanwhile
+                if content is None:
+                    content = memoryview(self._fetch_patiently(place))
+                    self.cache.put(name, content)
+        return content
+
+    def names(self, prefix: str) -> set[str] | None:
+        """The names of all objects below a folder; None where the server does not list them."""
+        if self.address.startswith(UNLISTED):
+            return None
+        try:
+            found = self.files.find(f"{self.root}/{prefix}")
+        except Exception:  # a bucket that anyone may read, but not list: a missing chunk is noticed when it is read
+            return None
+        start = len(self.root.strip("/")) + 1
+        return {name.strip("/")[start:] for name in found}
+
+    def children(self, prefix: str) -> list[str]:
+        """The names in a folder, without those in its folders; none where the server does not list them."""
+        if self.address.startswith(UNLISTED):
+            return []
+        try:
+            found = self.files.ls(f"{self.root}/{prefix}".rstrip("/"), detail=False)
+        except Exception:  # a bucket that anyone may read, but not list
+            return []
+        return [name.rstrip("/").rpartition("/")[2] for name in found]
+
+    def _fetch_patiently(self, place: Place) -> bytes:
+        """Fetch, again and again while the server does not answer."""
+        patience = self.options.retry_seconds
+        began = time.monotonic()
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                data = self._fetch_once(place)
+            except Exception as error:
+                reason = self._temporary_reason(error, place)
+            else:
+                self._note_answer()
+                return data
+            lost_since = self._note_silence(reason)
+            # All requests of one outage end together: those that begin in the middle of it do not wait as long.
+            deadline = min(began, lost_since) + patience
+            if time.monotonic() + pause > deadline:
+                what = f"{self.address}: lost at {place.key}: no answer for {patience} s ({reason})"
+                raise ConnectionLostError(f"{what}; repeat the command to resume")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _note_silence(self, reason: str) -> float:
+        """Say once that the server does not answer; returns since when, as time.monotonic() has it."""
+        with self.lock:
+            if self.lost_since is None:
+                self.lost_since = time.monotonic()
+                patience = self.options.retry_seconds
+                log.warning("%s does not answer (%s): asking again for %d s", self.address, reason, patience)
+            return self.lost_since
+
+    def _note_answer(self) -> None:
+        with self.lock:
+            if self.lost_since is not None:
+                self.lost_since = None
+                log.warning("%s answers again", self.address)
+
+    def _fetch_once(self, place: Place) -> bytes:
+        """One request. Raises what fsspec and its libraries raise, and ConnectionError for an answer cut short."""
+        # fsspec counts from the end, and ends at the end, as slices of Python do.
+        key, first, length = place
+        path = f"{self.root}/{key}"
+        is_whole = first == 0 and length is None
+        end = None if length is None or first + length == 0 else first + length
+        begin = None if is_whole else first
+        if self.files.async_impl:
+            from fsspec.asyn import sync
+
+            seconds = min(LONGEST_ANSWER, max(1.0, self.options.retry_seconds / 2))
+            data = sync(self.files.loop, self.files._cat_file, path, begin, end, timeout=seconds)
+        else:
+            data = self.files.cat_file(path, begin, end)
+        if length is not None and len(data) > length:  # a server that knows no ranges sends the whole object
+            data = data[first:end]
+        if length is not None and len(data) < length:
+            raise ConnectionError(f"{len(data)} of {length} bytes came")
+        return data
+
+    def _temporary_reason(self, error: Exception, place: Place) -> str:
+        """What is wrong with a line, in words. Raises what asking again does not mend."""
+        if isinstance(error, FileNotFoundError):
+            raise error
+        stated = str(getattr(error, "status", None) or getattr(error, "code", None))
+        status = int(stated) if stated.isdecimal() else None
+        reason = first_line(error)
+        if status in NO_ACCESS_STATUS or isinstance(error, PermissionError):
+            what = f"{self.address}: no access to {place.key} ({status or reason})"
+            raise UsageError(f"{what}: is the address right, and the store public?") from None
+        is_refused = status is not None and status < 500 and status not in TEMPORARY_STATUS
+        if is_refused or isinstance(error, PERMANENT):
+            raise UsageError(f"{self.address}: {place.key} cannot be read: {reason}") from error
+        return reason
+
+
+def _file_system(address: str) -> tuple[Any, str]:
+    """(file system of fsspec, path in it) of an address. Raises UsageError for one that it does not know."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UsageError(f"{address} needs the package fsspec ({error}): {INSTALL}") from None
+    protocol = address.partition("://")[0]
+    options, variables = ANONYMOUS.get(protocol, ({}, ()))
+    has_account = any(os.environ.get(name) for name in variables)
+    try:
+        files, root = fsspec.url_to_fs(address, **({} if has_account else options))
+    except ImportError as error:
+        raise UsageError(f"{address}: {first_line(error)}: {INSTALL}") from None
+    except Exception as error:  # each file system has its own
+        raise UsageError(f"{address}: cannot be opened: {first_line(error)}") from None
+    return files, root.rstrip("/")
