@@ -128,7 +128,7 @@ def test_sources_that_are_none_are_refused(tmp_path):
         ("empty.zarr", "cannot be opened"),
         ("no.nc", "no such file"),
         ("zipped.nc", "cannot be opened as Zarr or NetCDF: it is a zip archive: unpack it"),
-        ("grib.nc", "cannot be opened as Zarr or NetCDF: it is GRIB: download it as NetCDF"),
+        ("grib.nc", "cannot be read as GRIB"),
     ):
         with refusal(f"{name}: {message}"):
             convert([tmp_path / name], tmp_path / "out")

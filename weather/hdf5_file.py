@@ -1,13 +1,144 @@
-"""HDF5 files, opened without locks: parallel file systems (Lustre, NFS) may have none, and answer with an error.
+"""HDF5 files, opened without locks, and checked to hold what was written into them.
 
-Readers need none, since a file has its name only when it is whole; and a file that is written has a name of its own.
+Parallel file systems (Lustre, NFS) may have no locks, and answer with an error. Readers need none, since a file has its
+name only when it is whole; and a file that is written has a name of its own.
 """
 
+import math
 from pathlib import Path
 
 import h5py
+
+from utils.errors import UsageError
+
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+USER_BLOCKS = (0, *(2**power for power in range(9, 17)))  # where HDF5's signature may stand: 0, 512, 1024, ...
+OTHER_FORMATS = {  # by the first bytes of a file
+    b"CDF\x01": "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`",
+    b"CDF\x02": "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`",
+    b"CDF\x05": "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`",
+    b"GRIB": "it is GRIB: convert it with `python -m weather.prepare_era5`",
+    b"PK\x03\x04": "it is a zip archive: unpack it",
+    b"\x1f\x8b": "it is compressed with gzip: unpack it",
+    b"<!DO": "it is a page of a web server, not data: download it again",
+    b"<htm": "it is a page of a web server, not data: download it again",
+    b'{"': "it is an answer of a server (JSON), not data: download it again",
+}
+FILTERS = {  # by their registered numbers: name, and the package that brings it
+    32000: ("LZF", "h5py"),
+    32001: ("Blosc", "hdf5plugin"),
+    32004: ("LZ4", "hdf5plugin"),
+    32008: ("Bitshuffle", "hdf5plugin"),
+    32013: ("ZFP", "hdf5plugin"),
+    32015: ("Zstandard", "hdf5plugin"),
+    32017: ("SZ", "hdf5plugin"),
+    32024: ("SZ3", "hdf5plugin"),
+    32026: ("Blosc2", "hdf5plugin"),
+    307: ("bzip2", "hdf5plugin"),
+}
 
 
 def open_hdf5(path: Path | str, mode: str = "r") -> h5py.File:
     """Open a file of HDF5, or make one (mode "w"). Raises OSError."""
     return h5py.File(path, mode, locking=False)
+
+
+def is_hdf5(path: Path | str) -> bool:
+    """Tell whether a file is HDF5, by its signature, which a block of the user may precede. Raises OSError."""
+    with open(path, "rb") as file:
+        for position in USER_BLOCKS:
+            file.seek(position)
+            if file.read(len(SIGNATURE)) == SIGNATURE:
+                return True
+    return False
+
+
+def check_format(path: Path) -> None:
+    """Raise UsageError, saying what it is, for a file that is not HDF5."""
+    if is_hdf5(path):
+        return
+    with open(path, "rb") as file:
+        beginning = file.read(8)
+    if not beginning:
+        raise UsageError(f"{path}: is empty: it was not written, or not downloaded to the end")
+    for start, what in OTHER_FORMATS.items():
+        if beginning.startswith(start):
+            raise UsageError(f"{path}: {what}")
+
+
+def check_filters(fields: h5py.Dataset, where: str) -> None:
+    """Raise UsageError for a compression that this HDF5 lacks. where: the file and the dataset, for the message."""
+    properties = fields.id.get_create_plist()
+    for number in range(properties.get_nfilters()):
+        code, _, _, name = properties.get_filter(number)
+        if h5py.h5z.filter_avail(code):
+            continue
+        title, package = FILTERS.get(code, (name.decode(errors="replace") or "unknown", "hdf5plugin, if it has it"))
+        raise UsageError(
+            f"{where} is compressed with filter {code} ({title}), which this HDF5 lacks: rewrite it without "
+            f"(h5repack -f NONE IN OUT), or `pip install {package}` and set HDF5_PLUGIN_PATH to its plugins"
+        )
+
+
+def check_written(fields: h5py.Dataset, where: str) -> None:
+    """Raise UsageError where parts of a dataset were never written: HDF5 would read zeros there, without a word.
+
+    Virtual datasets are followed to the files that they are made of. where: the file and the dataset, for the message.
+    """
+    if fields.is_virtual:
+        _check_virtual(fields, where)
+        return
+    if fields.external:
+        _check_external(fields, where)
+        return
+    if fields.chunks is None:
+        unwritten = fields.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
+        missing = "parts"
+    else:
+        counts = [-(-length // chunk) for length, chunk in zip(fields.shape, fields.chunks, strict=True)]
+        lacking = math.prod(counts) - fields.id.get_num_chunks()
+        unwritten = lacking > 0
+        missing = f"parts ({lacking} chunks)"
+    if unwritten:
+        raise UsageError(f"{where}: {missing} were never written: the file was not finished")
+
+
+def _check_virtual(fields: h5py.Dataset, where: str) -> None:
+    """Look at every source of a virtual dataset: its file, its dataset, and that all of it is mapped."""
+    folder = Path(fields.file.filename).parent
+    mapped = 0
+    for source in fields.virtual_sources():
+        mapped += source.vspace.get_select_npoints()
+        # "." is the file itself. HDF5 looks for a relative name beside the file, and then in the working folder.
+        if source.file_name == ".":
+            continue
+        candidates = [folder / source.file_name, Path(source.file_name), folder / Path(source.file_name).name]
+        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if path is None:
+            raise UsageError(
+                f"{where} is virtual, and its source {source.file_name} is not there: HDF5 reads zeros in its place"
+            )
+        with open_hdf5(path) as file:
+            part = file.get(source.dset_name)
+            if not isinstance(part, h5py.Dataset):
+                raise UsageError(f"{where} is virtual, and its source {path} has no dataset '{source.dset_name}'")
+            check_written(part, f"{where}, made of {path}")
+    if mapped < math.prod(fields.shape):
+        raise UsageError(
+            f"{where} is virtual, and {1 - mapped / math.prod(fields.shape):.0%} of it has no source: "
+            "HDF5 reads zeros there"
+        )
+
+
+def _check_external(fields: h5py.Dataset, where: str) -> None:
+    """Look at the raw files that hold the values of a dataset."""
+    folder = Path(fields.file.filename).parent
+    size = 0
+    for name, offset, length in fields.external:
+        path = next((p for p in (folder / name, Path(name)) if p.is_file()), None)
+        if path is None:
+            raise UsageError(f"{where} lies in the file {name}, which is not there")
+        available = max(0, path.stat().st_size - offset)
+        size += available if length == h5py.h5f.UNLIMITED else min(length, available)
+    if size < fields.nbytes:
+        raise UsageError(f"{where} lies in other files, which hold {size} of its {fields.nbytes} bytes")

@@ -1,0 +1,132 @@
+"""NetCDF 4 and HDF5 files as sources: opened without locks, and fast, as there may be a file for every month.
+
+Only the names, dimensions and the few attributes that give values a meaning are read when a file is opened: for 480 files
+this takes seconds, and half a minute if each becomes a whole xarray.Dataset.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import h5py
+import numpy as np
+import xarray
+from xarray.backends import BackendArray, CachingFileManager
+from xarray.core import indexing
+
+from weather.era5_source import Selection, Source
+from weather.hdf5_file import check_filters, check_written, open_hdf5
+
+# The attributes that values are decoded by, those that axes are known by, and those that link dimensions to variables.
+ATTRIBUTES = (
+    "units",
+    "calendar",
+    "standard_name",
+    "scale_factor",
+    "add_offset",
+    "_FillValue",
+    "missing_value",
+    "_Unsigned",
+)
+
+
+class _Hdf5Array(BackendArray):
+    """A dataset of a file that is open only while it is read: xarray keeps the 128 files that were read last open."""
+
+    def __init__(self, files: CachingFileManager, dataset: h5py.Dataset):
+        self.files, self.path = files, dataset.name
+        self.shape, self.dtype = dataset.shape, dataset.dtype
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        support = indexing.IndexingSupport.OUTER_1VECTOR
+        return indexing.explicit_indexing_adapter(key, self.shape, support, self._read)
+
+    def _read(self, key: tuple[Any, ...]) -> np.ndarray:
+        return self.files.acquire()[self.path][key]
+
+
+def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
+    """The Source of a file, or of a group in it; dimensions of the groups above are its own too. Raises OSError."""
+    files = CachingFileManager(open_hdf5, str(path))
+    file = files.acquire()
+    folder = file[group] if group else file
+    if not isinstance(folder, h5py.Group):
+        raise KeyError(f"'{group}' is not a group")
+
+    variables: dict[str, xarray.Variable] = {}
+    place = folder
+    while True:
+        for name, dataset in _datasets(place):
+            if name not in variables:
+                variables[name] = _variable(files, name, dataset)
+        if place.name == "/":
+            break
+        place = place.parent
+
+    def check(name: str, selection: Selection) -> None:
+        open_file = files.acquire()
+        dataset = open_file[variables[name].encoding["path"]]
+        check_filters(dataset, f"{address}: {name}")
+        check_written(dataset, f"{address}: {name}")
+
+    return Source(address, variables, check, _groups(folder, address))
+
+
+def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
+    """The arrays of numbers in a group, less the placeholders that NetCDF writes for dimensions without values."""
+    for name, dataset in folder.items():
+        if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
+            continue
+        note = _text(dataset.attrs.get("NAME", ""))
+        if not note.startswith("This is a netCDF dimension but not a netCDF variable"):
+            yield name, dataset
+
+
+def _variable(files: CachingFileManager, name: str, dataset: h5py.Dataset) -> xarray.Variable:
+    dimensions = _dimension_names(name, dataset)
+    attributes = {}
+    for key in ATTRIBUTES:
+        if key in dataset.attrs:
+            attributes[key] = _plain(dataset.attrs[key])
+    # A chunk is decompressed as a whole, so readers want to know its size.
+    chunks = dict(zip(dimensions, dataset.chunks or (), strict=False))
+    array = indexing.LazilyIndexedArray(_Hdf5Array(files, dataset))
+    return xarray.Variable(dimensions, array, attributes, {"preferred_chunks": chunks, "path": dataset.name})
+
+
+def _dimension_names(name: str, dataset: h5py.Dataset) -> list[str]:
+    """The name of each dimension: of the scale that is attached to it, else `name` of its own, else 'dim0', 'dim1'."""
+    is_scale = dataset.attrs.get("CLASS", b"") == b"DIMENSION_SCALE"
+    if is_scale and dataset.ndim == 1:
+        return [name]
+    names = []
+    for number in range(dataset.ndim):
+        scales = dataset.dims[number]
+        attached = PurePosixPath(scales[0].name).name if len(scales) else None
+        names.append(attached or f"dim{number}")
+    return names
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as xarray decodes it: text as str, also where it is bytes or an array of one, and scalars."""
+    array = np.asarray(value)
+    if array.size != 1:
+        return value
+    only = array.reshape(-1)[0]
+    return _text(only) if isinstance(only, (bytes, str)) else only
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _groups(folder: h5py.Group, address: str) -> list[str]:
+    """Addresses of the groups below this one that hold arrays."""
+    found = []
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Group) and any(True for _ in _datasets(item)):
+            found.append(f"{address}/{name}")
+
+    folder.visititems(visit)
+    return found

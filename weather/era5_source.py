@@ -1,0 +1,42 @@
+"""A source of real data as it is stored: variables of xarray that are neither decoded nor read yet."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import xarray
+
+from utils.errors import reading
+
+# {dimension: the indices along it that will be read, increasing}. All of a dimension that is not named will be read.
+Selection = Mapping[str, np.ndarray]
+
+
+def _nothing_to_check(name: str, selection: Selection) -> None:
+    """A format that cannot lack parts, or a remote store, whose parts nobody can list."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened file, store or group.
+
+    address: as messages name it. variables: by name, as stored, so with scale factors and fill values among their
+    attributes. check(name, selection): raises UsageError if parts of a variable were never written, or cannot be
+    decompressed here. groups: addresses of the groups with variables inside it.
+    """
+
+    address: str
+    variables: Mapping[str, xarray.Variable]
+    check: Callable[[str, Selection], None] = _nothing_to_check
+    groups: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def reading_quietly(what: str) -> Iterator[None]:
+    """As `reading`, without the warnings of libraries: what matters in them becomes an error or a line of ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with reading(what):
+            yield
