@@ -10,136 +10,192 @@ from xarray.conventions import decode_cf_variable
 from utils.errors import UsageError, first_line
 from weather.channels import ERA5
 
-DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]  # {ours: (theirs, most values)}
-STANDARD_NAMES = {"time": "time", "level": "air_pressure", "latitude": "latitude", "longitude": "longitude"}
+# By our names: theirs in lower case, and the most values that a dimension may have.
+DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]
+STANDARD_NAMES = {
+    "time": "time",
+    "level": "air_pressure",
+    "latitude": "latitude",
+    "longitude": "longitude",
+}
 STANDARD_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+UNSTRUCTURED = ("values", "cell", "ncells")  # dimensions of grids that are none of rows and columns
 HIGHEST_PRESSURE = 1100  # hPa; what is above is in Pa
 SECOND = np.timedelta64(1, "s")
+NONE = np.timedelta64(0, "s")
+
 Variables = Mapping[str, xarray.Variable]
+Axes = Mapping[str, str | None]  # {ours: the name of their dimension, or of a single value, or None}
 
 
-def find_axes(address: str, variables: Variables, fields: list[xarray.Variable]) -> dict[str, str | None]:
-    """{ours: the name of their dimension, or of a single value, or None} for time, level, latitude and longitude.
+def find_axes(
+    address: str,
+    variables: Variables,
+    fields: list[xarray.Variable],
+) -> Axes:
+    """The Axes time, level, latitude and longitude of a source.
 
     fields: the variables that hold quantities. Names are compared in lower case; a variable's standard_name will do
     too. Raises UsageError for fields with two dimensions of one kind, or a dimension that is missing or too long.
     """
     sizes: dict[str, int] = {}
-    for field in fields or list(variables.values()):
-        sizes |= {str(dimension): size for dimension, size in field.sizes.items()}
+    for field in fields or variables.values():
+        for dimension, size in field.sizes.items():
+            sizes[str(dimension)] = size
+
     axes = {}
     for ours, (names, most) in DIMENSIONS.items():
-        known = [dimension for dimension in sizes if _is_axis(ours, names, dimension, variables)]
-        if len(known) > 1:
-            listed = " and ".join(f"{dimension} ({sizes[dimension]})" for dimension in known)
-            raise UsageError(f"{address}: its fields have both dimensions {listed}: select one value of one of them")
-        if known and not 1 <= sizes[known[0]] <= most:
-            raise UsageError(f"{address}: {known[0]} has {sizes[known[0]]} values, not 1 to {most}")
-        axes[ours] = known[0] if known else _single_value(ours, names, variables)
-    for ours in ("time", "latitude", "longitude"):
-        if axes[ours] is None:
-            names = DIMENSIONS[ours][0]
-            what = f"has no dimension {' or '.join(names)}: it has {list(sizes)}"
-            raise UsageError(f"{address}: {what}{_hint(ours, variables)}")
+        axis = _find_dimension(address, ours, sizes, variables)
+        if axis is not None and not 1 <= sizes[axis] <= most:
+            raise UsageError(f"{address}: {axis} has {sizes[axis]} values, not 1 to {most}")
+        axes[ours] = axis or _find_single_value(ours, variables)
+        if axes[ours] is None and ours != "level":
+            lacks = f"has no dimension {' or '.join(names)}: it has {list(sizes)}"
+            hint = _regrid_hint(ours, variables)
+            raise UsageError(f"{address}: {lacks}{hint}")
     return axes
 
 
-def _is_axis(ours: str, names: list[str], dimension: str, variables: Variables) -> bool:
-    if dimension.lower() in names:
-        return True
-    variable = variables.get(dimension)
-    return variable is not None and variable.attrs.get("standard_name") == STANDARD_NAMES[ours]
+def _find_dimension(
+    address: str,
+    ours: str,
+    sizes: dict[str, int],
+    variables: Variables,
+) -> str | None:
+    names, _ = DIMENSIONS[ours]
+    found = []
+    for dimension in sizes:
+        variable = variables.get(dimension)
+        stated = variable.attrs.get("standard_name") if variable is not None else None
+        if dimension.lower() in names or stated == STANDARD_NAMES[ours]:
+            found.append(dimension)
+    if len(found) > 1:
+        listed = " and ".join(f"{name} ({sizes[name]})" for name in found)
+        raise UsageError(f"{address}: its fields have both dimensions {listed}: select one value of one of them")
+    return found[0] if found else None
 
 
-def _single_value(ours: str, names: list[str], variables: Variables) -> str | None:
+def _find_single_value(ours: str, variables: Variables) -> str | None:
     """The name of a coordinate of one value, as a file of one level or one instant has it; None if there is none."""
     if ours not in ("time", "level"):
         return None
-    by_lower = {name.lower(): name for name, variable in variables.items() if variable.size == 1}
-    return next((by_lower[name] for name in names if name in by_lower), None)
+    single = {}
+    for name, variable in variables.items():
+        if variable.size == 1:
+            single[name.lower()] = name
+    names, _ = DIMENSIONS[ours]
+    for name in names:
+        if name in single:
+            return single[name]
+    return None
 
 
-def _hint(ours: str, variables: Variables) -> str:
-    two_dimensional = [name for name in variables if name.lower() in DIMENSIONS[ours][0] and variables[name].ndim == 2]
-    is_unstructured = {"values", "cell", "ncells"} & {dim for variable in variables.values() for dim in variable.dims}
-    if ours != "time" and (two_dimensional or is_unstructured):
-        return "; a regular grid of latitudes and longitudes is needed: regrid it (cdo remapbil, or grid in the request)"
+def _regrid_hint(ours: str, variables: Variables) -> str:
+    """What to do if a source is on another kind of grid, at the end of a message."""
+    names, _ = DIMENSIONS[ours]
+    for name, variable in variables.items():
+        is_curved = name.lower() in names and variable.ndim == 2
+        is_unstructured = not set(variable.dims).isdisjoint(UNSTRUCTURED)
+        if ours != "time" and (is_curved or is_unstructured):
+            return "; a regular grid of latitudes and longitudes is needed: regrid it (cdo remapbil)"
     return ""
 
 
-def read_times(address: str, axes: Mapping[str, str | None], variables: Variables) -> np.ndarray:
-    """Dates of the frames, (T,) datetime64[s], increasing. Raises UsageError, naming what is wrong with which of them."""
-    name = axes["time"]
-    assert name is not None
-    # `time` may be when a forecast began: then `valid_time` beside it says when it holds.
-    for other in DIMENSIONS["time"][0]:
-        if other in variables and other != name and variables[other].dims == (name,):
-            name = other
-            break
-    if name not in variables:
-        raise UsageError(f"{address}: its dimension {name} has no dates")
-    step = variables.get("step")
-    is_forecast = step is not None and step.size == 1 and bool(step.values.reshape(-1)[0])
-    if is_forecast and name.lower() != "valid_time":
-        raise UsageError(f"{address}: holds forecasts (step {step.values}), and no valid_time for its {name}")
-    variable = variables[name]
-    dates = _decode_times(f"{address}: its {name}", name, variable)
+def read_times(address: str, axes: Axes, variables: Variables) -> np.ndarray:
+    """Dates of the frames, (T,) datetime64[s], increasing.
+
+    Raises UsageError, naming which of them are wrong and what to do.
+    """
+    name = _name_of_dates(address, axes["time"], variables)
+    where = f"{address}: its {name}"
+    dates = _decode_times(where, name, variables[name])
     if np.isnat(dates).any():
-        raise UsageError(f"{address}: its {name} holds no date at index {int(np.argmax(np.isnat(dates)))}")
-    steps = np.diff(dates)
-    if len(steps) and steps.min() <= 0 * SECOND:
-        raise UsageError(f"{address}: its times do not increase: {_disorder(dates, name)}")
+        first = np.argmax(np.isnat(dates))
+        raise UsageError(f"{where} holds no date at index {first}")
+    if (np.diff(dates) <= NONE).any():
+        disorder = _describe_disorder(dates, name)
+        raise UsageError(f"{address}: its times do not increase: {disorder}")
     return dates
+
+
+def _name_of_dates(address: str, axis: str | None, variables: Variables) -> str:
+    """The variable with the dates of a dimension: `time` may be when a forecast began, and valid_time when it holds."""
+    if axis not in variables:
+        raise UsageError(f"{address}: its dimension {axis} has no dates")
+    assert axis is not None
+    names, _ = DIMENSIONS["time"]
+    for other in names:
+        if other in variables and variables[other].dims == (axis,):
+            return other
+    step = variables.get("step")
+    if step is not None and step.size == 1:
+        hours = step.values.reshape(-1)[0]
+        if hours and axis.lower() != "valid_time":
+            raise UsageError(f"{address}: holds forecasts (step {hours}) and no valid_time for its {axis}")
+    return axis
 
 
 def _decode_times(where: str, name: str, variable: xarray.Variable) -> np.ndarray:
     """(T,) datetime64[s], rounded: 05:59:59.99 is 06:00."""
-    calendar = str(variable.attrs.get("calendar", "standard")).lower()
-    values = np.atleast_1d(np.squeeze(variable.values))
-    if values.dtype.kind == "O":  # dates of cftime, decoded by somebody else
-        calendar = str(getattr(values.flat[0], "calendar", calendar)).lower()
-    if calendar not in STANDARD_CALENDARS:
-        raise UsageError(
-            f"{where} has the calendar '{calendar}', and the standard one is needed, in which February has 29 days in "
-            "leap years: take data on the standard calendar, as ERA5 is published"
-        )
+    values = variable.values.reshape(-1)
+    _check_calendar(where, variable, values)
     if values.dtype.kind != "M":
         units = str(variable.attrs.get("units", ""))
         if " since " not in units:
             has = f"has the units '{units}'" if units else "has no units"
             raise UsageError(
-                f"{where} is not in dates of the standard calendar: it {has}, needed are such as "
-                "'hours since 1970-01-01'"
+                f"{where} is not in dates of the standard calendar: it {has}, "
+                "needed are such as 'hours since 1970-01-01'"
             )
-        coder = CFDatetimeCoder(use_cftime=False, time_unit="ns" if values.dtype.kind == "f" else "s")
+        # Seconds reach further than nanoseconds, and only numbers with fractions need more than seconds.
+        has_fractions = values.dtype.kind == "f"
+        coder = CFDatetimeCoder(use_cftime=False, time_unit="ns" if has_fractions else "s")
         try:
-            values = np.atleast_1d(np.squeeze(decode_cf_variable(name, variable, decode_times=coder).values))
+            decoded = decode_cf_variable(name, variable, decode_times=coder)
+            values = decoded.values.reshape(-1)
         except Exception as error:  # of pandas and numpy, for dates that they do not have
-            raise UsageError(f"{where} in '{units}' cannot be read as dates: {_without_advice(error)}") from error
-    exact = values.astype("datetime64[ms]")
-    return (exact + SECOND // 2).astype("datetime64[s]")
+            cause = _without_advice(error)
+            raise UsageError(f"{where} in '{units}' cannot be read as dates: {cause}") from error
+    milliseconds = values.astype("datetime64[ms]")
+    rounded = milliseconds + SECOND // 2
+    return rounded.astype("datetime64[s]")
+
+
+def _check_calendar(where: str, variable: xarray.Variable, values: np.ndarray) -> None:
+    calendar = variable.attrs.get("calendar", "standard")
+    if values.dtype.kind == "O" and len(values):  # dates that cftime decoded for somebody else
+        calendar = getattr(values[0], "calendar", calendar)
+    if str(calendar).lower() not in STANDARD_CALENDARS:
+        raise UsageError(
+            f"{where} has the calendar '{calendar}', and the standard one is needed, in which February has 29 days "
+            "in leap years: take data on the standard calendar, as ERA5 is published"
+        )
 
 
 def _without_advice(error: BaseException) -> str:
     """The first sentence of a message, without the options of a library that the reader does not call."""
-    return first_line(error).partition(". ")[0].partition(" Try ")[0]
+    sentence, _, _ = first_line(error).partition(". ")
+    before, _, _ = sentence.partition(" Try ")
+    return before
 
 
-def _disorder(dates: np.ndarray, name: str) -> str:
+def _describe_disorder(dates: np.ndarray, name: str) -> str:
     """Where dates repeat or go back, and what to do."""
     order = np.argsort(dates, kind="stable")
-    same = np.flatnonzero(np.diff(dates[order]) == 0 * SECOND)
-    if len(same):
-        first, second = order[same[0]], order[same[0] + 1]
+    is_repeated = np.diff(dates[order]) == NONE
+    repeats = np.flatnonzero(is_repeated)
+    if len(repeats):
+        first, second = order[repeats[0]], order[repeats[0] + 1]
+        date = minute(dates[first])
+        others = f" (and {len(repeats) - 1} others)" if len(repeats) > 1 else ""
         return (
-            f"{minute(dates[first])} comes twice, at indices {first} and {second} (in all {len(same)} repeat): "
-            f"keep one of each (xarray: drop_duplicates('{name}'))"
+            f"{date} comes twice, at indices {first} and {second}{others}: "
+            f"keep one of them (xarray: drop_duplicates('{name}'))"
         )
-    back = int(np.flatnonzero(np.diff(dates) < 0 * SECOND)[0])
-    return (
-        f"{minute(dates[back + 1])} at index {back + 1} follows {minute(dates[back])}: "
-        f"sort them (xarray: sortby('{name}'))"
-    )
+    goes_back = np.diff(dates) < NONE
+    index = int(np.argmax(goes_back))
+    date, following = minute(dates[index]), minute(dates[index + 1])
+    return f"{following} at index {index + 1} follows {date}: sort them (xarray: sortby('{name}'))"
 
 
 def minute(time: np.datetime64) -> str:
@@ -147,15 +203,19 @@ def minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))
 
 
-def read_numbers(address: str, name: str, variables: Variables) -> np.ndarray:
-    """The values of a coordinate, (N,) float64. Raises UsageError if the dimension has none."""
+def read_numbers(address: str, name: str | None, variables: Variables) -> np.ndarray:
+    """The values of a coordinate, (N,) float64, rounded. Raises UsageError if the dimension has none."""
     if name not in variables:
         raise UsageError(f"{address}: its dimension {name} has no values")
+    assert name is not None
     decoded = decode_cf_variable(name, variables[name], decode_times=False)
-    return np.atleast_1d(decoded.values).astype(np.float64)
+    values = decoded.values.reshape(-1).astype(np.float64)
+    return values.round(5)
 
 
 def level_units(name: str, stated: str, values: np.ndarray) -> str:
     """The units of pressure levels: as stated; else Pa where the name says so, or hPa holds no such values."""
+    if stated:
+        return stated
     is_pascal = name.lower().endswith("inpa") or values.max() > HIGHEST_PRESSURE
-    return stated or ("Pa" if is_pascal else "hPa")
+    return "Pa" if is_pascal else "hPa"

@@ -1,7 +1,7 @@
 """NetCDF 4 and HDF5 files as sources: opened without locks, and fast, as there may be a file for every month.
 
-Only the names, dimensions and the few attributes that give values a meaning are read when a file is opened: for 480 files
-this takes seconds, and half a minute if each becomes a whole xarray.Dataset.
+Only the names, dimensions and the few attributes that give values a meaning are read when a file is opened. For 480
+files this takes seconds; it takes half a minute if each becomes a whole xarray.Dataset.
 """
 
 from collections.abc import Iterator
@@ -46,17 +46,22 @@ class _Hdf5Array(BackendArray):
 
 
 def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
-    """The Source of a file, or of a group in it; dimensions of the groups above are its own too. Raises OSError."""
+    """The Source of a file, or of a group in it; dimensions of the groups above are its own too.
+
+    Raises OSError for what is no HDF5, KeyError for a group that is not there.
+    """
     files = CachingFileManager(open_hdf5, str(path))
     file = files.acquire()
     folder = file[group] if group else file
     if not isinstance(folder, h5py.Group):
         raise KeyError(f"'{group}' is not a group")
 
+    folder_path = folder.name
     variables: dict[str, xarray.Variable] = {}
     place = folder
     while True:
         for name, dataset in _datasets(place):
+            # What lies nearer hides what lies above.
             if name not in variables:
                 variables[name] = _variable(files, name, dataset)
         if place.name == "/":
@@ -64,18 +69,23 @@ def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
         place = place.parent
 
     def check(name: str, selection: Selection) -> None:
-        open_file = files.acquire()
-        dataset = open_file[variables[name].encoding["path"]]
+        # HDF5 knows what was written of the whole dataset, so the selection does not matter.
+        path = variables[name].encoding["path"]
+        dataset = files.acquire()[path]
         check_filters(dataset, f"{address}: {name}")
         check_written(dataset, f"{address}: {name}")
 
-    return Source(address, variables, check, _groups(folder, address))
+    def find_groups() -> list[str]:
+        return _groups(files.acquire()[folder_path], address)
+
+    return Source(address, variables, check, find_groups)
 
 
 def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
     """The arrays of numbers in a group, less the placeholders that NetCDF writes for dimensions without values."""
     for name, dataset in folder.items():
-        if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
+        is_array = isinstance(dataset, h5py.Dataset) and dataset.shape is not None
+        if not is_array:
             continue
         note = _text(dataset.attrs.get("NAME", ""))
         if not note.startswith("This is a netCDF dimension but not a netCDF variable"):
@@ -102,8 +112,11 @@ def _dimension_names(name: str, dataset: h5py.Dataset) -> list[str]:
     names = []
     for number in range(dataset.ndim):
         scales = dataset.dims[number]
-        attached = PurePosixPath(scales[0].name).name if len(scales) else None
-        names.append(attached or f"dim{number}")
+        if len(scales):
+            path = PurePosixPath(scales[0].name)
+            names.append(path.name)
+        else:
+            names.append(f"dim{number}")
     return names
 
 
@@ -125,7 +138,7 @@ def _groups(folder: h5py.Group, address: str) -> list[str]:
     found = []
 
     def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Group) and any(True for _ in _datasets(item)):
+        if isinstance(item, h5py.Group) and list(_datasets(item)):
             found.append(f"{address}/{name}")
 
     folder.visititems(visit)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from utils.errors import UsageError
-from weather.channels import QUANTITIES
 from weather.era5_axes import minute
 from weather.era5_blocks import BlockReader
+from weather.era5_names import describe
 from weather.era5_store import Store
 
 Needed = Mapping[str, Sequence[int | None]]  # {quantity: its levels in hPa, None for the surface}
@@ -34,15 +34,51 @@ class Holders:
         return first, end - first
 
 
+@dataclass
+class Reading:
+    """Values of one quantity while they are read, first from some sources, then from others.
+
+    levels: L in hPa. values: (T, L, H, W) float32. sources: (T, L), the number of the source that was read first.
+    """
+
+    quantity: str
+    levels: Sequence[int | None]
+    values: np.ndarray
+    sources: np.ndarray
+
+    def put(
+        self,
+        rows: np.ndarray,
+        level: int,
+        values: np.ndarray,
+        source: int,
+    ) -> None:
+        """Take values (N, H, W) for instants `rows` (N,): all of them where nothing was read yet, else for NaN."""
+        is_new = self.sources[rows, level] < 0
+        new, known = rows[is_new], rows[~is_new]
+        self.values[new, level] = values[is_new]
+        self.sources[new, level] = source
+        if len(known):
+            before = self.values[known, level]
+            self.values[known, level] = np.where(np.isnan(before), values[~is_new], before)
+
+
 class Index:
     """The Holders of all needed quantities and levels, and what is read through them.
 
+    derived: humidity is derived, of which messages speak.
     Raises UsageError if no source holds one of them, or holds it in other units or dimensions.
     """
 
-    def __init__(self, stores: Sequence[Store], needed: Needed, derived: bool = False):
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        needed: Needed,
+        derived: bool = False,
+    ):
         self.stores, self.needed, self.derived = stores, needed, derived
-        self.blocks = BlockReader(stores, sum(len(levels) for levels in needed.values()))
+        fields = sum(len(levels) for levels in needed.values())
+        self.blocks = BlockReader(stores, fields)
         self.holders: dict[tuple[str, int | None], Holders] = {}
         self._by_numbers: dict[tuple[int, ...], Holders] = {}
         for quantity, levels in needed.items():
@@ -50,46 +86,70 @@ class Index:
                 self.holders[quantity, level] = self._find_holders(quantity, level)
 
     def _find_holders(self, quantity: str, level: int | None) -> Holders:
-        numbers = [number for number, store in enumerate(self.stores) if store.holds(quantity, level)]
+        numbers = []
+        for number, store in enumerate(self.stores):
+            if store.holds(quantity, level):
+                numbers.append(number)
         if not numbers:
-            raise UsageError(f"no source holds {describe(quantity, level)}{self._reason(quantity)}: {self._contents()}")
+            what = describe(quantity, level)
+            reason = self._describe_reason(quantity)
+            held = self._describe_sources()
+            raise UsageError(f"no source holds {what}{reason}: {held}")
         # Most quantities lie in the same sources as another one.
-        if tuple(numbers) not in self._by_numbers:
-            times = np.concatenate([self.stores[number].times for number in numbers])
-            lengths = [len(self.stores[number].times) for number in numbers]
-            frames = np.concatenate([np.arange(length) for length in lengths])
-            order = np.argsort(times, kind="stable")  # of one instant, the first source stays first
-            self._by_numbers[tuple(numbers)] = Holders(times[order], np.repeat(numbers, lengths)[order], frames[order])
-        return self._by_numbers[tuple(numbers)]
+        key = tuple(numbers)
+        if key not in self._by_numbers:
+            self._by_numbers[key] = self._merge_times(numbers)
+        return self._by_numbers[key]
 
-    def _reason(self, quantity: str) -> str:
-        """Why humidity is looked for, where it is derived, at the end of a message."""
+    def _merge_times(self, numbers: list[int]) -> Holders:
+        """The Holders of what lies in the sources of these numbers."""
+        times, stores, frames = [], [], []
+        for number in numbers:
+            count = len(self.stores[number].times)
+            times.append(self.stores[number].times)
+            stores.append(np.full(count, number))
+            frames.append(np.arange(count))
+        all_times = np.concatenate(times)
+        order = np.argsort(all_times, kind="stable")  # of one instant, the first source stays first
+        return Holders(
+            all_times[order],
+            np.concatenate(stores)[order],
+            np.concatenate(frames)[order],
+        )
+
+    def _describe_reason(self, quantity: str) -> str:
+        """Why specific humidity is looked for, as a part of a message."""
         if quantity != "q" or not self.derived:
             return ""
-        without_units = [store.address for store in self.stores if store.fields.get("r")]
-        given = f", as that of {without_units[0]} has no units (%, or 1)" if without_units else ", as there is none"
-        return f", from which relative humidity is derived{given}"
+        reason = "from which relative humidity is derived"
+        for store in self.stores:
+            if store.fields.get("r"):
+                return f", {reason}, as that of {store.address} has no units (%, or 1)"
+        return f", {reason}, as there is none"
 
-    def _contents(self) -> str:
+    def _describe_sources(self) -> str:
         """What the sources hold, of many the first ones of each kind."""
         kinds: dict[tuple[str, ...], Store] = {}
         for store in self.stores:
-            kinds.setdefault((*store.source.variables, str(store.levels)), store)
-        texts = [store.describe() for store in list(kinds.values())[:SHOWN]]
-        more = len(self.stores) - len(texts)
-        return "; ".join(texts) + (f"; and {more} more sources" if more else "")
+            kind = (*store.source.variables, str(store.levels))
+            kinds.setdefault(kind, store)
+        shown = list(kinds.values())[:SHOWN]
+        text = "; ".join(store.describe() for store in shown)
+        more = len(self.stores) - len(shown)
+        return f"{text}; and {more} more sources" if more else text
 
     def check(self, times: np.ndarray) -> None:
         """Raises UsageError if no source holds one of `times` (T,), or parts of what will be read are not there."""
         for (quantity, level), holders in self.holders.items():
             _, counts = holders.find(times)
-            if (counts == 0).any():
-                absent = times[counts == 0]
-                many = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-                span = f"{minute(holders.times[0])} to {minute(holders.times[-1])}"
+            absent = times[counts == 0]
+            if len(absent):
+                what = describe(quantity, level)
+                more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+                first, last = minute(holders.times[0]), minute(holders.times[-1])
                 raise UsageError(
-                    f"{describe(quantity, level)}: {minute(absent[0])} is missing{many}, needed are 00, 06, 12, 18 UTC; "
-                    f"the sources hold {span}"
+                    f"{what}: {minute(absent[0])} is missing{more}, needed are 00, 06, 12, 18 UTC; "
+                    f"the sources hold {first} to {last}"
                 )
         self._check_parts(times)
 
@@ -99,77 +159,66 @@ class Index:
         for (quantity, level), holders in self.holders.items():
             first, counts = holders.find(times)
             entries = first[counts == 1]
-            numbers, frames = holders.stores[entries], holders.frames[entries]
+            numbers = holders.stores[entries]
+            frames = holders.frames[entries]
             for number in np.unique(numbers):
-                parts.setdefault(int(number), []).append((quantity, level, frames[numbers == number]))
+                of_store = parts.setdefault(int(number), [])
+                of_store.append((quantity, level, frames[numbers == number]))
         # One source after the other, as each may have to be opened again.
         for number in sorted(parts):
             for quantity, level, frames in parts[number]:
-                self.stores[number].check(quantity, [level], frames)
+                self.stores[number].check(quantity, level, frames)
 
     def kept_bytes(self) -> int:
         """The most bytes of decoded frames that are kept, 0 where no chunk holds more than one frame."""
         most = 1
         for (quantity, level), holders in self.holders.items():
             for number in np.unique(holders.stores):
-                most = max(most, self.stores[number].chunk_frames(quantity, level))
+                chunk = self.stores[number].chunk_frames(quantity, level)
+                most = max(most, chunk)
         return self.blocks.kept_bytes(most)
 
-    def _entries(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(first entry, number of entries) in the Holders of each level, both (T, L)."""
-        found = [self.holders[quantity, level].find(times) for level in levels]
-        return np.stack([first for first, _ in found], 1), np.stack([count for _, count in found], 1)
-
     def read(self, quantity: str, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Values (T, L, H, W) float32 at all needed levels, and the source (T, L) of each.
+        """Values (T, L, H, W) float32 at all needed levels, and the number of the source (T, L) of each.
 
         A value is of the first source that holds the instant; where that one has NaN, of the next one.
         """
         levels = self.needed[quantity]
-        first, counts = self._entries(quantity, levels, times)
-        store = self.stores[0]
-        values = np.empty((len(times), len(levels), len(store.latitude), len(store.longitude)), np.float32)
-        sources = np.empty(first.shape, int)
+        found = [self.holders[quantity, level].find(times) for level in levels]
+        first = np.stack([entries for entries, _ in found], axis=1)  # (T, L)
+        counts = np.stack([count for _, count in found], axis=1)  # (T, L)
+
+        rows, columns = len(self.stores[0].latitude), len(self.stores[0].longitude)
+        values = np.empty((*first.shape, rows, columns), np.float32)
+        sources = np.full(first.shape, -1)
+        reading = Reading(quantity, levels, values, sources)
         for attempt in range(counts.max()):
             wanted = counts > attempt
             if attempt > 0:
                 wanted &= np.isnan(values).any((-2, -1))
             if not wanted.any():
                 break
-            self._read_entries(quantity, first + attempt, wanted, values, sources if attempt == 0 else None)
+            self._read_entries(reading, first + attempt, wanted)
         return values, sources
 
-    def _read_entries(
-        self, quantity: str, entries: np.ndarray, wanted: np.ndarray, values: np.ndarray, sources: np.ndarray | None
-    ) -> None:
-        """Fill `values` where `wanted` (T, L), from entries (T, L) of the Holders.
+    def _read_entries(self, reading: Reading, entries: np.ndarray, wanted: np.ndarray) -> None:
+        """Read what is wanted (T, L), of the Holders' entries (T, L)."""
+        numbers = np.full(entries.shape, -1)
+        frames = np.full(entries.shape, -1)
+        for i, level in enumerate(reading.levels):
+            holders = self.holders[reading.quantity, level]
+            here = entries[wanted[:, i], i]
+            numbers[wanted[:, i], i] = holders.stores[here]
+            frames[wanted[:, i], i] = holders.frames[here]
 
-        sources: filled too at the first attempt; None at later ones, which replace NaN alone.
-        """
-        levels = self.needed[quantity]
-        numbers, frames = np.full(entries.shape, -1), np.zeros(entries.shape, int)
-        for i, level in enumerate(levels):
-            rows = wanted[:, i]
-            holders = self.holders[quantity, level]
-            numbers[rows, i] = holders.stores[entries[rows, i]]
-            frames[rows, i] = holders.frames[entries[rows, i]]
-        for number in np.unique(numbers[wanted]):
-            chosen = wanted & (numbers == number)
-            rows, columns = np.flatnonzero(chosen.any(1)), np.flatnonzero(chosen.any(0))
-            of_rows = frames[rows].max(1, where=chosen[rows], initial=0)  # one frame for all levels of an instant
-            read = self.blocks.read(int(number), quantity, [levels[i] for i in columns], of_rows)
+        for number in np.unique(numbers[wanted]).tolist():
+            chosen = numbers == number  # (T, L)
+            rows = np.flatnonzero(chosen.any(axis=1))
+            columns = np.flatnonzero(chosen.any(axis=0)).tolist()
+            # A store has one frame for an instant, whatever the level.
+            of_store = np.where(chosen, frames, -1)[rows].max(axis=1)
+            levels = [reading.levels[i] for i in columns]
+            read = self.blocks.read(number, reading.quantity, levels, of_store)
             for k, i in enumerate(columns):
                 here = chosen[rows, i]
-                target = rows[here]
-                if sources is not None:
-                    values[target, i] = read[here, k]
-                    sources[target, i] = number
-                else:
-                    before = values[target, i]
-                    values[target, i] = np.where(np.isnan(before), read[here, k], before)
-
-
-def describe(quantity: str, level: float | None) -> str:
-    """A quantity at a level, by the two names that it is best known by."""
-    names = " or ".join(QUANTITIES[quantity].names[:2])
-    return names if level is None else f"{names} at {level} hPa"
+                reading.put(rows[here], i, read[here, k], number)

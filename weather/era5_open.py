@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 from pathlib import Path
-from typing import Any
 
 import xarray
 
@@ -14,8 +13,8 @@ from weather.era5_source import Source, reading_quietly
 from weather.hdf5_file import is_hdf5
 
 INSTALL = "pip install -r requirements-era5.txt"
+NOT_OPENED = "cannot be opened as Zarr or NetCDF"
 ARCHIVE = "unpack it and give the files inside"
-NO_DATA = "it is no data but the answer of a server: look at it, and download again"
 OTHER_FORMATS = {  # by the first bytes of a file
     b"PK\x03\x04": f"it is a zip archive: {ARCHIVE}",
     b"\x1f\x8b": f"it is compressed with gzip: {ARCHIVE}",
@@ -25,13 +24,20 @@ OTHER_FORMATS = {  # by the first bytes of a file
     b"7z\xbc\xaf": f"it is a 7z archive: {ARCHIVE}",
     b"Rar!": f"it is a rar archive: {ARCHIVE}",
     b"\x0e\x03\x13\x01": "it is HDF4: convert it to NetCDF 4",
-    b"CDF\x05": "it is NetCDF 3 of 64-bit data (CDF-5): convert it with nccopy -k nc4 IN OUT",
+    b"CDF\x05": "it is NetCDF 3 with 64-bit data (CDF-5): convert it (nccopy -k nc4 IN OUT)",
     b"PAR1": "it is Parquet: give Zarr, NetCDF or GRIB",
     b"%PDF": "it is a PDF",
+    b"\x00\x05\x16\x07": "it is a file that macOS left beside another one: leave it out",
 }
 TAR_PLACE = 257  # of the word "ustar" in a tar archive
-GRIB_ENDS = (".grib", ".grb", ".grib2", ".grb2", ".grib1", ".grb1")
+ANSWERS = ("{", "[", "<")  # JSON, HTML, XML: what a server sends in place of a file
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata", ".zattrs")
+IN_FOLDERS = (  # endings of what may lie in a folder that is given as a source
+    (".nc", ".nc4", ".h5", ".hdf5"),
+    (".grib", ".grb", ".grib2", ".grb2", ".grib1", ".grb1"),
+    (".zarr",),
+)
+SHOWN = 60  # bytes of a file in a message
 
 
 def open_source(address: str) -> list[Source]:
@@ -47,14 +53,18 @@ def open_source(address: str) -> list[Source]:
         return [_open_zarr(address)]
 
     # What follows the name of a file is a group inside it.
-    file = next((folder for folder in (path, *path.parents) if folder.exists()), path)
-    if not file.is_file():
-        if path.exists():
-            check_file(path)
-        raise UsageError(f"{address}: no such file or folder{_nearest_group(file, address)}")
-    group = "" if file == path else str(path.relative_to(file))
-    with reading_quietly(f"{address}:"):
-        return _open_file(address, file, group)
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if existing == path:
+        check_file(path)
+    if existing.is_file():
+        group = str(path.relative_to(existing)) if existing != path else ""
+        with reading_quietly(f"{address}:"):
+            return _open_file(address, existing, group)
+    is_group = _has_zarr_metadata(existing)
+    where = f": the store {existing} has no such group" if is_group else ""
+    raise UsageError(f"{address}: no such file or folder{where}")
 
 
 def _open_zarr(address: str) -> Source:
@@ -73,40 +83,40 @@ def _open_zarr(address: str) -> Source:
         raise UsageError(f"{address}: cannot be opened as Zarr: {first_line(cause)}") from cause
 
 
+def _has_zarr_metadata(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ZARR_METADATA)
+
+
 def _check_zarr_folder(folder: Path, address: str) -> None:
     """Raise UsageError for a folder of files or stores in place of a store."""
-    if any((folder / name).exists() for name in ZARR_METADATA):
+    if _has_zarr_metadata(folder):
         return
-    for ends in ((".nc", ".nc4", ".h5", ".hdf5"), GRIB_ENDS, (".zarr",)):
-        inside = sorted(path for path in folder.iterdir() if path.suffix.lower() in ends)
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for endings in IN_FOLDERS:
+        inside = [path for path in paths if path.suffix.lower() in endings]
         if inside:
-            suffix = inside[0].suffix
-            raise UsageError(f"{address}: is a folder of {len(inside)} *{suffix}: give {address.rstrip('/')}/*{suffix}")
-    names = sorted(path.name for path in folder.iterdir())
-    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    raise UsageError(f"{address}: cannot be opened as Zarr or NetCDF: the folder has no {ZARR_METADATA[0]} or {ZARR_METADATA[1]}"
-                     f"; it holds {listed or 'nothing'}")
-
-
-def _nearest_group(folder: Path, address: str) -> str:
-    """What to say of a missing folder inside a Zarr store, at the end of a message."""
-    is_store = any((folder / name).exists() for name in ZARR_METADATA)
-    return f": {folder} has no such group" if is_store else ""
+            pattern = f"*{inside[0].suffix}"
+            give = folder / pattern
+            raise UsageError(f"{address}: is a folder of {len(inside)} {pattern}: give {give} in its place")
+    listed = ", ".join(path.name for path in paths[:4]) or "nothing"
+    raise UsageError(f"{address}: {NOT_OPENED}: the folder has no zarr.json or .zgroup; it holds {listed}")
 
 
 def _open_file(address: str, file: Path, group: str) -> list[Source]:
-    check_file(file)
-    with open(file, "rb") as opened:
-        beginning = opened.read(512)
     if is_hdf5(file):
-        return [_open_hdf5(address, file, group)]
+        source = _open_hdf5(address, file, group)
+        return [source]
     if group:
         raise UsageError(f"{address}: {file} is not NetCDF 4, and has no groups")
-    if beginning.startswith(b"GRIB") or file.suffix.lower() in GRIB_ENDS:
+    with open(file, "rb") as opened:
+        beginning = opened.read(512)
+    if beginning.startswith(b"GRIB"):
         return _open_grib(address)
     if beginning.startswith((b"CDF\x01", b"CDF\x02")):
-        return [_open_netcdf3(address)]
-    raise UsageError(f"{address}: cannot be opened as Zarr or NetCDF: {describe_other(beginning)}")
+        source = _open_netcdf3(address)
+        return [source]
+    what = describe_other(beginning)
+    raise UsageError(f"{address}: {NOT_OPENED}: {what}")
 
 
 def describe_other(beginning: bytes) -> str:
@@ -118,25 +128,28 @@ def describe_other(beginning: bytes) -> str:
             return what
     if beginning[TAR_PLACE:].startswith(b"ustar"):
         return f"it is a tar archive: {ARCHIVE}"
-    if not beginning.strip(b"\0"):
-        return "it begins with zeros: it was not written or downloaded to the end"
-    text = beginning[:60].decode(errors="replace")
-    shown = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    is_answer = text.lstrip().lower().startswith(("{", "[", "<"))
-    return f"{NO_DATA + '; ' if is_answer else ''}it begins with {shown}"
+    has_bytes = any(beginning)
+    if not has_bytes:
+        return "it begins with zeros: it was not written, or not downloaded to the end"
+    text = beginning[:SHOWN].decode(errors="replace")
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    shown = " ".join(printable.split())
+    if shown.startswith(ANSWERS):
+        return f"it is no data but the answer of a server, so look at it and download again; it begins with {shown}"
+    return f"it begins with {shown}"
 
 
 def _open_hdf5(address: str, file: Path, group: str) -> Source:
     try:
         return open_hdf5_source(address, file, group)
     except KeyError:
-        groups = open_hdf5_source(str(file), file).groups
+        groups = open_hdf5_source(str(file), file).find_groups()
         has = f"it has {', '.join(groups)}" if groups else "it has no groups"
         raise UsageError(f"{address}: no such group in {file}: {has}") from None
     except OSError as error:
         what = first_line(error)
-        again = ": download it again" if "truncated" in what else ""
-        raise UsageError(f"{address}: cannot be opened as NetCDF 4: {what}{again}") from error
+        remedy = ": download it again" if "truncated" in what else ""
+        raise UsageError(f"{address}: cannot be opened as NetCDF 4: {what}{remedy}") from error
 
 
 def _open_netcdf3(address: str) -> Source:
@@ -145,29 +158,33 @@ def _open_netcdf3(address: str) -> Source:
     except OSError:
         raise
     except Exception as error:  # whatever numpy says of an array that does not fill its shape
-        raise UsageError(
-            f"{address}: is NetCDF 3, and cut off ({Path(address).stat().st_size} bytes): download it again"
-        ) from error
-    return Source(address, {str(name): variable for name, variable in opened.variables.items()})
+        size = Path(address).stat().st_size
+        raise UsageError(f"{address}: is NetCDF 3, cut off after {size} bytes: download it again") from error
+    return _as_source(address, opened)
 
 
 def _open_grib(address: str) -> list[Source]:
     """A Source for each variable of a GRIB file; cfgrib leaves no index beside it."""
     try:
-        import cfgrib
+        from cfgrib.xarray_store import open_variable_datasets
     except Exception as error:  # the package is not there, or the library of ecCodes
-        raise UsageError(f"{address}: is GRIB, which needs the package cfgrib ({first_line(error)}): {INSTALL}") from None
+        raise UsageError(
+            f"{address}: is GRIB, which needs the package cfgrib ({first_line(error)}): {INSTALL}"
+        ) from None
 
-    logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it says there, it raises too
-    options: dict[str, Any] = {"indexpath": "", "errors": "raise"}
+    logger = logging.getLogger("cfgrib")
+    logger.setLevel(logging.CRITICAL)  # what it says there, it raises too
+    options = {"indexpath": "", "errors": "raise"}
     try:
-        datasets = cfgrib.open_variable_datasets(address, backend_kwargs=options)
+        datasets = open_variable_datasets(address, backend_kwargs=options)
     except Exception as error:  # of cfgrib and of ecCodes
         what = first_line(error)
         raise UsageError(f"{address}: cannot be read as GRIB (cut off, or damaged?): {what}") from error
     if not datasets:
-        raise UsageError(f"{address}: holds no complete GRIB message: download it again")
-    sources = []
-    for dataset in datasets:
-        sources.append(Source(address, {str(name): variable for name, variable in dataset.variables.items()}))
-    return sources
+        raise UsageError(f"{address}: is GRIB without a complete message: download it again")
+    return [_as_source(address, dataset) for dataset in datasets]
+
+
+def _as_source(address: str, opened: xarray.Dataset) -> Source:
+    variables = {str(name): variable for name, variable in opened.variables.items()}
+    return Source(address, variables)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import xarray
@@ -14,8 +14,13 @@ from utils.errors import reading
 Selection = Mapping[str, np.ndarray]
 
 
-def _nothing_to_check(name: str, selection: Selection) -> None:
-    """A format that cannot lack parts, or a remote store, whose parts nobody can list."""
+def _check_nothing(name: str, selection: Selection) -> None:
+    """For a format that cannot lack parts, or a remote store, whose parts nobody can list."""
+
+
+def _find_no_groups() -> list[str]:
+    """For a format without groups."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -24,13 +29,13 @@ class Source:
 
     address: as messages name it. variables: by name, as stored, so with scale factors and fill values among their
     attributes. check(name, selection): raises UsageError if parts of a variable were never written, or cannot be
-    decompressed here. groups: addresses of the groups with variables inside it.
+    decompressed here. find_groups(): addresses of the groups inside it that hold variables.
     """
 
     address: str
     variables: Mapping[str, xarray.Variable]
-    check: Callable[[str, Selection], None] = _nothing_to_check
-    groups: list[str] = field(default_factory=list)
+    check: Callable[[str, Selection], None] = _check_nothing
+    find_groups: Callable[[], list[str]] = _find_no_groups
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from utils.errors import UsageError
 from weather.era5_source import Selection, Source
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-NO_CHUNK = 2**64 - 1  # offset and length, in the index of a shard, of a chunk that was never written
+NEVER_WRITTEN = 2**64 - 1  # offset and length of such a chunk in the index of a shard
 INDEX_CODECS = (BytesCodec, Crc32cCodec)
+CHECKSUM_BYTES = 4
 
 
 class WrittenChunks(WrapperStore[ZarrStore]):
@@ -33,47 +34,65 @@ class WrittenChunks(WrapperStore[ZarrStore]):
         self.address = address
         self.guarded: set[str] = set()
 
-    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+    async def get(
+        self,
+        key: str,
+        prototype: Any,
+        byte_range: Any = None,
+    ) -> Any:
         """The bytes of a key. Raises UsageError if they are a chunk that was never written."""
         value = await super().get(key, prototype, byte_range)
-        array, _, rest = key.rpartition("/") if "/c/" not in key else key.partition("/c/")
-        if value is None and array in self.guarded and rest not in METADATA:
+        array, _, rest = key.partition("/")
+        is_guarded = array in self.guarded and rest not in METADATA
+        if value is None and is_guarded:
             raise UsageError(f"{self.address}: chunk {rest} of {array} was never written: the store was not finished")
         return value
 
 
 def open_zarr_source(address: str) -> Source:
     """The Source of a store or a group in it: a folder, or an address such as gs://... of the public buckets."""
-    remote = "://" in address
+    is_remote = "://" in address
     store = WrittenChunks(_open_store(address), address)
     # Consolidated metadata may be older than the store. A remote store is slow to list, or cannot be listed.
-    consolidated = None if remote else False
-    opened = xarray.open_zarr(store, chunks=None, decode_cf=False, consolidated=consolidated)
+    consolidated = None if is_remote else False
+    opened = xarray.open_zarr(
+        store,
+        chunks=None,
+        decode_cf=False,
+        consolidated=consolidated,
+    )
     group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
-    arrays = {name: group[name] for name in opened.variables}
+    arrays = dict(group.arrays())
 
     variables = {}
-    for name, variable in opened.variables.items():
-        variables[str(name)] = _without_default_fill(variable, arrays[name])
-        is_field = variable.ndim >= 3  # single numbers and coordinates of 0 are often not stored
-        if is_field and not _is_nan(arrays[name].fill_value):
-            store.guarded.add(str(name))
+    for key, variable in opened.variables.items():
+        name = str(key)
+        array = arrays[name]
+        variables[name] = _without_default_fill(variable, array)
+        # Coordinates and single numbers of 0 are often not stored. NaN is found among the values.
+        is_field = variable.ndim >= 3
+        if is_field and not _is_nan(array.fill_value):
+            store.guarded.add(name)
 
     def check(name: str, selection: Selection) -> None:
-        array, dimensions = arrays[name], variables[name].dims
-        wanted = [selection.get(str(dimension)) for dimension in dimensions]
-        if missing := count_missing_chunks(array, Path(address) / name, wanted):
+        wanted = [selection.get(str(dimension)) for dimension in variables[name].dims]
+        missing = count_missing_chunks(arrays[name], Path(address) / name, wanted)
+        if missing:
             raise UsageError(f"{address}: {missing} chunks of {name} were never written: the store was not finished")
 
-    if remote:
-        return Source(address, variables)
-    return Source(address, variables, check, _groups(group, address))
+    def find_groups() -> list[str]:
+        return _groups(group, address)
+
+    if is_remote:
+        return Source(address, variables, find_groups=find_groups)
+    return Source(address, variables, check, find_groups)
 
 
 def _open_store(address: str) -> ZarrStore:
     if "://" not in address:
         return LocalStore(address, read_only=True)
-    options = {"token": "anon"} if address.startswith("gs://") else None  # the public buckets
+    is_public = address.startswith("gs://")
+    options = {"token": "anon"} if is_public else None
     return FsspecStore.from_url(address, storage_options=options, read_only=True)
 
 
@@ -90,65 +109,95 @@ def _without_default_fill(variable: xarray.Variable, array: zarr.Array) -> xarra
 
 
 def _is_nan(value: Any) -> bool:
-    return isinstance(value, (float, np.floating)) and bool(np.isnan(value))
+    is_float = isinstance(value, (float, np.floating))
+    return is_float and bool(np.isnan(value))
 
 
 def _groups(group: zarr.Group, address: str) -> list[str]:
     """Addresses of the groups below this one that hold arrays."""
-    members = dict(group.members(max_depth=None))
-    holders = {name.rpartition("/")[0] for name, member in members.items() if isinstance(member, zarr.Array)}
-    return [f"{address}/{name}" for name in sorted(holders)]
+    holders = set()
+    for name, member in group.members(max_depth=None):
+        folder, _, _ = name.rpartition("/")
+        if folder and isinstance(member, zarr.Array):
+            holders.add(f"{address}/{folder}")
+    return sorted(holders)
 
 
-def count_missing_chunks(array: zarr.Array, folder: Path, wanted: Sequence[np.ndarray | None]) -> int:
+def count_missing_chunks(
+    array: zarr.Array,
+    folder: Path,
+    wanted: Sequence[np.ndarray | None],
+) -> int:
     """Number of chunks, also of chunks inside shards, that hold wanted values of an array and are not in its folder.
 
     wanted: for each axis the indices that will be read, None for all.
     """
-    per_axis = []  # the numbers of the wanted chunks along each axis
+    numbers = []  # of the wanted chunks along each axis
     for indices, length, chunk in zip(wanted, array.shape, array.chunks, strict=True):
-        every = np.arange(math.ceil(length / chunk))
-        per_axis.append(every if indices is None else np.unique(indices // chunk))
+        if indices is None:
+            indices = np.arange(length)
+        numbers.append(np.unique(indices // chunk))
     if array.shards:
-        return _count_missing_in_shards(array, folder, per_axis)
+        return _count_missing_in_shards(array, folder, numbers)
     missing = 0
-    for place in itertools.product(*per_axis):
-        key = array.metadata.encode_chunk_key(tuple(int(number) for number in place))
-        missing += not (folder / key).exists()
+    for place in itertools.product(*numbers):
+        path = _chunk_path(array, folder, place)
+        missing += not path.exists()
     return missing
 
 
-def _count_missing_in_shards(array: zarr.Array, folder: Path, per_axis: list[np.ndarray]) -> int:
+def _count_missing_in_shards(
+    array: zarr.Array,
+    folder: Path,
+    numbers: list[np.ndarray],
+) -> int:
     """As count_missing_chunks, for the numbers of the wanted chunks along each axis."""
     assert array.shards is not None
-    per_shard = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
-    shards = [np.unique(numbers // many) for numbers, many in zip(per_axis, per_shard, strict=True)]
+    lengths = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]  # in chunks
+    shards = [np.unique(of_axis // length) for of_axis, length in zip(numbers, lengths, strict=True)]
     missing = 0
     for place in itertools.product(*shards):
-        key = array.metadata.encode_chunk_key(tuple(int(number) for number in place))
         inside = []  # the wanted chunks of this shard, by their numbers in it
-        for number, numbers, many in zip(place, per_axis, per_shard, strict=True):
-            inside.append(numbers[numbers // many == number] % many)
-        if not (folder / key).exists():
-            missing += math.prod(len(numbers) for numbers in inside)
+        for shard, of_axis, length in zip(place, numbers, lengths, strict=True):
+            is_inside = of_axis // length == shard
+            inside.append(of_axis[is_inside] % length)
+        path = _chunk_path(array, folder, place)
+        if not path.exists():
+            missing += math.prod(len(of_axis) for of_axis in inside)
             continue
-        index = _shard_index(array, folder / key, per_shard)
+        index = _read_shard_index(array, path, lengths)
         if index is not None:
-            missing += int((index[np.ix_(*inside)] == NO_CHUNK).all(-1).sum())
+            entries = index[np.ix_(*inside)]
+            is_missing = (entries == NEVER_WRITTEN).all(axis=-1)
+            missing += int(is_missing.sum())
     return missing
 
 
-def _shard_index(array: zarr.Array, path: Path, per_shard: list[int]) -> np.ndarray | None:
-    """(..., 2) offset and length in bytes of each chunk in a shard; None if its index is written in an unusual way."""
-    codec = array.metadata.codecs[0]
+def _chunk_path(array: zarr.Array, folder: Path, place: Sequence[Any]) -> Path:
+    numbers = tuple(int(number) for number in place)
+    return folder / array.metadata.encode_chunk_key(numbers)
+
+
+def _read_shard_index(
+    array: zarr.Array,
+    path: Path,
+    lengths: list[int],
+) -> np.ndarray | None:
+    """(..., 2) offset and length in bytes of each chunk in a shard; None if its index is written in an unusual way.
+
+    lengths: of a shard along each axis, in chunks.
+    """
+    [codec, *_] = getattr(array.metadata, "codecs", [None])
     if not isinstance(codec, ShardingCodec):
         return None
-    if not all(isinstance(part, INDEX_CODECS) for part in codec.index_codecs):
+    is_usual = all(isinstance(part, INDEX_CODECS) for part in codec.index_codecs)
+    if not is_usual:
         return None
-    checksum = 4 if any(isinstance(part, Crc32cCodec) for part in codec.index_codecs) else 0
-    count = 2 * math.prod(per_shard)
+    has_checksum = any(isinstance(part, Crc32cCodec) for part in codec.index_codecs)
+    size = 8 * 2 * math.prod(lengths)
     with open(path, "rb") as file:
         if codec.index_location.value == "end":
-            file.seek(-(8 * count + checksum), 2)
-        numbers = np.frombuffer(file.read(8 * count), "<u8")
-    return numbers.reshape(*per_shard, 2)
+            start = -(size + CHECKSUM_BYTES * has_checksum)
+            file.seek(start, 2)
+        index = np.frombuffer(file.read(size), "<u8")
+    return index.reshape(*lengths, 2)

@@ -1,4 +1,4 @@
-"""Turn ERA5 from Zarr stores or NetCDF files into year files for training.
+"""Turn ERA5 from Zarr stores, NetCDF or GRIB files into year files for training.
 
     python -m weather.prepare_era5 STORE.zarr --out data/era5 --coarsen 2
     python -m weather.prepare_era5 single-levels-*.nc pressure-levels-*.nc --train_years 1979-2015
@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UsageError, run_main, whole
-from weather.channels import CHANNELS, channel_key
+from weather.channels import CHANNELS, channel_key, value_range
 from weather.era5_axes import minute
-from weather.era5_index import Index, describe
-from weather.era5_store import Store, open_stores, relative_humidity
+from weather.era5_index import Index
+from weather.era5_names import describe
+from weather.era5_store import Store, open_stores
 from weather.grid import Grid, frame_times
+from weather.humidity import relative_humidity
 from weather.value_check import Key, ValueCheck
 from weather.year_files import YearFileWriter, year_file_parser
 
@@ -46,30 +48,38 @@ class Era5:
         self.block = block
         self.stores: list[Store] = []
         for address in addresses:
-            self.stores += [address] if isinstance(address, Store) else open_stores(str(address))
-        first = self.stores[0]
-        width = len(first.longitude)
+            opened = [address] if isinstance(address, Store) else open_stores(str(address))
+            self.stores.extend(opened)
         self._check_grids()
-        if block < 1 or width % block or len(first.latitude) < block:
-            raise UsageError(f"coarsen {block}: must divide the {width} longitudes of {first.address}")
-        self.grid = Grid(*(block_means(x, block, -1) for x in (first.latitude, first.longitude)))
+        first = self.stores[0]
+        latitude = block_means(first.latitude, block, -1)
+        longitude = block_means(first.longitude, block, -1)
+        self.grid = Grid(latitude, longitude)
 
-        self.derived = not any(field.units for store in self.stores for field in store.fields.get("r", []))
+        # Humidity without units may be a fraction or a percentage: then it is safer to derive it.
+        humidity = [field for store in self.stores for field in store.fields.get("r", [])]
+        self.derived = not any(field.units for field in humidity)
         self.keys = [channel_key(channel.name) for channel in CHANNELS]
         self.needed: dict[str, list[int | None]] = {}  # quantity: its levels
         for name, level in self.keys:
             is_derived = name == "r" and self.derived
-            for quantity in ("q", "t") if is_derived else (name,):
+            quantities = ("q", "t") if is_derived else (name,)
+            for quantity in quantities:
                 levels = self.needed.setdefault(quantity, [])
                 if level not in levels:
                     levels.append(level)
 
     def _check_grids(self) -> None:
+        """Raise UsageError for stores on different grids, and for blocks that do not fit theirs."""
         first = self.stores[0]
         for store in self.stores:
-            axes = (store.latitude, first.latitude), (store.longitude, first.longitude)
-            if not all(len(own) == len(other) and np.allclose(own, other, atol=1e-3) for own, other in axes):
+            same_rows = _are_close(store.latitude, first.latitude)
+            same_columns = _are_close(store.longitude, first.longitude)
+            if not (same_rows and same_columns):
                 raise UsageError(f"{store.address}: its grid is not that of {first.address}")
+        height, width = len(first.latitude), len(first.longitude)
+        if self.block < 1 or width % self.block or height < self.block:
+            raise UsageError(f"coarsen {self.block}: must divide the {width} longitudes of {first.address}")
 
     @cached_property
     def index(self) -> Index:
@@ -86,46 +96,82 @@ class Era5:
 
     def frames(self, times: np.ndarray) -> np.ndarray:
         """Read frames (T, C, H, W) float32 at `times`, after `check`. Raises UsageError for unphysical values."""
-        fields: dict[tuple[str, int | None], np.ndarray] = {}
+        # What is stored, on the points of the stores: (T, h, w) each.
+        fields: dict[Key, np.ndarray] = {}
         for quantity, levels in self.needed.items():
             values, sources = self.index.read(quantity, times)  # (T, L, h, w), (T, L)
-            keys = [(quantity, level) for level in levels]
+            keys: list[Key] = [(quantity, level) for level in levels]
             self._check_values(keys, times, values, sources)
-            fields |= {key: values[:, i] for i, key in enumerate(keys)}  # (T, h, w)
-        out = np.empty((len(times), len(CHANNELS), *map(len, self.grid)), np.float32)
+            for number, key in enumerate(keys):
+                fields[key] = values[:, number]
+
+        # The channels of it, averaged over blocks: (T, C, H, W).
+        height, width = len(self.grid.latitude), len(self.grid.longitude)
+        out = np.empty((len(times), len(CHANNELS), height, width), np.float32)
         for channel, (name, level) in enumerate(self.keys):
             if name == "r" and level and self.derived:
-                field = relative_humidity(fields["q", level], fields["t", level], 100 * level)
-                self._check_values([(name, level)], times, field[:, None])
+                field = self._derive_humidity(fields, level, times)
             else:
                 field = fields[name, level]
-            out[:, channel] = block_means(block_means(field, self.block, -1), self.block, -2)
+            rows = block_means(field, self.block, -1)
+            out[:, channel] = block_means(rows, self.block, -2)
         return out
 
+    def _derive_humidity(
+        self,
+        fields: dict[Key, np.ndarray],
+        level: int,
+        times: np.ndarray,
+    ) -> np.ndarray:
+        """Relative humidity (T, h, w) at a level (hPa). Raises UsageError if it is none."""
+        pressure = 100 * level
+        field = relative_humidity(fields["q", level], fields["t", level], pressure)
+        # Cold air is easily far above saturation, where q is rounded: of single points this says nothing.
+        lowest, highest = value_range("r", level)
+        limited = np.clip(field, lowest, highest)
+        self._check_values([("r", level)], times, limited[:, None])
+        return field
+
     def _check_values(
-        self, keys: list[Key], times: np.ndarray, values: np.ndarray, sources: np.ndarray | None = None
+        self,
+        keys: list[Key],
+        times: np.ndarray,
+        values: np.ndarray,
+        sources: np.ndarray | None = None,
     ) -> None:
-        """Raises UsageError for values (T, L, h, w) that are no weather: source, quantity, date, place, what it is."""
-        problem = ValueCheck(keys, strict=True).find(values)
+        """Raise UsageError for values (T, L, h, w) that are no weather: source, quantity, date, place, what it is.
+
+        sources: the numbers (T, L) of the stores that the values are of; None for values that were derived.
+        """
+        check = ValueCheck(keys, strict=True)
+        problem = check.find(values)
         if problem is None:
             return
         quantity, level = keys[problem.channel]
+        what = describe(quantity, level)
         if sources is None:
-            what = f"{describe(quantity, level)}, derived from specific humidity and temperature"
+            what = f"{what}, derived from specific humidity and temperature"
         else:
-            store = self.stores[sources[problem.frame, problem.channel]]
-            what = f"{store.address}: {describe(quantity, level)}"
+            number = sources[problem.frame, problem.channel]
+            what = f"{self.stores[number].address}: {what}"
+        date = minute(times[problem.frame])
         place = f"row {problem.row} from the north, column {problem.column}"
-        raise UsageError(f"{what}, {minute(times[problem.frame])}: {place} {problem.text}")
+        raise UsageError(f"{what}, {date}: {place} {problem.text}")
+
+
+def _are_close(axis: np.ndarray, other: np.ndarray) -> bool:
+    return len(axis) == len(other) and np.allclose(axis, other, atol=1e-3)
 
 
 def block_means(values: np.ndarray, block: int, axis: int) -> np.ndarray:
     """Averages over blocks of `block` points along an axis; points left over at its end are dropped."""
     if block == 1:
         return values
-    values = np.moveaxis(values, axis, -1)
-    values = values[..., : values.shape[-1] // block * block].reshape(*values.shape[:-1], -1, block)
-    return np.moveaxis(values.mean(-1), -1, axis)
+    last = np.moveaxis(values, axis, -1)
+    length = last.shape[-1] // block
+    whole_blocks = last[..., : length * block]
+    blocks = whole_blocks.reshape(*last.shape[:-1], length, block)
+    return np.moveaxis(blocks.mean(-1), -1, axis)
 
 
 def prepare_era5(
@@ -137,7 +183,7 @@ def prepare_era5(
     days: int = 0,
     coarsen: int = 1,
 ) -> int:
-    """Write ERA5 from `sources` (Zarr stores and NetCDF files) to the folder `out`, and print a summary line.
+    """Write ERA5 from `sources` (Zarr stores, NetCDF and GRIB files) to the folder `out`, and print a summary line.
 
     train_years, valid_years, test_years, days: as for YearFileWriter, which keeps the files that are there already.
     coarsen: side of the square blocks of points that are averaged.
@@ -145,20 +191,35 @@ def prepare_era5(
     in `out` and too little disk space, before anything is written; for an unphysical value when it is read.
     """
     era5 = Era5(sources, coarsen)
-    settings: dict[str, Any] = {"version": VERSION, "days": days, "relative_humidity_derived": era5.derived}
-    settings |= {"img_size": [len(x) for x in era5.grid], "corners": [float(x[i]) for x in era5.grid for i in (0, -1)]}
+    corners = [float(axis[place]) for axis in era5.grid for place in (0, -1)]
+    settings: dict[str, Any] = {
+        "version": VERSION,
+        "days": days,
+        "relative_humidity_derived": era5.derived,
+        "img_size": [len(axis) for axis in era5.grid],
+        "corners": corners,
+    }
+    # A GRIB file is several stores of one address.
     addresses = dict.fromkeys(store.address for store in era5.stores)
     attributes = {"source": SOURCE, "made_from": " ".join(addresses)}
     splits = train_years, valid_years, test_years
     writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes)
 
     if writer.missing:
-        era5.check(np.concatenate([frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]))
-        if era5.derived:
-            print("relative humidity: derived from specific humidity and temperature")
-        if kept := era5.kept_bytes():
-            print(f"chunks hold several frames: keeps up to {kept / 1e9:.2g} GB of decoded chunks")
+        times = [frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]
+        era5.check(np.concatenate(times))
+        _announce(era5)
     return writer.make(lambda year, first, count: era5.frames(frame_times(year, first, count)))
+
+
+def _announce(era5: Era5) -> None:
+    """Print what is derived, and how much memory is used beside that of the frames."""
+    if era5.derived:
+        print("relative humidity: derived from specific humidity and temperature")
+    kept = era5.kept_bytes()
+    if kept:
+        size = f"{kept / 1e9:.1f} GB" if kept > 1e8 else f"{kept / 1e6:.1f} MB"
+        print(f"chunks hold several frames: keeps up to {size} of decoded chunks")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ Key = tuple[str, float | None]  # (quantity, level in hPa): weather.channels.cha
 
 @dataclass(frozen=True)
 class Problem:
-    """The first value that is no weather: its place in the checked array, and what is wrong, as the end of a sentence."""
+    """The first value that is no weather: its place in the array, and what is wrong, as the end of a sentence."""
 
     frame: int
     channel: int
