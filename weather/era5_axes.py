@@ -147,15 +147,17 @@ def _decode_times(where: str, name: str, variable: xarray.Variable) -> np.ndarra
                 f"{where} is not in dates of the standard calendar: it {has}, "
                 "needed are such as 'hours since 1970-01-01'"
             )
-        # Seconds reach further than nanoseconds, and only numbers with fractions need more than seconds.
-        has_fractions = values.dtype.kind == "f"
-        coder = CFDatetimeCoder(use_cftime=False, time_unit="ns" if has_fractions else "s")
+        # Seconds reach further back than nanoseconds. Fractions of them become a finer unit where that is needed.
+        coder = CFDatetimeCoder(use_cftime=False, time_unit="s")
         try:
             decoded = decode_cf_variable(name, variable, decode_times=coder)
             values = decoded.values.reshape(-1)
         except Exception as error:  # of pandas and numpy, for dates that they do not have
             cause = _without_advice(error)
-            raise UsageError(f"{where} in '{units}' cannot be read as dates: {cause}") from error
+            raise UsageError(
+                f"{where} in '{units}' cannot be read as dates: {cause}; "
+                "write it in hours since 1900-01-01 (cdo setreftime)"
+            ) from error
     milliseconds = values.astype("datetime64[ms]")
     rounded = milliseconds + SECOND // 2
     return rounded.astype("datetime64[s]")

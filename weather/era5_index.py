@@ -9,7 +9,7 @@ from utils.errors import UsageError
 from weather.era5_axes import minute
 from weather.era5_blocks import BlockReader
 from weather.era5_names import describe
-from weather.era5_store import Store
+from weather.era5_store import Store, describe_stores
 
 Needed = Mapping[str, Sequence[int | None]]  # {quantity: its levels in hPa, None for the surface}
 SHOWN = 3  # sources in a message
@@ -129,13 +129,18 @@ class Index:
 
     def _describe_sources(self) -> str:
         """What the sources hold, of many the first ones of each kind."""
-        kinds: dict[tuple[str, ...], Store] = {}
+        by_address: dict[str, list[Store]] = {}
         for store in self.stores:
-            kind = (*store.source.variables, str(store.levels))
-            kinds.setdefault(kind, store)
+            of_address = by_address.setdefault(store.address, [])
+            of_address.append(store)
+        # Files for other months hold the same variables, and are one kind.
+        kinds: dict[tuple[str, ...], list[Store]] = {}
+        for stores in by_address.values():
+            kind = [f"{sorted(store.source.variables)} {store.levels}" for store in stores]
+            kinds.setdefault(tuple(kind), stores)
         shown = list(kinds.values())[:SHOWN]
-        text = "; ".join(store.describe() for store in shown)
-        more = len(self.stores) - len(shown)
+        text = "; ".join(describe_stores(stores) for stores in shown)
+        more = len(by_address) - len(shown)
         return f"{text}; and {more} more sources" if more else text
 
     def check(self, times: np.ndarray) -> None:

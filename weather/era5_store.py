@@ -95,19 +95,6 @@ class Store:
             together = np.roll(together, -self.first_column, axis=-1)
         return together
 
-    def describe(self) -> str:
-        """What it holds, for a message: variables with dimensions, levels and dates."""
-        names, dimensions = [], []
-        for name, variable in self.source.variables.items():
-            if variable.ndim >= 2:
-                names.append(name)
-                dimensions += [str(one) for one in variable.dims if str(one) not in dimensions]
-        listed = _listed(names) or "no fields"
-        levels = _listed([f"{level:g}" for level in self.levels])
-        at_levels = f", levels {levels} hPa" if levels else ""
-        first, last = minute(self.times[0]), minute(self.times[-1])
-        return f"{self.address} holds {listed} [{', '.join(dimensions)}]{at_levels}, {first} to {last}"
-
     # ---- how it is stored
 
     def _find_axes(self) -> None:
@@ -194,6 +181,26 @@ def open_stores(address: str) -> list[Store]:
         if any(meaning_of(name) for name in source.variables):
             known.append(source)
     return [Store(address, source) for source in known or sources[:1]]
+
+
+def describe_stores(stores: Sequence[Store]) -> str:
+    """What the stores of one address hold, for a message: variables with dimensions, levels and dates."""
+    names: list[str] = []
+    dimensions: list[str] = []
+    levels: list[str] = []
+    for store in stores:
+        for name, variable in store.source.variables.items():
+            if variable.ndim >= 2:
+                names.append(name)
+                dimensions.extend(str(one) for one in variable.dims)
+        levels.extend(f"{level:g}" for level in store.levels)
+    listed = _listed(names) or "no fields"
+    axes = _listed(list(dict.fromkeys(dimensions)))
+    heights = _listed(list(dict.fromkeys(levels)))
+    at_levels = f", levels {heights} hPa" if levels else ""
+    first = min(store.times[0] for store in stores)
+    last = max(store.times[-1] for store in stores)
+    return f"{stores[0].address} holds {listed} [{axes}]{at_levels}, {minute(first)} to {minute(last)}"
 
 
 def _as_source(address: str, opened: xarray.Dataset | Source | None) -> Source:
