@@ -125,7 +125,8 @@ def _name_of_dates(address: str, axis: str | None, variables: Variables) -> str:
     assert axis is not None
     names, _ = DIMENSIONS["time"]
     for other in names:
-        if other in variables and variables[other].dims == (axis,):
+        is_beside_it = other != axis and other in variables
+        if is_beside_it and variables[other].dims == (axis,):
             return other
     step = variables.get("step")
     if step is not None and step.size == 1:

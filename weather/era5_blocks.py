@@ -13,7 +13,6 @@ import numpy as np
 from weather.era5_store import Store
 from weather.grid import HOUR
 
-KEPT_BYTES = 2 * 2**30  # of decoded frames, at most
 STEP = 6 * HOUR  # from one frame to the next that will be asked for
 Levels = tuple[float | None, ...]
 Place = tuple[int, str, Levels]  # number of a store, quantity, levels
@@ -38,7 +37,7 @@ class BlockReader:
         self,
         stores: Sequence[Store],
         fields: int,
-        most: int = KEPT_BYTES,
+        most: int,
     ):
         self.stores, self.most = stores, most
         points = len(stores[0].latitude) * len(stores[0].longitude)

@@ -13,6 +13,7 @@ from weather.era5_store import Store, describe_stores
 
 Needed = Mapping[str, Sequence[int | None]]  # {quantity: its levels in hPa, None for the surface}
 SHOWN = 3  # sources in a message
+KEPT_BYTES = 2 * 2**30  # of decoded frames, at most
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Index:
     ):
         self.stores, self.needed, self.derived = stores, needed, derived
         fields = sum(len(levels) for levels in needed.values())
-        self.blocks = BlockReader(stores, fields)
+        self.blocks = BlockReader(stores, fields, KEPT_BYTES)
         self.holders: dict[tuple[str, int | None], Holders] = {}
         self._by_numbers: dict[tuple[int, ...], Holders] = {}
         for quantity, levels in needed.items():

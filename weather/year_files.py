@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, reading, run_main, whole
+from utils.errors import ArgumentParser, UsageError, first_line, reading, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.grid import Grid, frame_times, year_frames
@@ -232,11 +232,14 @@ def _read_origin(path):
 
     Raises UsageError for a file that cannot be read: it may be one of these, and whole.
     """
-    with reading(str(path)):
+    try:
         if not is_hdf5(path):
             return None, None
         with open_hdf5(path) as file:
             title, settings = file.attrs.get("title"), file.attrs.get("settings")
+    except OSError as error:
+        cause = first_line(error)
+        raise UsageError(f"{path}: cannot be read: {cause}: move it away, and it is made again") from error
     try:
         return title, json.loads(settings)
     except (ValueError, TypeError):
