@@ -38,6 +38,7 @@ def find_axes(
     fields: the variables that hold quantities. Names are compared in lower case; a variable's standard_name will do
     too. Raises UsageError for fields with two dimensions of one kind, or a dimension that is missing or too long.
     """
+    # Dimensions of the fields alone: bounds and attributes of the grid have others.
     sizes: dict[str, int] = {}
     for field in fields or variables.values():
         for dimension, size in field.sizes.items():
@@ -63,6 +64,7 @@ def _find_dimension(
     variables: Variables,
 ) -> str | None:
     names, _ = DIMENSIONS[ours]
+    # By its own name, or by what its coordinate says it is.
     found = []
     for dimension in sizes:
         variable = variables.get(dimension)
@@ -79,6 +81,7 @@ def _find_single_value(ours: str, variables: Variables) -> str | None:
     """The name of a coordinate of one value, as a file of one level or one instant has it; None if there is none."""
     if ours not in ("time", "level"):
         return None
+    # A coordinate of one value is no dimension of the fields.
     single = {}
     for name, variable in variables.items():
         if variable.size == 1:
@@ -128,6 +131,7 @@ def _name_of_dates(address: str, axis: str | None, variables: Variables) -> str:
         is_beside_it = other != axis and other in variables
         if is_beside_it and variables[other].dims == (axis,):
             return other
+    # GRIB's step is the time from the beginning of a forecast; an analysis has none, or 0.
     step = variables.get("step")
     if step is not None and step.size == 1:
         hours = step.values.reshape(-1)[0]
@@ -159,6 +163,7 @@ def _decode_times(where: str, name: str, variable: xarray.Variable) -> np.ndarra
                 f"{where} in '{units}' cannot be read as dates: {cause}; "
                 "write it in hours since 1900-01-01 (cdo setreftime)"
             ) from error
+    # Dates from fractions of a day are noisy in their last digits.
     milliseconds = values.astype("datetime64[ms]")
     rounded = milliseconds + SECOND // 2
     return rounded.astype("datetime64[s]")
@@ -177,6 +182,7 @@ def _check_calendar(where: str, variable: xarray.Variable, values: np.ndarray) -
 
 def _without_advice(error: BaseException) -> str:
     """The first sentence of a message, without the options of a library that the reader does not call."""
+    # What follows names arguments of a function.
     sentence, _, _ = first_line(error).partition(". ")
     before, _, _ = sentence.partition(" Try ")
     return before
@@ -184,6 +190,7 @@ def _without_advice(error: BaseException) -> str:
 
 def _describe_disorder(dates: np.ndarray, name: str) -> str:
     """Where dates repeat or go back, and what to do."""
+    # A date that comes twice is found wherever the second one is.
     order = np.argsort(dates, kind="stable")
     is_repeated = np.diff(dates[order]) == NONE
     repeats = np.flatnonzero(is_repeated)

@@ -49,6 +49,7 @@ class BlockReader:
         """The most bytes that are kept if chunks hold `chunk` frames; 0 for chunks of one frame."""
         if chunk == 1:
             return 0
+        # All fields of these frames are kept at a time.
         frames = min(self.most_frames, chunk)
         return frames * self.frame_bytes
 

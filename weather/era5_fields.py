@@ -71,6 +71,7 @@ def _as_field(
 ) -> Field:
     units = units_of(variable) or meaning.units
     lies_on_levels = meaning.quantity in ON_LEVELS and meaning.level is None
+    # A variable at the surface may have a dimension of one level.
     if level_axis in variable.dims:
         several = variable.sizes[level_axis] > 1
         if lies_on_levels or several:
@@ -91,12 +92,14 @@ def read_field(
 
     levels: their indices, [] for a field without that dimension. frames: increasing indices of times.
     """
+    # Fill values become NaN, packed integers numbers; dates are no fields.
     variable = decode_cf_variable(
         field.name,
         field.variable,
         decode_times=False,
         decode_timedelta=False,
     )
+    # What is read along each dimension, and the order of those that are kept.
     order: list[Any] = [axes["latitude"], axes["longitude"]]
     part: dict[Any, Any] = dict.fromkeys(variable.dims, 0)  # what is left at 0 is of length 1
     for name in order:
@@ -123,6 +126,7 @@ def _first_version(
     order: list[Any],
 ) -> np.ndarray:
     """The values of a part, dimensions in an order; of several versions of a value the first that is not NaN."""
+    # The part has the first version; most values need no other.
     chosen = variable.isel(part)
     values = chosen.transpose(*order).values
     for version in range(1, variable.sizes.get(VERSIONS, 1)):

@@ -50,6 +50,7 @@ def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
 
     Raises OSError for what is no HDF5, KeyError for a group that is not there.
     """
+    # xarray keeps a number of files open, and opens a file again that it had to close.
     files = CachingFileManager(open_hdf5, str(path))
     file = files.acquire()
     folder = file[group] if group else file
@@ -87,6 +88,7 @@ def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
         is_array = isinstance(dataset, h5py.Dataset) and dataset.shape is not None
         if not is_array:
             continue
+        # NetCDF marks a dimension without a variable by this name.
         note = _text(dataset.attrs.get("NAME", ""))
         if not note.startswith("This is a netCDF dimension but not a netCDF variable"):
             yield name, dataset
@@ -94,6 +96,7 @@ def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
 
 def _variable(files: CachingFileManager, name: str, dataset: h5py.Dataset) -> xarray.Variable:
     dimensions = _dimension_names(name, dataset)
+    # Reading all attributes would take longer than all else.
     attributes = {}
     for key in ATTRIBUTES:
         if key in dataset.attrs:
@@ -106,12 +109,14 @@ def _variable(files: CachingFileManager, name: str, dataset: h5py.Dataset) -> xa
 
 def _dimension_names(name: str, dataset: h5py.Dataset) -> list[str]:
     """The name of each dimension: of the scale that is attached to it, else `name` of its own, else 'dim0', 'dim1'."""
+    # A coordinate is a dimension scale, which has the name of its dimension.
     is_scale = dataset.attrs.get("CLASS", b"") == b"DIMENSION_SCALE"
     if is_scale and dataset.ndim == 1:
         return [name]
     names = []
     for number in range(dataset.ndim):
         scales = dataset.dims[number]
+        # The scale may lie in a group above: its own name is the last part of its path.
         if len(scales):
             path = PurePosixPath(scales[0].name)
             names.append(path.name)
@@ -122,6 +127,7 @@ def _dimension_names(name: str, dataset: h5py.Dataset) -> list[str]:
 
 def _plain(value: Any) -> Any:
     """An attribute as xarray decodes it: text as str, also where it is bytes or an array of one, and scalars."""
+    # h5py gives numbers as arrays of one, and text of fixed length as bytes.
     array = np.asarray(value)
     if array.size != 1:
         return value

@@ -55,6 +55,7 @@ class Reading:
         source: int,
     ) -> None:
         """Take values (N, H, W) for instants `rows` (N,): all of them where nothing was read yet, else for NaN."""
+        # What was read before stays, unless it is NaN.
         is_new = self.sources[rows, level] < 0
         new, known = rows[is_new], rows[~is_new]
         self.values[new, level] = values[is_new]
@@ -78,6 +79,7 @@ class Index:
         derived: bool = False,
     ):
         self.stores, self.needed, self.derived = stores, needed, derived
+        # A frame has a field for each quantity at each level.
         fields = sum(len(levels) for levels in needed.values())
         self.blocks = BlockReader(stores, fields, KEPT_BYTES)
         self.holders: dict[tuple[str, int | None], Holders] = {}
@@ -104,6 +106,7 @@ class Index:
 
     def _merge_times(self, numbers: list[int]) -> Holders:
         """The Holders of what lies in the sources of these numbers."""
+        # One table of all frames: date, source, index in the source; sorted by date.
         times, stores, frames = [], [], []
         for number in numbers:
             count = len(self.stores[number].times)
@@ -164,6 +167,7 @@ class Index:
         parts: dict[int, list[tuple[str, int | None, np.ndarray]]] = {}
         for (quantity, level), holders in self.holders.items():
             first, counts = holders.find(times)
+            # Where another source holds the instant too, NaN may stand in this one.
             entries = first[counts == 1]
             numbers = holders.stores[entries]
             frames = holders.frames[entries]
@@ -194,6 +198,7 @@ class Index:
         first = np.stack([entries for entries, _ in found], axis=1)  # (T, L)
         counts = np.stack([count for _, count in found], axis=1)  # (T, L)
 
+        # First the first source of each instant, then others for what is NaN.
         rows, columns = len(self.stores[0].latitude), len(self.stores[0].longitude)
         values = np.empty((*first.shape, rows, columns), np.float32)
         sources = np.full(first.shape, -1)
@@ -209,6 +214,7 @@ class Index:
 
     def _read_entries(self, reading: Reading, entries: np.ndarray, wanted: np.ndarray) -> None:
         """Read what is wanted (T, L), of the Holders' entries (T, L)."""
+        # Source and frame of each value, (T, L); -1 where nothing is wanted.
         numbers = np.full(entries.shape, -1)
         frames = np.full(entries.shape, -1)
         for i, level in enumerate(reading.levels):
@@ -217,6 +223,7 @@ class Index:
             numbers[wanted[:, i], i] = holders.stores[here]
             frames[wanted[:, i], i] = holders.frames[here]
 
+        # From each source all of its frames and levels at once.
         for number in np.unique(numbers[wanted]).tolist():
             chosen = numbers == number  # (T, L)
             rows = np.flatnonzero(chosen.any(axis=1))

@@ -28,6 +28,7 @@ def meaning_of(name: str) -> Meaning | None:
 
     T2M and VAR_2T are t2m, z500 is z at 500 hPa, and gh is z as a height.
     """
+    # Archives of GRIB put VAR_ before the short names.
     lowered = name.lower().removeprefix("var_")
     if lowered in ERA5["also"]:
         quantity, units = ERA5["also"][lowered]
@@ -36,6 +37,7 @@ def meaning_of(name: str) -> Meaning | None:
         quantity = BY_NAME[lowered]
         names = [*QUANTITIES[quantity].names, quantity]
         return Meaning(names.index(lowered), quantity, None, "")
+    # Else it may be a quantity and a level, as the channels of year files are named.
     quantity, level = channel_key(lowered)
     if quantity in ON_LEVELS and level is not None:
         return Meaning(LAST, quantity, level, "")
@@ -53,6 +55,7 @@ def conversion(subject: str, theirs: str, ours: str) -> tuple[float, float]:
 
     Raises UsageError for units that are not known.
     """
+    # Files disagree about capitals: kelvin and Kelvin, degC and degc.
     known = {spelling.lower(): factors for spelling, factors in ERA5["units"][ours].items()}
     lowered = theirs.lower()
     if lowered not in known:

@@ -91,6 +91,7 @@ def _check_zarr_folder(folder: Path, address: str) -> None:
     """Raise UsageError for a folder of files or stores in place of a store."""
     if _has_zarr_metadata(folder):
         return
+    # The kind of file that lies in it, if there is one that we read.
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     for endings in IN_FOLDERS:
         inside = [path for path in paths if path.suffix.lower() in endings]
@@ -123,6 +124,7 @@ def describe_other(beginning: bytes) -> str:
     """What a file is that is no source, by its first bytes, as the end of a message."""
     if not beginning:
         return "it is empty: download it again"
+    # A signature says it best, then what looks like text.
     for start, what in OTHER_FORMATS.items():
         if beginning.startswith(start):
             return what

@@ -41,6 +41,7 @@ class Source:
 @contextmanager
 def reading_quietly(what: str) -> Iterator[None]:
     """As `reading`, without the warnings of libraries: what matters in them becomes an error or a line of ours."""
+    # Fill values of two kinds, metadata that are not consolidated, encodings of old files.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with reading(what):

@@ -47,6 +47,7 @@ class Store:
         if field is None:
             return False
         self._conversion(quantity, field)
+        # Dimensions of one value, such as the number of a member, say nothing.
         known = {*self.axes.values(), VERSIONS}
         others = {}
         for name, size in field.variable.sizes.items():
@@ -88,6 +89,7 @@ class Store:
                 if (factor, offset) != (1, 0):
                     values = values * float(factor) + offset
                 read.append(values.astype(np.float32, copy=False))
+        # (T, L, H, W), then turned: rows from the north, columns from Greenwich.
         together = read[0] if len(read) == 1 else np.concatenate(read, axis=1)
         if self.is_south_first:
             together = together[:, :, ::-1]
@@ -101,12 +103,14 @@ class Store:
         """Find dates, levels, rows and columns."""
         variables = self.source.variables
         named = [variable for name, variable in variables.items() if meaning_of(name)]
+        # The root of a store of groups has no fields, and often no dimensions.
         if not named:
             self._check_groups()
         self.axes = find_axes(self.address, variables, named)
         self.times = read_times(self.address, self.axes, variables)
         self.levels = self._read_levels()
 
+        # Rows and columns, as they are promised.
         latitude = read_numbers(self.address, self.axes["latitude"], variables)
         self.is_south_first = bool(latitude[0] < latitude[-1])
         self.latitude = latitude[::-1] if self.is_south_first else latitude
@@ -129,6 +133,7 @@ class Store:
         if name is None:
             return []
         values = read_numbers(self.address, name, self.source.variables)
+        # Levels are compared as numbers, so 85000 Pa must become 850 exactly.
         stated = units_of(self.source.variables[name])
         units = level_units(name, stated, values)
         factor, _ = conversion(f"{self.address}: its pressure levels have", units, "hPa")
@@ -143,6 +148,7 @@ class Store:
             indices = []
             if field.has_levels and level is not None:
                 indices = [self.levels.index(level)]
+            # Levels of one variable are read at once.
             is_continued = bool(parts) and parts[-1][0] is field
             if is_continued:
                 parts[-1][1].extend(indices)
@@ -162,10 +168,12 @@ class Store:
 
     def _check_grid(self) -> None:
         longitude, width = self.longitude, len(self.longitude)
+        # Equal steps once around the globe; the first column is less than a step east of Greenwich.
         even = longitude[0] + 360 / width * np.arange(width)
         is_whole_circle = np.allclose(longitude, even, atol=1e-3) and longitude[0] < 360 / width
         if width < 2 or not is_whole_circle:
             raise UsageError(f"{self.address}: its {width} longitudes do not go once around the globe in equal steps")
+        # Some grids leave the poles out, by at most a step.
         steps = -np.diff(self.latitude)
         is_falling = len(steps) > 0 and steps.min() > 0  # nor is it, where one is NaN
         is_from_pole_to_pole = is_falling and np.ptp(self.latitude) + 2 * steps.max() >= 180
@@ -176,6 +184,7 @@ class Store:
 def open_stores(address: str) -> list[Store]:
     """The stores at an address: one, or one for each known variable of a GRIB file. Raises UsageError."""
     sources = open_source(address)
+    # A GRIB file may hold more than what is needed, on other grids.
     known = []
     for source in sources:
         if any(meaning_of(name) for name in source.variables):

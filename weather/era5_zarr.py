@@ -42,6 +42,7 @@ class WrittenChunks(WrapperStore[ZarrStore]):
     ) -> Any:
         """The bytes of a key. Raises UsageError if they are a chunk that was never written."""
         value = await super().get(key, prototype, byte_range)
+        # A key is the name of an array and the place of a chunk: u10/c/0/0 or u10/0.0.
         array, _, rest = key.partition("/")
         is_guarded = array in self.guarded and rest not in METADATA
         if value is None and is_guarded:
@@ -64,6 +65,7 @@ def open_zarr_source(address: str) -> Source:
     group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
     arrays = dict(group.arrays())
 
+    # Zeros that are values, and arrays whose missing chunks would be read as values.
     variables = {}
     for key, variable in opened.variables.items():
         name = str(key)
@@ -75,6 +77,7 @@ def open_zarr_source(address: str) -> Source:
             store.guarded.add(name)
 
     def check(name: str, selection: Selection) -> None:
+        # For each axis the indices that will be read.
         wanted = [selection.get(str(dimension)) for dimension in variables[name].dims]
         missing = count_missing_chunks(arrays[name], Path(address) / name, wanted)
         if missing:
@@ -83,6 +86,7 @@ def open_zarr_source(address: str) -> Source:
     def find_groups() -> list[str]:
         return _groups(group, address)
 
+    # Remote stores are not listed: WrittenChunks notices what is missing.
     if is_remote:
         return Source(address, variables, find_groups=find_groups)
     return Source(address, variables, check, find_groups)
@@ -116,6 +120,7 @@ def _is_nan(value: Any) -> bool:
 def _groups(group: zarr.Group, address: str) -> list[str]:
     """Addresses of the groups below this one that hold arrays."""
     holders = set()
+    # A group is the folder of an array, at any depth.
     for name, member in group.members(max_depth=None):
         folder, _, _ = name.rpartition("/")
         if folder and isinstance(member, zarr.Array):
@@ -139,6 +144,7 @@ def count_missing_chunks(
         numbers.append(np.unique(indices // chunk))
     if array.shards:
         return _count_missing_in_shards(array, folder, numbers)
+    # Without shards, each chunk is a file.
     missing = 0
     for place in itertools.product(*numbers):
         path = _chunk_path(array, folder, place)
@@ -162,9 +168,11 @@ def _count_missing_in_shards(
             is_inside = of_axis // length == shard
             inside.append(of_axis[is_inside] % length)
         path = _chunk_path(array, folder, place)
+        # Without its file, all chunks of a shard are missing.
         if not path.exists():
             missing += math.prod(len(of_axis) for of_axis in inside)
             continue
+        # Else the index of the shard says which ones are.
         index = _read_shard_index(array, path, lengths)
         if index is not None:
             entries = index[np.ix_(*inside)]
@@ -194,6 +202,7 @@ def _read_shard_index(
     if not is_usual:
         return None
     has_checksum = any(isinstance(part, Crc32cCodec) for part in codec.index_codecs)
+    # The index has two numbers of 8 bytes for each chunk, and a checksum behind them.
     size = 8 * 2 * math.prod(lengths)
     with open(path, "rb") as file:
         if codec.index_location.value == "end":

@@ -77,6 +77,7 @@ class Era5:
             same_columns = _are_close(store.longitude, first.longitude)
             if not (same_rows and same_columns):
                 raise UsageError(f"{store.address}: its grid is not that of {first.address}")
+        # Rows may be left over, at the south pole; columns may not.
         height, width = len(first.latitude), len(first.longitude)
         if self.block < 1 or width % self.block or height < self.block:
             raise UsageError(f"coarsen {self.block}: must divide the {width} longitudes of {first.address}")
@@ -143,6 +144,7 @@ class Era5:
 
         sources: the numbers (T, L) of the stores that the values are of; None for values that were derived.
         """
+        # ERA5 has no value outside its range, and what is read here is never looked at again.
         check = ValueCheck(keys, strict=True)
         problem = check.find(values)
         if problem is None:
@@ -167,6 +169,7 @@ def block_means(values: np.ndarray, block: int, axis: int) -> np.ndarray:
     """Averages over blocks of `block` points along an axis; points left over at its end are dropped."""
     if block == 1:
         return values
+    # (..., N) to (..., N / block, block), of which the last axis is averaged.
     last = np.moveaxis(values, axis, -1)
     length = last.shape[-1] // block
     whole_blocks = last[..., : length * block]
@@ -191,6 +194,7 @@ def prepare_era5(
     in `out` and too little disk space, before anything is written; for an unphysical value when it is read.
     """
     era5 = Era5(sources, coarsen)
+    # What the values depend on is stored with them: other settings are other data.
     corners = [float(axis[place]) for axis in era5.grid for place in (0, -1)]
     settings: dict[str, Any] = {
         "version": VERSION,
@@ -206,6 +210,7 @@ def prepare_era5(
     writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes)
 
     if writer.missing:
+        # Look for all that will be read before anything is written.
         times = [frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]
         era5.check(np.concatenate(times))
         _announce(era5)
