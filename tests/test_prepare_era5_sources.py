@@ -29,7 +29,7 @@ from tests.support.era5_examples import (
     xarray,
 )
 from tests.support.refusals import refusal
-from weather import era5_index
+from weather import era5_hdf5, era5_index
 from weather.atmosphere import GRAVITY
 from weather.era5_store import Store
 from weather.grid import frame_times
@@ -327,16 +327,18 @@ def open_files():
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-def test_no_more_files_are_open_than_the_library_keeps(tmp_path):
+def test_no_more_files_are_open_than_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(era5_hdf5, "MOST_OPEN", 4)
+    era5_hdf5._open_files.cache_clear()
     data = build()
     count = data.sizes["valid_time"]
     sources = [save_netcdf(data.isel(valid_time=[i]), tmp_path / f"{i:02d}.nc") for i in range(count)]
     before = open_files()
-    with xarray.set_options(file_cache_maxsize=4):
-        era5 = Era5(sources)
-        era5.check(frame_times(1980, 0, FRAMES))
-        assert np.array_equal(era5.frames(frame_times(1980, 0, FRAMES)), TRUTH[1980])
-        assert open_files() <= before + 4
+    era5 = Era5(sources)
+    era5.check(frame_times(1980, 0, FRAMES))
+    assert np.array_equal(era5.frames(frame_times(1980, 0, FRAMES)), TRUTH[1980])
+    assert open_files() <= before + 4
+    era5_hdf5._open_files.cache_clear()
 
 
 def chunked(data, path, frames):

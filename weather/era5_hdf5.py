@@ -4,6 +4,8 @@ Only the names, dimensions and the few attributes that give values a meaning are
 files this takes seconds; it takes half a minute if each becomes a whole xarray.Dataset.
 """
 
+import functools
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,11 +14,13 @@ import h5py
 import numpy as np
 import xarray
 from xarray.backends import BackendArray, CachingFileManager
+from xarray.backends.lru_cache import LRUCache
 from xarray.core import indexing
 
 from weather.era5_source import Selection, Source
 from weather.hdf5_file import check_filters, check_written, open_hdf5
 
+MOST_OPEN = 1024  # files
 # The attributes that values are decoded by, those that axes are known by, and those that link dimensions to variables.
 ATTRIBUTES = (
     "units",
@@ -31,7 +35,7 @@ ATTRIBUTES = (
 
 
 class _Hdf5Array(BackendArray):
-    """A dataset of a file that is open only while it is read: xarray keeps the 128 files that were read last open."""
+    """A dataset of a file that may be closed between two reads."""
 
     def __init__(self, files: CachingFileManager, dataset: h5py.Dataset):
         self.files, self.path = files, dataset.name
@@ -45,13 +49,20 @@ class _Hdf5Array(BackendArray):
         return self.files.acquire()[self.path][key]
 
 
+@functools.cache
+def _open_files() -> LRUCache[Any, h5py.File]:
+    """The files that are open: those that were read last, and no more than half of what this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(MOST_OPEN, limit // 2) if limit > 0 else MOST_OPEN
+    return LRUCache(most, on_evict=lambda _, file: file.close())
+
+
 def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
     """The Source of a file, or of a group in it; dimensions of the groups above are its own too.
 
     Raises OSError for what is no HDF5, KeyError for a group that is not there.
     """
-    # xarray keeps a number of files open, and opens a file again that it had to close.
-    files = CachingFileManager(open_hdf5, str(path))
+    files = CachingFileManager(open_hdf5, str(path), cache=_open_files())
     file = files.acquire()
     folder = file[group] if group else file
     if not isinstance(folder, h5py.Group):
