@@ -262,7 +262,7 @@ def test_another_training_year_renews_the_statistics(tmp_path):
 def test_other_settings_are_refused(tmp_path, change):
     make_sample_data(tmp_path, **SMALL)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    with refusal("or of other settings: choose another folder, or remove it"):
+    with refusal("or of other settings: choose another folder"):
         make_sample_data(tmp_path, **{**SMALL, **change})
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 

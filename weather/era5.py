@@ -1,117 +1,160 @@
 """Sources of ERA5 as one: frames of our 20 channels at the dates that are asked for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from utils.errors import UsageError
-from weather.channels import CHANNELS, QUANTITIES, channel_key
-from weather.era5_store import Store, relative_humidity, units_of
+from weather.channels import CHANNELS, channel_key, value_range
+from weather.era5_axes import minute
+from weather.era5_index import KEPT_BYTES, Index
+from weather.era5_names import describe
+from weather.era5_store import Store, open_stores
 from weather.grid import Grid
+from weather.humidity import relative_humidity
+from weather.value_check import Key, ValueCheck
 
 
 class Era5:
     """Several stores as one: each holds some variables at some times. The first store that holds a value is read.
 
-    addresses: of Zarr stores and NetCDF files, or Stores that are open already. block: side of the square blocks of
-    points that are averaged; rows left over at the south pole are dropped.
+    addresses: of Zarr stores, NetCDF and GRIB files, or Stores that are open already. block: side of the square blocks
+    of points that are averaged; rows left over at the south pole are dropped. kept_bytes: of frames that were decoded
+    with others, and are kept for later: 0 where frames are read in any order.
     Attributes: grid, averaged too; derived: whether relative humidity is derived.
     Raises UsageError if the stores do not fit together.
     """
 
-    def __init__(self, addresses: Iterable[Path | str | Store], block: int = 1):
-        self.block = block
+    def __init__(self, addresses: Iterable[Path | str | Store], block: int = 1, kept_bytes: int = KEPT_BYTES):
+        self.block, self.most_bytes = block, kept_bytes
         self.stores: list[Store] = []
         for address in addresses:
-            self.stores.append(address if isinstance(address, Store) else Store(str(address)))
+            opened = [address] if isinstance(address, Store) else open_stores(str(address))
+            self.stores.extend(opened)
+        self._check_grids()
         first = self.stores[0]
-        self.points = len(first.latitude), len(first.longitude)
-        for store in self.stores:
-            axes = (store.latitude, first.latitude), (store.longitude, first.longitude)
-            if not all(len(own) == len(other) and np.allclose(own, other, atol=1e-3) for own, other in axes):
-                raise UsageError(f"{store.address}: its grid is not that of {first.address}")
-        if block < 1 or self.points[1] % block or self.points[0] < block:
-            raise UsageError(f"coarsen {block}: must divide the {self.points[1]} longitudes of {first.address}")
-        self.grid = Grid(*(block_means(x, block, -1) for x in (first.latitude, first.longitude)))
+        latitude = block_means(first.latitude, block, -1)
+        longitude = block_means(first.longitude, block, -1)
+        self.grid = Grid(latitude, longitude)
 
-        humidity = [store.variable("r") for store in self.stores]
-        self.derived = not any(variable is not None and units_of(variable) for variable in humidity)
+        # Humidity without units may be a fraction or a percentage: then it is safer to derive it.
+        humidity = [field for store in self.stores for field in store.fields.get("r", [])]
+        self.derived = not any(field.units for field in humidity)
         self.keys = [channel_key(channel.name) for channel in CHANNELS]
         self.needed: dict[str, list[int | None]] = {}  # quantity: its levels
         for name, level in self.keys:
-            for quantity in ("q", "t") if name == "r" and self.derived else (name,):
+            is_derived = name == "r" and self.derived
+            quantities = ("q", "t") if is_derived else (name,)
+            for quantity in quantities:
                 levels = self.needed.setdefault(quantity, [])
-                levels += [level] * (level not in levels)
+                if level not in levels:
+                    levels.append(level)
+
+    def _check_grids(self) -> None:
+        """Raise UsageError for stores on different grids, and for blocks that do not fit theirs."""
+        first = self.stores[0]
+        for store in self.stores:
+            same_rows = _are_close(store.latitude, first.latitude)
+            same_columns = _are_close(store.longitude, first.longitude)
+            if not (same_rows and same_columns):
+                raise UsageError(f"{store.address}: its grid is not that of {first.address}")
+        # Rows may be left over, at the south pole; columns may not.
+        height, width = len(first.latitude), len(first.longitude)
+        if self.block < 1 or width % self.block or height < self.block:
+            raise UsageError(f"coarsen {self.block}: must divide the {width} longitudes of {first.address}")
+
+    @cached_property
+    def index(self) -> Index:
+        """Where each quantity lies. Raises UsageError if no store holds a variable or a level."""
+        return Index(self.stores, self.needed, self.derived, self.most_bytes)
 
     def check(self, times: np.ndarray) -> None:
-        """Raises UsageError if no store holds a variable, a level or one of `times` (datetime64[s])."""
-        for quantity, levels in self.needed.items():
-            for level in levels:
-                what, holders = _describe(quantity, level), [s for s in self.stores if s.holds(quantity, level)]
-                if not holders:
-                    raise UsageError(f"no source holds {what}")
-                found = np.max([store.times.get_indexer(times) for store in holders], axis=0) >= 0  # -1: not there
-                if not found.all():
-                    first = _minute(times[~found][0])
-                    raise UsageError(f"{what}: {first} is missing, needed are 00, 06, 12, 18 UTC")
+        """Raises UsageError if no store holds a variable, a level or one of `times` (datetime64[s]), or all of it."""
+        self.index.check(times)
+
+    def kept_bytes(self) -> int:
+        """The most bytes of decoded frames that are kept, 0 where chunks hold one frame."""
+        return self.index.kept_bytes()
 
     def frames(self, times: np.ndarray) -> np.ndarray:
         """Read frames (T, C, H, W) float32 at `times`, after `check`. Raises UsageError for unphysical values."""
-        fields: dict[tuple[str, int | None], np.ndarray] = {}
+        # What is stored, on the points of the stores: (T, h, w) each.
+        fields: dict[Key, np.ndarray] = {}
         for quantity, levels in self.needed.items():
-            values = self._read(quantity, levels, times)
-            _check_values(quantity, levels, times, values)
-            fields |= {(quantity, level): values[:, i] for i, level in enumerate(levels)}  # (T, h, w)
-        out = np.empty((len(times), len(CHANNELS), *map(len, self.grid)), np.float32)
+            values, sources = self.index.read(quantity, times)  # (T, L, h, w), (T, L)
+            keys: list[Key] = [(quantity, level) for level in levels]
+            self._check_values(keys, times, values, sources)
+            for number, key in enumerate(keys):
+                fields[key] = values[:, number]
+
+        # The channels of it, averaged over blocks: (T, C, H, W).
+        height, width = len(self.grid.latitude), len(self.grid.longitude)
+        out = np.empty((len(times), len(CHANNELS), height, width), np.float32)
         for channel, (name, level) in enumerate(self.keys):
             if name == "r" and level and self.derived:
-                field = relative_humidity(fields["q", level], fields["t", level], 100 * level)
+                field = self._derive_humidity(fields, level, times)
             else:
                 field = fields[name, level]
-            out[:, channel] = block_means(block_means(field, self.block, -1), self.block, -2)
+            rows = block_means(field, self.block, -1)
+            out[:, channel] = block_means(rows, self.block, -2)
         return out
 
-    def _read(self, quantity: str, levels: Sequence[int | None], times: np.ndarray) -> np.ndarray:
-        """(T, L, h, w) on the points of the stores, each value from the first store that holds it."""
-        out = np.empty((len(times), len(levels), *self.points), np.float32)
-        todo = np.ones((len(times), len(levels)), bool)
-        for store in self.stores:
-            here = [i for i, level in enumerate(levels) if store.variable(quantity, level) is not None]
-            frames = store.times.get_indexer(times)
-            rows = np.flatnonzero((frames >= 0) & todo[:, here].any(1))
-            if len(rows):
-                values = store.read(quantity, [levels[i] for i in here], frames[rows])
-                for k, i in enumerate(here):
-                    wanted = todo[rows, i]
-                    out[rows[wanted], i] = values[wanted, k]
-                    todo[rows, i] = False
-        return out
+    def _derive_humidity(
+        self,
+        fields: dict[Key, np.ndarray],
+        level: int,
+        times: np.ndarray,
+    ) -> np.ndarray:
+        """Relative humidity (T, h, w) at a level (hPa). Raises UsageError if it is none."""
+        pressure = 100 * level
+        field = relative_humidity(fields["q", level], fields["t", level], pressure)
+        # Cold air is easily far above saturation, where q is rounded: of single points this says nothing.
+        lowest, highest = value_range("r", level)
+        limited = np.clip(field, lowest, highest)
+        self._check_values([("r", level)], times, limited[:, None])
+        return field
+
+    def _check_values(
+        self,
+        keys: list[Key],
+        times: np.ndarray,
+        values: np.ndarray,
+        sources: np.ndarray | None = None,
+    ) -> None:
+        """Raise UsageError for values (T, L, h, w) that are no weather: source, quantity, date, place, what it is.
+
+        sources: the numbers (T, L) of the stores that the values are of; None for values that were derived.
+        """
+        # ERA5 has no value outside its range, and what is read here is never looked at again.
+        check = ValueCheck(keys, strict=True)
+        problem = check.find(values)
+        if problem is None:
+            return
+        quantity, level = keys[problem.channel]
+        what = describe(quantity, level)
+        if sources is None:
+            what = f"{what}, derived from specific humidity and temperature"
+        else:
+            number = sources[problem.frame, problem.channel]
+            what = f"{self.stores[number].address}: {what}"
+        date = minute(times[problem.frame])
+        place = f"row {problem.row} from the north, column {problem.column}"
+        raise UsageError(f"{what}, {date}: {place} {problem.text}")
+
+
+def _are_close(axis: np.ndarray, other: np.ndarray) -> bool:
+    return len(axis) == len(other) and np.allclose(axis, other, atol=1e-3)
 
 
 def block_means(values: np.ndarray, block: int, axis: int) -> np.ndarray:
     """Averages over blocks of `block` points along an axis; points left over at its end are dropped."""
     if block == 1:
         return values
-    values = np.moveaxis(values, axis, -1)
-    values = values[..., : values.shape[-1] // block * block].reshape(*values.shape[:-1], -1, block)
-    return np.moveaxis(values.mean(-1), -1, axis)
-
-
-def _check_values(quantity: str, levels: Sequence[int | None], times: np.ndarray, values: np.ndarray) -> None:
-    """Raises UsageError for NaN and for a value outside the physical range (a fill value, other units)."""
-    units, _, _, lowest, highest = QUANTITIES[quantity]
-    sound = (values >= lowest) & (values <= highest)  # false for NaN
-    if not sound.all():
-        index = tuple(np.argwhere(~sound)[0])
-        value, where = values[index], f"{_describe(quantity, levels[index[1]])}, {_minute(times[index[0]])}"
-        what = "NaN" if np.isnan(value) else f"{value:g}, outside {lowest:g} to {highest:g} {units}"
-        raise UsageError(f"{where}: row {index[2]} from the north, column {index[3]} is {what}")
-
-
-def _describe(quantity: str, level: int | None) -> str:
-    return " or ".join(QUANTITIES[quantity].names) + ("" if level is None else f" at {level} hPa")
-
-
-def _minute(time: np.datetime64) -> str:
-    return str(time.astype("datetime64[m]"))
+    # (..., N) to (..., N / block, block), of which the last axis is averaged.
+    last = np.moveaxis(values, axis, -1)
+    length = last.shape[-1] // block
+    whole_blocks = last[..., : length * block]
+    blocks = whole_blocks.reshape(*last.shape[:-1], length, block)
+    return np.moveaxis(blocks.mean(-1), -1, axis)

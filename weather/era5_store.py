@@ -1,170 +1,233 @@
-"""One Zarr store or NetCDF file of ERA5, in the names, units and grids of others: weather/era5.yaml has them."""
+"""One source of real data as we have it: dates, levels in hPa, rows from the north, columns from Greenwich eastward."""
 
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xarray
 
-from utils.errors import UsageError, first_line, reading
-from weather.channels import ERA5, QUANTITIES
+from utils.errors import UsageError
+from weather.channels import QUANTITIES
+from weather.era5_axes import find_axes, level_units, minute, read_numbers, read_times
+from weather.era5_fields import VERSIONS, Field, find_fields, read_field
+from weather.era5_names import conversion, meaning_of, units_of
+from weather.era5_open import open_source
+from weather.era5_source import Source, reading_quietly
 
-DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]  # {ours: (theirs, most values)}
-
-
-OTHER_FORMATS = {  # by the first bytes of a file
-    b"PK\x03\x04": "it is a zip archive: unpack it and give the files inside",
-    b"GRIB": "it is GRIB: download it as NetCDF, or convert it (cdo -f nc4 copy)",
-}
-
-
-def relative_humidity(q: np.ndarray, t: np.ndarray, pressure: float) -> np.ndarray:
-    """Relative humidity (%) as ERA5 defines it, from specific humidity (kg kg-1), temperature (K), pressure (Pa).
-
-    The vapour pressure is divided by its saturation value: over water above 0 degrees C, over ice below -23 degrees C,
-    and over a mixture between them, which is quadratic in temperature (ECMWF 2016, IFS Documentation CY41R2, Part IV:
-    Physical Processes, chapter 7). Saturation follows Tetens' formula with the parameters given there (Buck 1981;
-    Alduchov and Eskridge 1996).
-    """
-    triple, ice_only, ratio = 273.16, 250.16, 287.0597 / 461.5250  # K, K, gas constants of dry air and vapour
-    water = 611.21 * np.exp(17.502 * (t - triple) / (t - 32.19))
-    ice = 611.21 * np.exp(22.587 * (t - triple) / (t + 0.7))
-    part = np.clip((t - ice_only) / (triple - ice_only), 0, 1) ** 2
-    vapour = pressure * q / (ratio + (1 - ratio) * q)
-    return 100 * vapour / (part * water + (1 - part) * ice)
+SHOWN = 12  # names and levels in a message
+Part = tuple[Field, list[int]]  # a variable, and the indices of the levels that are wanted of it
 
 
 class Store:
-    """One Zarr store or NetCDF file: a global grid, rows from the north, columns from Greenwich eastward.
+    """One source on a global grid.
 
-    Attributes: address; times, a pandas index of T dates; levels, a list in hPa; latitude (H,) and longitude (W,) in
-    degrees. Raises UsageError if the store cannot be opened or has no such grid.
+    address: of a Zarr store, a file, or a group in one. opened: what is there, if somebody opened it already.
+    Attributes: address; times (T,) datetime64[s]; levels, a list in hPa; latitude (H,) and longitude (W,) in degrees,
+    from the north and from Greenwich; fields, {quantity: its Fields, the best name first}.
+    Raises UsageError if it cannot be opened or has no such grid.
     """
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, opened: xarray.Dataset | Source | None = None):
         self.address = address
-        with reading(f"{address}: its coordinates"):
-            self._place(_open(address))
+        self.source = _as_source(address, opened)
+        with reading_quietly(f"{address}: its coordinates"):
+            self._find_axes()
+            self.fields = find_fields(self.source.variables, self.axes, self.levels)
 
-    def _place(self, data: xarray.Dataset) -> None:
-        """Find the dimensions, and turn the grid as it is promised."""
-        address = self.address
-        found = {ours: next((n for n in names if n in data.dims), None) for ours, (names, _) in DIMENSIONS.items()}
-        for ours, name in found.items():
-            names, most = DIMENSIONS[ours]
-            if name is None and ours != "level":
-                raise UsageError(f"{address}: has no dimension {' or '.join(names)}: it has {[*data.dims]}")
-            if name is not None and not 1 <= data.sizes[name] <= most:
-                raise UsageError(f"{address}: {name} has {data.sizes[name]} values, not 1 to {most}")
-        data = data.rename({name: ours for ours, name in found.items() if name and name != ours})
-        self.times, self.levels = data.indexes["time"], []
-        if self.times.dtype.kind != "M":
-            raise UsageError(f"{address}: {found['time']} is not in dates of the standard calendar")
-        if not (self.times.is_monotonic_increasing and self.times.is_unique):
-            raise UsageError(f"{address}: its times do not increase")
-        if "level" in data.dims:
-            factor, _ = self._conversion("its pressure levels have", units_of(data["level"]) or "hPa", "hPa")
-            self.levels = [round(factor * level, 5) for level in data["level"].values.tolist()]
-        if data["latitude"][0] < data["latitude"][-1]:
-            data = data.isel(latitude=slice(None, None, -1))
-        self.data, self.latitude = data, data["latitude"].values.astype(np.float64).round(5)
-        longitude = data["longitude"].values.astype(np.float64).round(5) % 360
-        self.first_column = int(np.argmin(longitude))  # Greenwich, or the first column east of it
-        self.longitude = np.roll(longitude, -self.first_column)
-        self._check_grid()
-
-    def variable(self, quantity: str, level: float | None = None) -> xarray.DataArray | None:
-        """The variable that holds a quantity (at a level in hPa), not read yet; None if there is none."""
-        for name in QUANTITIES[quantity].names:
-            variable = self.data.get(name)
-            if variable is not None and (level is None or ("level" in variable.dims and level in self.levels)):
-                return variable
+    def find(self, quantity: str, level: float | None = None) -> Field | None:
+        """The variable that holds a quantity (at a level in hPa), None if there is none."""
+        for field in self.fields.get(quantity, []):
+            is_at_level = level in self.levels if field.has_levels else level == field.level
+            if is_at_level:
+                return field
         return None
 
     def holds(self, quantity: str, level: float | None = None) -> bool:
         """Tell whether it holds a quantity (at a level in hPa). Raises UsageError for other units or dimensions."""
-        variable = self.variable(quantity, level)
-        if variable is None:
+        field = self.find(quantity, level)
+        if field is None:
             return False
-        self.conversion(quantity, variable)
-        if others := {dim: size for dim, size in variable.sizes.items() if dim not in DIMENSIONS and size > 1}:
-            raise UsageError(f"{self.address}: {variable.name} has also the dimensions {others}: select one of each")
+        self._conversion(quantity, field)
+        # Dimensions of one value, such as the number of a member, say nothing.
+        known = {*self.axes.values(), VERSIONS}
+        others = {}
+        for name, size in field.variable.sizes.items():
+            if name not in known and size > 1:
+                others[name] = size
+        if others:
+            raise UsageError(f"{self.address}: {field.name} has also the dimensions {others}: select one of each")
         return True
+
+    def check(self, quantity: str, level: float | None, frames: np.ndarray) -> None:
+        """Raises UsageError for parts that were never written, or cannot be decompressed, at indices of times."""
+        [(field, indices)] = self._parts(quantity, [level])
+        selection = {}
+        time_axis, level_axis = self.axes["time"], self.axes["level"]
+        if time_axis is not None:
+            selection[time_axis] = np.unique(frames)
+        if level_axis is not None and indices:
+            selection[level_axis] = np.array(indices)
+        with reading_quietly(f"{self.address}: {field.name}"):
+            self.source.check(field.name, selection)
+
+    def chunk_frames(self, quantity: str, level: float | None) -> int:
+        """Number of frames that a chunk of the variable holds: all are decoded with any of them."""
+        field = self.find(quantity, level)
+        if field is None:
+            return 1
+        chunks = field.variable.encoding.get("preferred_chunks", {})
+        size = chunks.get(self.axes["time"], 1)
+        return int(np.max(size))  # a tuple where they are not all of one size
 
     def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
         """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of times. Raises UsageError."""
-        variable = self.variable(quantity, levels[0])
-        assert variable is not None  # callers ask only for what the store holds
-        factor, offset = self.conversion(quantity, variable)
-        part: dict[Any, Any] = {"time": _as_slice(frames)}
-        order = ["time", "latitude", "longitude"]
-        if levels != [None]:
-            part["level"] = [self.levels.index(level) for level in levels if level is not None]
-            order.insert(1, "level")
-        part |= dict.fromkeys(set(variable.dims) - set(order), 0)  # of length 1
-        with reading(f"{self.address}: {variable.name}"):
-            values = variable.isel(part).transpose(*order).values
-            if (factor, offset) != (1, 0):
-                values = values * float(factor) + offset
-            values = np.roll(values.astype(np.float32, copy=False), -self.first_column, axis=-1)
-        return values if "level" in order else values[:, None]
+        read = []
+        for field, indices in self._parts(quantity, levels):
+            factor, offset = self._conversion(quantity, field)
+            # A number that float32 cannot hold becomes infinite, which is found among the values later.
+            with reading_quietly(f"{self.address}: {field.name}"), np.errstate(over="ignore"):
+                values = read_field(field, self.axes, indices, frames)
+                if (factor, offset) != (1, 0):
+                    values = values * float(factor) + offset
+                read.append(values.astype(np.float32, copy=False))
+        # (T, L, H, W), then turned: rows from the north, columns from Greenwich.
+        together = read[0] if len(read) == 1 else np.concatenate(read, axis=1)
+        return self.turn(together)
 
-    def conversion(self, quantity: str, variable: xarray.DataArray) -> tuple[float, float]:
+    def turn(self, values: np.ndarray | xarray.Variable) -> np.ndarray:
+        """Values (..., H, W) as they are stored, with rows from the north and columns from Greenwich."""
+        turned = np.asarray(values)
+        if self.is_south_first:
+            turned = turned[..., ::-1, :]
+        if self.first_column:
+            turned = np.roll(turned, -self.first_column, axis=-1)
+        return turned
+
+    # ---- how it is stored
+
+    def _find_axes(self) -> None:
+        """Find dates, levels, rows and columns."""
+        variables = self.source.variables
+        named = [variable for name, variable in variables.items() if meaning_of(name)]
+        # The root of a store of groups has no fields, and often no dimensions.
+        if not named:
+            self._check_groups()
+        self.axes = find_axes(self.address, variables, named)
+        self.times = read_times(self.address, self.axes, variables)
+        self.levels = self._read_levels()
+
+        # Rows and columns, as they are promised.
+        latitude = read_numbers(self.address, self.axes["latitude"], variables)
+        self.is_south_first = bool(latitude[0] < latitude[-1])
+        self.latitude = latitude[::-1] if self.is_south_first else latitude
+        longitude = read_numbers(self.address, self.axes["longitude"], variables) % 360
+        self.first_column = int(np.argmin(longitude))  # Greenwich, or the first column east of it
+        self.longitude = np.roll(longitude, -self.first_column)
+        self._check_grid()
+
+    def _check_groups(self) -> None:
+        """Raise UsageError, naming them, if what is looked for may be in groups of the source."""
+        groups = self.source.find_groups()
+        if groups:
+            names = [group.removeprefix(self.address).strip("/") for group in groups]
+            give = " ".join(groups[:SHOWN])
+            raise UsageError(f"{self.address}: has the groups {_listed(names)}: give those in its place: {give}")
+
+    def _read_levels(self) -> list[float]:
+        """Pressure levels in hPa, in the order of the source; empty if it has none."""
+        name = self.axes["level"]
+        if name is None:
+            return []
+        values = read_numbers(self.address, name, self.source.variables)
+        # Levels are compared as numbers, so 85000 Pa must become 850 exactly.
+        stated = units_of(self.source.variables[name])
+        units = level_units(name, stated, values)
+        factor, _ = conversion(f"{self.address}: its pressure levels have", units, "hPa")
+        return [round(factor * level, 5) for level in values.tolist()]
+
+    def _parts(self, quantity: str, levels: Sequence[float | None]) -> list[Part]:
+        """What is read for levels, in their order; of a variable without levels, no indices."""
+        parts: list[Part] = []
+        for level in levels:
+            field = self.find(quantity, level)
+            assert field is not None  # callers ask only for what the store holds
+            indices = []
+            if field.has_levels and level is not None:
+                indices = [self.levels.index(level)]
+            # Levels of one variable are read at once.
+            is_continued = bool(parts) and parts[-1][0] is field
+            if is_continued:
+                parts[-1][1].extend(indices)
+            else:
+                parts.append((field, indices))
+        return parts
+
+    def _conversion(self, quantity: str, field: Field) -> tuple[float, float]:
         """(factor, offset) from a variable's units to ERA5's. Raises UsageError for unknown units.
 
         A variable without units is taken to be in ERA5's (regridded WeatherBench2 stores give none), except relative
         humidity, which may be a fraction or a percentage.
         """
-        theirs = units_of(variable)
-        if not theirs and quantity != "r":
+        if not field.units and quantity != "r":
             return 1, 0
-        return self._conversion(f"{variable.name} has", theirs, QUANTITIES[quantity].units)
-
-    def _conversion(self, subject: str, theirs: str, ours: str) -> tuple[float, float]:
-        known = {spelling.lower(): conversion for spelling, conversion in ERA5["units"][ours].items()}
-        if theirs.lower() not in known:
-            listed = ", ".join(ERA5["units"][ours])
-            raise UsageError(f"{self.address}: {subject} unknown units '{theirs}' (known: {listed})")
-        return known[theirs.lower()]
+        return conversion(f"{self.address}: {field.name} has", field.units, QUANTITIES[quantity].units)
 
     def _check_grid(self) -> None:
-        latitude, longitude, width = self.latitude, self.longitude, len(self.longitude)
-        whole_circle = np.allclose(longitude, longitude[0] + 360 / width * np.arange(width), atol=1e-3)
-        if width < 2 or not whole_circle or longitude[0] >= 360 / width:
+        longitude, width = self.longitude, len(self.longitude)
+        # Equal steps once around the globe; the first column is less than a step east of Greenwich.
+        even = longitude[0] + 360 / width * np.arange(width)
+        is_whole_circle = np.allclose(longitude, even, atol=1e-3) and longitude[0] < 360 / width
+        if width < 2 or not is_whole_circle:
             raise UsageError(f"{self.address}: its {width} longitudes do not go once around the globe in equal steps")
-        steps = -np.diff(latitude)
-        falling = len(steps) > 0 and steps.min() > 0  # nor are they, where one is NaN
-        if not (falling and abs(latitude).max() <= 90 and np.ptp(latitude) + 2 * steps.max() >= 180):
-            raise UsageError(f"{self.address}: its {len(latitude)} latitudes do not go from pole to pole")
+        # Some grids leave the poles out, by at most a step.
+        steps = -np.diff(self.latitude)
+        is_falling = len(steps) > 0 and steps.min() > 0  # nor is it, where one is NaN
+        is_from_pole_to_pole = is_falling and np.ptp(self.latitude) + 2 * steps.max() >= 180
+        if not is_from_pole_to_pole or abs(self.latitude).max() > 90:
+            raise UsageError(f"{self.address}: its {len(self.latitude)} latitudes do not go from pole to pole")
 
 
-def units_of(variable: xarray.DataArray) -> str:
-    """The units that a variable states, powers without ** and ^ ('m s-1'); '' if it states none."""
-    return str(variable.attrs.get("units", "")).replace("**", "").replace("^", "").strip()
+def open_stores(address: str) -> list[Store]:
+    """The stores at an address: one, or one for each known variable of a GRIB file. Raises UsageError."""
+    sources = open_source(address)
+    # A GRIB file may hold more than what is needed, on other grids.
+    known = []
+    for source in sources:
+        if any(meaning_of(name) for name in source.variables):
+            known.append(source)
+    return [Store(address, source) for source in known or sources[:1]]
 
 
-def _open(address: str) -> xarray.Dataset:
-    """The xarray.Dataset of a Zarr store or NetCDF file. Its values are read later (chunks=None: without dask)."""
-    remote = "://" in address
-    if not remote and not Path(address).exists():
-        raise UsageError(f"{address}: no such file or folder")
-    try:
-        if remote or Path(address).is_dir():
-            options = {"token": "anon"} if address.startswith("gs://") else None  # the public buckets
-            with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
-                return xarray.open_zarr(address, chunks=None, storage_options=options)
-        return xarray.open_dataset(address, chunks=None)
-    except Exception as error:  # each format and file system has its own
-        what = first_line(error)
-        if not remote and Path(address).is_file():
-            with open(address, "rb") as file:
-                what = OTHER_FORMATS.get(file.read(4), what)
-        raise UsageError(f"{address}: cannot be opened as Zarr or NetCDF: {what}") from error
+def describe_stores(stores: Sequence[Store]) -> str:
+    """What the stores of one address hold, for a message: variables with dimensions, levels and dates."""
+    names: list[str] = []
+    dimensions: list[str] = []
+    levels: list[str] = []
+    for store in stores:
+        for name, variable in store.source.variables.items():
+            if variable.ndim >= 2:
+                names.append(name)
+                dimensions.extend(str(one) for one in variable.dims)
+        levels.extend(f"{level:g}" for level in store.levels)
+    listed = _listed(names) or "no fields"
+    axes = _listed(list(dict.fromkeys(dimensions)))
+    heights = _listed(list(dict.fromkeys(levels)))
+    at_levels = f", levels {heights} hPa" if levels else ""
+    first = min(store.times[0] for store in stores)
+    last = max(store.times[-1] for store in stores)
+    return f"{stores[0].address} holds {listed} [{axes}]{at_levels}, {minute(first)} to {minute(last)}"
 
 
-def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
-    """Increasing indices as a slice if their step is constant: stores read slices faster."""
-    step = int(indices[1] - indices[0]) if len(indices) > 1 else 1
-    return slice(int(indices[0]), int(indices[-1]) + 1, step) if np.all(np.diff(indices) == step) else indices
+def _as_source(address: str, opened: xarray.Dataset | Source | None) -> Source:
+    if isinstance(opened, Source):
+        return opened
+    if opened is not None:
+        return Source(address, {str(name): variable for name, variable in opened.variables.items()})
+    sources = open_source(address)
+    if len(sources) > 1:
+        raise UsageError(f"{address}: is GRIB, which opens as a store for each variable: use open_stores")
+    return sources[0]
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = ", ..." if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more

@@ -45,14 +45,22 @@ def open_hdf5(path: Path | str, mode: str = "r") -> h5py.File:
     return h5py.File(path, mode, **WITHOUT_LOCKS)
 
 
-def check_format(path: Path) -> None:
-    """Raise UsageError, saying what it is, for a file that is not HDF5."""
+def is_hdf5(path: Path | str) -> bool:
+    """Tell whether a file is HDF5, by its signature, which a block of the user may precede. Raises OSError."""
     with open(path, "rb") as file:
-        beginning = file.read(8)
         for position in USER_BLOCKS:
             file.seek(position)
             if file.read(len(SIGNATURE)) == SIGNATURE:
-                return
+                return True
+    return False
+
+
+def check_format(path: Path) -> None:
+    """Raise UsageError, saying what it is, for a file that is not HDF5."""
+    if is_hdf5(path):
+        return
+    with open(path, "rb") as file:
+        beginning = file.read(8)
     if not beginning:
         raise UsageError(f"{path}: is empty: it was not written, or not downloaded to the end")
     for start, what in OTHER_FORMATS.items():

@@ -1,4 +1,4 @@
-"""Turn ERA5 from Zarr stores or NetCDF files into year files for training.
+"""Turn ERA5 from Zarr stores, NetCDF or GRIB files into year files for training.
 
     python -m weather.prepare_era5 STORE.zarr --out data/era5 --coarsen 2
     python -m weather.prepare_era5 single-levels-*.nc pressure-levels-*.nc --train_years 1979-2015
@@ -37,7 +37,7 @@ def prepare_era5(
     days: int = 0,
     coarsen: int = 1,
 ) -> int:
-    """Write ERA5 from `sources` (Zarr stores and NetCDF files) to the folder `out`, and print a summary line.
+    """Write ERA5 from `sources` (Zarr stores, NetCDF and GRIB files) to the folder `out`, and print a summary line.
 
     train_years, valid_years, test_years, days: as for YearFileWriter, which keeps the files that are there already.
     coarsen: side of the square blocks of points that are averaged.
@@ -45,24 +45,44 @@ def prepare_era5(
     in `out` and too little disk space, before anything is written; for an unphysical value when it is read.
     """
     era5 = Era5(sources, coarsen)
-    settings: dict[str, Any] = {"version": VERSION, "days": days, "relative_humidity_derived": era5.derived}
-    settings |= {"img_size": [len(x) for x in era5.grid], "corners": [float(x[i]) for x in era5.grid for i in (0, -1)]}
-    attributes = {"source": SOURCE, "made_from": " ".join(store.address for store in era5.stores)}
+    # What the values depend on is stored with them: other settings are other data.
+    corners = [float(axis[place]) for axis in era5.grid for place in (0, -1)]
+    settings: dict[str, Any] = {
+        "version": VERSION,
+        "days": days,
+        "relative_humidity_derived": era5.derived,
+        "img_size": [len(axis) for axis in era5.grid],
+        "corners": corners,
+    }
+    # A GRIB file is several stores of one address.
+    addresses = dict.fromkeys(store.address for store in era5.stores)
+    attributes = {"source": SOURCE, "made_from": " ".join(addresses)}
     splits = train_years, valid_years, test_years
     writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes)
 
     if writer.missing:
-        era5.check(np.concatenate([frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]))
-        if era5.derived:
-            print("relative humidity: derived from specific humidity and temperature")
+        # Look for all that will be read before anything is written.
+        times = [frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]
+        era5.check(np.concatenate(times))
+        _announce(era5)
     return writer.make(lambda year, first, count: era5.frames(frame_times(year, first, count)))
+
+
+def _announce(era5: Era5) -> None:
+    """Print what is derived, and how much memory is used beside that of the frames."""
+    if era5.derived:
+        print("relative humidity: derived from specific humidity and temperature")
+    kept = era5.kept_bytes()
+    if kept:
+        size = f"{kept / 1e9:.1f} GB" if kept > 1e8 else f"{kept / 1e6:.1f} MB"
+        print(f"chunks hold several frames: keeps up to {size} of decoded chunks")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError for arguments that make no data."""
     parser = year_file_parser("weather.prepare_era5", __doc__, "1979-2015", "2016-2017", "2018", "all")
     option = parser.add_argument
-    option("sources", metavar="SOURCE", nargs="+", help="Zarr store (folder or URL) or NetCDF file")
+    option("sources", metavar="SOURCE", nargs="+", help="Zarr store (folder or URL), NetCDF or GRIB file")
     option("--out", default="data/era5", help="folder (default: %(default)s)")
     coarsen = "average over N x N points: 2 turns 721 x 1440 points into 360 x 720"
     option("--coarsen", type=whole(1, 10_000), default=1, metavar="N", help=coarsen)

@@ -4,32 +4,22 @@ Its frames are our 20 channels at 00, 06, 12 and 18 UTC, rows from the north, co
 """
 
 import threading
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xarray
 
 from utils.errors import UsageError, first_line, reading
 from weather.channels import CHANNELS
 from weather.era5 import Era5
 from weather.era5_store import Store
+from weather.era5_zarr import open_zarr_source
 from weather.grid import HOUR, years_of
 from weather.held_arrays import Frames, HeldArray, LazyArray
 from weather.year_data import YearFile
 
 EPOCH = np.datetime64("1970-01-01", "s")
-
-
-class OpenedStore(Store):
-    """A Store over a dataset that is open already."""
-
-    def __init__(self, address: str, data: xarray.Dataset):
-        self.address = address
-        with reading(f"{address}: its coordinates"):
-            self._place(data)
 
 
 class SourceReader:
@@ -55,7 +45,8 @@ class SourceReader:
     def era5(self) -> Era5:
         """The store as this thread reads it."""
         if not hasattr(self.own, "era5"):
-            self.own.era5 = Era5([self.store])
+            # Samples come in any order: what lies beside a frame is not wanted next.
+            self.own.era5 = Era5([self.store], kept_bytes=0)
         return self.own.era5
 
 
@@ -105,17 +96,13 @@ class SourceYear(YearFile):
 def _constant_fields(store: Store) -> dict[str, Any]:
     """The fields of latitude and longitude alone, which forcings may be, turned as the frames are."""
     found = {}
-    for name, variable in store.data.data_vars.items():
-        if set(variable.dims) == {"latitude", "longitude"}:
-            rows_first = variable.transpose("latitude", "longitude")  # rows from the north already
-            load = partial(_turned, rows_first, store.first_column)
-            found[str(name)] = LazyArray(load, rows_first.shape, variable.dtype, {})
+    order = [store.axes["latitude"], store.axes["longitude"]]
+    for name, variable in store.source.variables.items():
+        if set(variable.dims) == set(order):
+            rows_first = variable.transpose(*order)
+            load = partial(store.turn, rows_first)
+            found[name] = LazyArray(load, rows_first.shape, variable.dtype, {})
     return found
-
-
-def _turned(variable: xarray.DataArray, first_column: int) -> np.ndarray:
-    """The values of a field with Greenwich in front."""
-    return np.roll(variable.values, -first_column, axis=-1)
 
 
 def open_source(address: str, store: Any = None) -> SourceReader:
@@ -123,8 +110,7 @@ def open_source(address: str, store: Any = None) -> SourceReader:
     if store is None:
         return SourceReader(Store(address))
     try:
-        with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # metadata not consolidated: slower
-            data = xarray.open_zarr(store, chunks=None, use_zarr_fill_value_as_mask=False)
+        source = open_zarr_source(address, store)
     except ValueError as error:
         raise UsageError(f"{address}: cannot be opened as Zarr: {first_line(error)}") from error
-    return SourceReader(OpenedStore(address, data))
+    return SourceReader(Store(address, source))

@@ -22,11 +22,12 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, run_main, whole
+from utils.errors import ArgumentParser, UsageError, first_line, run_main, whole
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.dataset import FieldDataset
 from weather.grid import Grid, frame_times, year_frames
+from weather.hdf5_file import is_hdf5, open_hdf5
 from weather.remote_store import RemoteOptions, add_remote_options
 from weather.store_path import StorePath, data_path, parse_years
 from weather.training_statistics import chunks, training_statistics
@@ -77,7 +78,7 @@ class YearFileWriter:
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
         for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
             if path not in self.frames or _read_origin(path) != (title, settings):
-                raise UsageError(f"{path}: is other data, or of other settings: choose another folder, or remove it")
+                raise UsageError(f"{path}: is other data, or of other settings: choose another folder")
         self.missing = [path for path in self.frames if not path.exists()]
         if len(self.missing) == len(self.frames) and any(path.exists() for path in self.stats):
             raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
@@ -112,7 +113,7 @@ class YearFileWriter:
                 path.unlink(missing_ok=True)  # they describe other training years than there are from here on
         with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
             for path in self.missing:
-                with whole_file(path) as part, h5py.File(part, "w") as file:
+                with whole_file(path) as part, open_hdf5(part, "w") as file:
                     fields = self._describe(file, int(path.stem), self.frames[path], constant)
                     for first, count in chunks(fields):
                         fields[first : first + count] = read_frames(int(path.stem), first, count)
@@ -198,12 +199,22 @@ def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
 
 
 def _read_origin(path):
-    """The title and settings that a year file was made with, None if it has none."""
+    """The title and settings that a year file was made with, None if it has none.
+
+    Raises UsageError for a file that cannot be read: it may be one of these, and whole.
+    """
     try:
-        with h5py.File(path) as file:
-            return file.attrs["title"], json.loads(file.attrs["settings"])
-    except (OSError, KeyError, ValueError, TypeError):
-        return None, None
+        if not is_hdf5(path):
+            return None, None
+        with open_hdf5(path) as file:
+            title, settings = file.attrs.get("title"), file.attrs.get("settings")
+    except OSError as error:
+        cause = first_line(error)
+        raise UsageError(f"{path}: cannot be read: {cause}: move it away, and it is made again") from error
+    try:
+        return title, json.loads(settings)
+    except (ValueError, TypeError):
+        return title, None
 
 
 if __name__ == "__main__":

@@ -67,6 +67,46 @@ def save_netcdf(data, path, engine="h5netcdf"):
     return str(path)
 
 
+def surface_and_levels(data):
+    """The variables at the surface, and those on pressure levels, of a Dataset as `build` makes it."""
+    single = [name for name in data if "pressure_level" not in data[name].dims]
+    return data[single], data.drop_vars(single)
+
+
+def reference_hours(data):
+    """Hours since 1970 of its frames."""
+    return (data.valid_time.values - np.datetime64("1970-01-01")) / np.timedelta64(1, "h")
+
+
+def save_grib(data, path):
+    """Write GRIB 2, a message for each field, with 24 bits a value."""
+    eccodes = pytest.importorskip("eccodes", reason="pip install -r requirements-era5.txt")
+    short_names = {"u10": "10u", "v10": "10v", "t2m": "2t"}
+    grid = {"Ni": W, "Nj": H, "iDirectionIncrementInDegrees": 360 / W, "jDirectionIncrementInDegrees": 180 / (H - 1)}
+    grid |= {"latitudeOfFirstGridPointInDegrees": 90.0, "latitudeOfLastGridPointInDegrees": -90.0}
+    grid |= {"longitudeOfFirstGridPointInDegrees": 0.0, "longitudeOfLastGridPointInDegrees": 360 - 360 / W}
+
+    def write(file, name, date, level, values):
+        message = eccodes.codes_grib_new_from_samples(f"regular_ll_{'pl' if level else 'sfc'}_grib2")
+        day, hour = str(date.astype("datetime64[h]")).replace("-", "").split("T")
+        keys = {"dataDate": int(day), "dataTime": 100 * int(hour), "shortName": short_names.get(name, name)}
+        for key, value in (grid | keys | ({"level": level} if level else {}) | {"bitsPerValue": 24}).items():
+            eccodes.codes_set(message, key, value)
+        eccodes.codes_set_values(message, values.astype(float).ravel())
+        eccodes.codes_write(message, file)
+        eccodes.codes_release(message)
+
+    with open(path, "wb") as file:
+        for name, variable in data.items():
+            for date, fields in zip(data.valid_time.values, variable.values, strict=True):
+                if fields.ndim == 2:
+                    write(file, name, date, 0, fields)
+                    continue
+                for level, field in zip(LEVELS, fields, strict=True):
+                    write(file, name, date, level, field)
+    return str(path)
+
+
 def wb2_regridded(folder):
     """As WeatherBench2's coarse stores: longitude before latitude, south first, no units; chunks across the years."""
     data = build(wb2=True).transpose("time", "level", "longitude", "latitude").isel(latitude=slice(None, None, -1))
@@ -94,8 +134,7 @@ def cds(folder):
     """As Copernicus serves it: single levels and pressure levels apart, members and versions as extra coordinates."""
     data = build().assign_coords(number=0)
     data = data.assign_coords(expver=("valid_time", np.array(["0001"] * data.sizes["valid_time"], object)))
-    single = [name for name in data if "pressure_level" not in data[name].dims]
-    surface, upper = data[single], data.drop_vars(single)
+    surface, upper = surface_and_levels(data)
     encoding = {name: {"zlib": True, "shuffle": True} for name in upper.data_vars}
     upper.isel(pressure_level=slice(None, None, -1)).to_netcdf(folder / "p.nc", engine="h5netcdf", encoding=encoding)
     return [save_netcdf(surface, folder / "s.nc"), str(folder / "p.nc")]
