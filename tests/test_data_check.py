@@ -23,6 +23,8 @@ C = {name: number for number, name in enumerate(NAMES)}
 Z_LEVELS = [C["z1000"], C["z850"], C["z500"], C["z50"]]
 FRAMES = 20
 CPU = torch.device("cpu")
+# A third of the usual spread of each channel: visible in a mean, and within every range.
+ONE_SIDED = np.array([5, 5, 8, 3e3, 1e3, 8, 5, 5, 1e3, 5, 5, 800, 5, 5, 2e3, 8, 2e3, 15, 15, 10], "f4")
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ FAULTS = {
     celsius: r"channel 2 \(t2m\) is .*, outside 150 to 350 K: in degC\?",
     hectopascal: r"channel 4 \(mslp\) is .*, outside 80000 to 120000 Pa: in hPa\?",
     heights: r"channel 11 \(z850\) is .*, outside 5000 to 23000 m2 s-2: a height in m\?.*; 2 more channels are out of",
-    one_height: r"channel 14 \(z500\) is .*, outside 42000 to 67000 m2 s-2: a height in m\? \(row 0, column 0\)$",
+    one_height: r"channel 14 \(z500\) is .*, outside 42000 to 67000 m2 s-2: a height in m\? \(row 0, column 0\); if",
     levels_reversed: r"channel 8 \(z1000\) is .*, outside .*: of another level, such as 50 hPa\?",
     fraction: r"channel 18 \(r850\) is .*, and nowhere above .* %: a fraction\?",
     other_order: r"channel .* more channels are out of range: are they in the order of their names\?",
@@ -307,8 +309,10 @@ def test_a_sample_ends_when_its_time_is_up_and_says_so(data, monkeypatch):
 def test_ranks_share_the_frames_and_only_those_that_are_used_count(data):
     dataset = FieldDataset(data / "train", 20, (16, 32), limit=5)
     shares = [DataCheck([dataset], "all", (rank, 3)) for rank in range(3)]
-    frames = sorted((look.file, look.frame) for share in shares for look in share.looks)
-    assert frames == [(0, frame) for frame in range(6)]
+    looks = {look for share in shares for look in share.looks}
+    frames = sorted(look.frame + later for look in looks for later in range(look.count) if look.file == 0)
+    assert sorted({*frames}) == [0, 1, 2, 3, 4, 5] and {look.file for look in looks} == {0}
+    assert len(shares[0].summed) and not shares[1].summed  # one rank sees all seasons
 
 
 # ---- statistics
@@ -327,9 +331,28 @@ def swapped(values):
     return values[:, order]
 
 
+def add_one_sided_pattern(fields):
+    """Add something to the north-west of each channel, so large that it is where it is."""
+    fields[:, :, :6, :16] += ONE_SIDED[:, None, None]
+    return fields
+
+
+def one_upside_down(values):
+    turned = values.copy()
+    turned[:, C["t2m"]] = values[:, C["t2m"], ::-1]
+    return turned
+
+
+def half_a_circle_off(values):
+    return np.roll(values, 16, axis=3)
+
+
 STATISTICS = {
     "a climatology of zeros": ("time_means", np.zeros_like, "the climatology of u10 is 0 at every point"),
-    "a climatology upside down": ("time_means", lambda x: x[:, :, ::-1], "is upside down: its rows differ from the"),
+    "a climatology upside down": ("time_means", lambda x: x[:, :, ::-1], "the climatology of .* is upside down: it"),
+    "one channel upside down": ("time_means", one_upside_down, "the climatology of t2m is upside down: it differs"),
+    "half a circle off": ("time_means", half_a_circle_off, "the climatology of .* is turned by half a circle: it"),
+    "a finer grid": ("time_means", lambda x: x.repeat(2, 2).repeat(2, 3), "has 32 x 64 points, the files have 16 x 32"),
     "a climatology of other channels": ("time_means", swapped, "the mean of t2m is .*, that of .*global_means.npy is"),
     "means of other channels": ("global_means", swapped, "the mean of t2m is .*, that of .*global_means.npy is"),
     "deviations of other channels": ("global_stds", swapped, "the standard deviation of t2m is .*, that of frames of"),
@@ -344,10 +367,10 @@ STATISTICS = {
 @pytest.mark.parametrize("fault", STATISTICS)
 def test_statistics_of_other_data_are_refused_with_both_numbers(data, tiny_config, fault):
     name, change, line = STATISTICS[fault]
-    if "upside" in fault:  # the sample data are the same in both hemispheres
+    if "upside" in fault or "half" in fault:  # the sample data are the same in both hemispheres, and all around
         for path in data.glob("*/*.h5"):
-            spoil(path, lambda fields: fields.__setitem__(np.s_[:, :, :4], fields[:, :, :4] + 5))
-        change_statistics(data, name, lambda x: np.concatenate([x[:, :, :4] + 5, x[:, :, 4:]], 2))
+            spoil(path, add_one_sided_pattern)
+        change_statistics(data, name, lambda x: add_one_sided_pattern(x.copy()))
         loaders(tiny_config, data)
     path = change_statistics(data, name, change)
     about = data / "stats/time_means.npy" if "means of other" in fault else path
@@ -397,13 +420,32 @@ def test_a_channel_that_never_changes_has_no_statistics(tmp_path):
 
 def test_a_year_in_two_splits_is_refused(data, tiny_config):
     shutil.copy(data / "train/1980.h5", data / "valid")
-    with refusal("valid/1980.h5: 1980-01-01T00 and 19 more of its dates are in .*train/1980.h5 too"):
+    with refusal(
+        "valid/1980.h5: 1980-01-01T00 and 19 more of its dates are in .*train/1980.h5 too: its scores would tell"
+    ):
         loaders(tiny_config, data)
     loaders(tiny_config, data, check_data="off")
     (data / "valid/1980.h5").unlink()
     (data / "test/1983.h5").symlink_to(data / "train/1979.h5")
+    with refusal("test/1983.h5: is the same file as .*train/1979.h5: its scores would tell nothing"):
+        loaders(tiny_config, data)
+    (data / "test/1983.h5").unlink()
+    shutil.copy(data / "train/1979.h5", data / "test/1983.h5")
     with refusal("test/1983.h5: 1979-01-01T00 and 19 more of its dates are in .*train/1979.h5 too"):
         loaders(tiny_config, data)
+
+
+def test_what_is_meant_to_be_the_same_or_shares_one_frame_is_noted(data, tiny_config, tmp_path):
+    task = loaders(tiny_config, data, valid_data_path=str(data / "train"))
+    assert f"{data / 'train'}: is the folder of the training too: its scores say nothing of other data" in task.notes
+    with h5py.File(data / "valid/1981.h5", "r+", locking=False) as file:  # from the last frame of 1980 on
+        hours = (np.datetime64("1980-01-05T18") - np.datetime64("1970-01-01T00")).astype(int)
+        file["time"][:] = hours + 6 * np.arange(len(file["time"]))
+    task = loaders(tiny_config, data)
+    assert any("valid/1981.h5: 1980-01-05T18 is in " in note for note in task.notes)
+    shutil.copytree(data / "train", tmp_path / "elsewhere/test")  # such as the path in a config that nobody changed
+    task = loaders(tiny_config, data, inf_data_path=str(tmp_path / "elsewhere/test"))
+    assert any(note.startswith("forecasts on inf_data_path will be refused: ") for note in task.notes)
 
 
 def test_test_years_that_are_not_there_yet_stop_no_training(data, tiny_config):

@@ -56,6 +56,24 @@ def test_a_virtual_dataset_whose_sources_are_there_is_read(tmp_path):
     assert_reads(virtual(tmp_path / "1980.h5", relative))
 
 
+def test_sources_are_looked_for_beside_the_file_that_a_link_means_and_by_patterns(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    relative = [path.relative_to(tmp_path / "elsewhere") for path in halves(tmp_path / "elsewhere")]
+    real = virtual(tmp_path / "elsewhere/1979.h5", relative)
+    (tmp_path / "1979.h5").symlink_to(real)
+    assert_reads(tmp_path / "1979.h5")
+    with h5py.File(tmp_path / "elsewhere/1980.h5", "w") as file:
+        unlimited, frame = h5py.h5s.UNLIMITED, FIELDS.shape[1:]
+        space = h5py.h5s.create_simple((0, *frame), (unlimited, *frame))
+        space.select_hyperslab((0, 0, 0, 0), (unlimited, 1, 1, 1), (4, 1, 1, 1), (4, *frame))
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        pattern = str(tmp_path / "elsewhere/parts/%b.h5").encode()
+        properties.set_virtual(space, pattern, b"fields", h5py.h5s.create_simple((4, *frame)))
+        whole = h5py.h5s.create_simple((0, *frame), (unlimited, *frame))
+        h5py.h5d.create(file.id, b"fields", h5py.h5t.IEEE_F32LE, whole, properties)
+    assert_reads(tmp_path / "elsewhere/1980.h5")
+
+
 def without_source(path):
     first, second = halves(path.parent)
     virtual(path, [first, second])
@@ -87,6 +105,20 @@ def source_unfinished(path):
         file.create_dataset("fields", (4, 2, 4, 8), "f4", chunks=(1, 2, 4, 8))[:3] = FIELDS[4:7]
     virtual(path, [first, second])
     return r"made of .*1.h5: 1 of 4 chunks were never written"
+
+
+def source_too_short(path):
+    first, second = halves(path.parent)
+    write(second, FIELDS[4:6])
+    virtual(path, [first, second])
+    return r"1.h5 has shape \(2, 2, 4, 8\), and 256 values are taken of it: was it not finished\?"
+
+
+def source_of_itself(path):
+    other = path.with_name("other.h5")
+    virtual(path, [other, other])
+    virtual(other, [path], shape=(4, 2, 4, 8))
+    return "its sources lead back to itself"
 
 
 def external(path, count=FIELDS.size, name=None):
@@ -164,6 +196,8 @@ FAULTS = {
     "a virtual dataset that is not all mapped": not_all_mapped,
     "a virtual dataset of a virtual one without a source": source_of_a_source,
     "a virtual dataset of an unfinished one": source_unfinished,
+    "a virtual dataset of one that is shorter": source_too_short,
+    "a virtual dataset of itself": source_of_itself,
     "raw values that are gone": external_gone,
     "raw values that are not looked for there": external_elsewhere,
     "raw values that are cut off": external_short,

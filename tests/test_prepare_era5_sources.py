@@ -29,7 +29,7 @@ from tests.support.era5_examples import (
     xarray,
 )
 from tests.support.refusals import refusal
-from weather import era5_hdf5, era5_index
+from weather import era5_hdf5
 from weather.atmosphere import GRAVITY
 from weather.era5_store import Store
 from weather.grid import frame_times
@@ -366,10 +366,9 @@ def test_a_chunk_of_many_frames_is_decoded_once(tmp_path, monkeypatch, capsys, s
     check_values(tmp_path / "out")
 
 
-def test_the_memory_of_decoded_chunks_is_bounded(tmp_path, monkeypatch):
+def test_the_memory_of_decoded_chunks_is_bounded(tmp_path):
     three_frames = 3 * 20 * 4 * H * W  # bytes
-    monkeypatch.setattr(era5_index, "KEPT_BYTES", three_frames)
-    era5 = Era5([chunked(build(), tmp_path / "a.zarr", FRAMES)])
+    era5 = Era5([chunked(build(), tmp_path / "a.zarr", FRAMES)], kept_bytes=three_frames)
     most = 0
     for year in YEARS:
         for i, time in enumerate(frame_times(year, 0, FRAMES)):

@@ -4,6 +4,7 @@
 frame that a sample takes. Ranks share the frames.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,10 @@ from tqdm import tqdm
 from utils.errors import UsageError
 from weather.channels import channel_key
 from weather.dataset import FieldDataset
-from weather.statistics import FrameSums
+from weather.statistics import ANYWAY, FrameSums
 from weather.time_axis import TimeAxis, show
 from weather.value_check import Problem, ValueCheck
+from weather.year_data import YearFile
 
 # The last reads may take a little longer.
 SAMPLE_SECONDS = 1.3
@@ -25,6 +27,13 @@ SAMPLE_SECONDS = 1.3
 SAMPLE_BYTES = 2e6
 # Reads in flight: a parallel file system answers each of them late.
 THREADS = 8
+# Of all frames, so many bytes at a time: chunks that hold several frames are then decoded once.
+BLOCK_BYTES = 64e6
+# Frames of the first data set that are held against the statistics.
+SUMMED_FRAMES = 40
+# So many equal frames among those of a year are no coincidence.
+REPEATED = 3
+MISSING_ATTRIBUTES = ("_FillValue", "missing_value")
 # Places in a year, by what they tell: a job that was stopped leaves its last frames empty, one of several writers that
 # died a stretch in between.
 PLACES = (1, 0, 1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1 / 16, 5 / 16, 9 / 16, 13 / 16)
@@ -32,11 +41,12 @@ PLACES = (1, 0, 1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1 / 16, 5 / 16,
 
 @dataclass(frozen=True)
 class Look:
-    """One frame to be looked at: which data set, which of its files, which frame in it."""
+    """Frames to be looked at: which data set, which of its files, the first frame in it, how many."""
 
     dataset: int
     file: int
     frame: int
+    count: int = 1
 
 
 class CheckedDataset:
@@ -50,40 +60,77 @@ class CheckedDataset:
         description = dataset.description
         height, self.width = (len(axis) for axis in description.grid)
         self.rows = np.arange(height) if looks_at_all else sampled_rows(dataset)
-        keys = [channel_key(name) for name in description.names]
-        self.check = ValueCheck(keys, units=description.units)
+        self.keys = [channel_key(name) for name in description.names]
+        self.checks = [self._build_check(file) for file in dataset.files]
+        self.hashes: dict[tuple[int, int], list[int]] = {}  # {(file, hash of what was read): frames}
+
+    @property
+    def reads_parts(self) -> bool:
+        """Tell whether rows are read without the rest of a frame: else a look costs a whole frame, or many."""
+        return all(file.reads_parts for file in self.dataset.files)
+
+    def _build_check(self, file: YearFile) -> ValueCheck:
+        """The check of a file, which may say what it writes where it has nothing."""
+        attributes = getattr(file.fields, "attrs", {})
+        missing = [float(np.asarray(attributes[name]).item()) for name in MISSING_ATTRIBUTES if name in attributes]
+        return ValueCheck(self.keys, units=self.dataset.description.units, missing_values=missing)
 
     def read(self, look: Look) -> np.ndarray:
-        """The rows of a frame, (C, R, W)."""
-        file = self.dataset.files[look.file]
-        circles = file.read_rows(look.frame, self.dataset.channels, self.rows)
-        return circles[:, :, : self.width]
+        """The rows of some frames, (T, C, R, W)."""
+        file, channels = self.dataset.files[look.file], self.dataset.channels
+        if look.count == 1:
+            circles = file.read_rows(look.frame, channels, self.rows)[None]
+        else:
+            height = len(self.rows)  # all of them
+            circles = np.empty((look.count, channels, height, file.shape[3]), np.float32)
+            file.read(look.frame, circles, slice(0, height), slice(0, file.shape[3]))
+        return circles[..., : self.width]
 
-    def check_field(self, look: Look, field: np.ndarray) -> None:
-        """Raise UsageError where the rows of a frame, as read, are no weather."""
-        problem = self.check.find(field[None])
+    def check_fields(self, look: Look, fields: np.ndarray) -> None:
+        """Raise UsageError where frames, as read, are no weather."""
+        problem = self.checks[look.file].find(fields)
         if problem is None:
             return
         dataset = self.dataset
         in_image = replace(problem, row=int(self.rows[problem.row]))
         name = dataset.description.names[problem.channel]
-        message = describe_problem(dataset.paths[look.file], dataset.axes[look.file], look.frame, name, in_image)
+        frame = look.frame + problem.frame
+        message = describe_problem(dataset.paths[look.file], dataset.axes[look.file], frame, name, in_image)
         raise UsageError(message)
+
+    def check_repeated(self, look: Look, fields: np.ndarray) -> None:
+        """Raise UsageError where the same frame was seen in several places of a year: something went on writing it."""
+        seen = self.hashes.setdefault((look.file, hash(fields.tobytes())), [])
+        seen.append(look.frame)
+        if len(seen) >= REPEATED:
+            frames = ", ".join(map(str, sorted(seen)))
+            raise UsageError(
+                f"{self.dataset.paths[look.file]}: frames {frames} are the same in every channel: was one frame "
+                f"written again and again?; {ANYWAY}"
+            )
 
 
 class DataCheck:
     """Looks at the frames of some data sets, and keeps sums of those of the first one.
 
-    mode: "sample" or "all". part: (rank, ranks), of which each looks at its share.
+    mode: "sample" or "all". part: (rank, ranks), of which each looks at its share. Rank 0 also looks at frames from
+    all years of the first data set, for the sums: the shares of others may be of one season.
     Attributes: looked_at, the number of frames; seconds, how long it took; sums, of the first data set, a FrameSums.
     """
 
     def __init__(self, datasets: Sequence[FieldDataset], mode: str, part: tuple[int, int] = (0, 1)):
         self.mode, self.looks_at_all = mode, mode == "all"
         self.checked = [CheckedDataset(dataset, self.looks_at_all) for dataset in datasets]
-        everything = all_looks(datasets) if self.looks_at_all else sampled_looks(datasets)
+        sampled = sampled_looks(datasets)
+        everything = all_looks(datasets) if self.looks_at_all else sampled
         rank, ranks = part
-        self.looks = everything[rank::ranks]
+        own = everything[rank::ranks]
+        self.summed: set[Look] = set()
+        if rank == 0:
+            of_first = [look for look in sampled if look.dataset == 0]
+            self.summed = set(of_first[:SUMMED_FRAMES])
+            own = [*of_first[:SUMMED_FRAMES], *own]
+        self.looks = list(dict.fromkeys(own))
         self.sums = FrameSums(sampled_rows(datasets[0]))
         self.looked_at, self.seconds = 0, 0.0
 
@@ -91,14 +138,19 @@ class DataCheck:
         """What was looked at, and what it cost."""
         frames = f"{self.looked_at} frames"
         if self.is_cut_short:
-            frames = f"{self.looked_at} of {len(self.looks)} chosen frames"
+            frames = f"{self.looked_at} of {self.chosen} chosen frames"
         years = sum(len(checked.dataset.paths) for checked in self.checked)
         return f"--check_data {self.mode}: looked at {frames} of {years} years in {self.seconds:.2f} s"
 
     @property
+    def chosen(self) -> int:
+        """The number of frames to be looked at."""
+        return sum(look.count for look in self.looks)
+
+    @property
     def is_cut_short(self) -> bool:
         """Tell whether the time was up before all chosen frames were looked at."""
-        return self.looked_at < len(self.looks)
+        return self.looked_at < self.chosen
 
     def run(self, shows_progress: bool = False) -> None:
         """Look at the frames. Raises UsageError for the first that is no weather: file, frame, date, channel, value."""
@@ -107,26 +159,38 @@ class DataCheck:
         hidden = None if shows_progress and self.looks_at_all else True
         with (
             ThreadPoolExecutor(THREADS) as threads,
-            tqdm(total=len(self.looks), unit="frame", disable=hidden, leave=False) as progress,
+            tqdm(total=self.chosen, unit="frame", disable=hidden, leave=False) as progress,
         ):
-            for batch in _batches(self.looks):
+            for batch in self._batches():
                 is_late = time.perf_counter() - began > SAMPLE_SECONDS
                 if is_late and self.looked_at and not self.looks_at_all:
                     break
                 fields = threads.map(self._read, batch)
-                for look, field in zip(batch, fields, strict=True):
-                    self._check(look, field)
-                    progress.update()
+                for look, read in zip(batch, fields, strict=True):
+                    self._check(look, read)
+                    progress.update(look.count)
         self.seconds = time.perf_counter() - began
+
+    def _batches(self) -> Iterator[list[Look]]:
+        """As many looks at a time as there are threads; one where a look may cost the reading of much more."""
+        is_cheap = all(checked.reads_parts for checked in self.checked) and not self.looks_at_all
+        size = THREADS if is_cheap else 1
+        for first in range(0, len(self.looks), size):
+            yield self.looks[first : first + size]
 
     def _read(self, look: Look) -> np.ndarray:
         return self.checked[look.dataset].read(look)
 
-    def _check(self, look: Look, field: np.ndarray) -> None:
-        self.checked[look.dataset].check_field(look, field)
-        self.looked_at += 1
-        if look.dataset == 0:
-            self.sums.add(field[:, self.sums.rows] if self.looks_at_all else field)
+    def _check(self, look: Look, fields: np.ndarray) -> None:
+        checked = self.checked[look.dataset]
+        checked.check_fields(look, fields)
+        if not self.looks_at_all:
+            checked.check_repeated(look, fields)
+        self.looked_at += look.count
+        if look in self.summed:
+            field = fields[0]
+            is_sampled = field.shape[1] == len(self.sums.rows)
+            self.sums.add(field if is_sampled else field[:, self.sums.rows])
 
 
 def sampled_looks(datasets: Sequence[FieldDataset]) -> list[Look]:
@@ -143,11 +207,14 @@ def sampled_looks(datasets: Sequence[FieldDataset]) -> list[Look]:
 
 
 def all_looks(datasets: Sequence[FieldDataset]) -> list[Look]:
-    """Every frame of every year, in the order in which they are stored."""
+    """Every frame of every year, in the order in which they are stored, as many at a time as fit in memory."""
     looks = []
     for number, dataset in enumerate(datasets):
         for file, frames in enumerate(dataset.used_frames()):
-            looks += [Look(number, file, frame) for frame in range(frames)]
+            frame_bytes = 4 * dataset.channels * math.prod(dataset.files[file].shape[2:])
+            most = max(1, int(BLOCK_BYTES // frame_bytes))
+            for first in range(0, frames, most):
+                looks.append(Look(number, file, first, min(most, frames - first)))
     return looks
 
 
@@ -164,12 +231,6 @@ def sampled_rows(dataset: FieldDataset) -> np.ndarray:
     return np.union1d(northern, southern)
 
 
-def _batches(looks: list[Look]) -> Iterator[list[Look]]:
-    """As many at a time as there are threads, so that the clock is looked at in between."""
-    for first in range(0, len(looks), THREADS):
-        yield looks[first : first + THREADS]
-
-
 def describe_problem(path: object, axis: TimeAxis | None, frame: int, name: str, problem: Problem) -> str:
     """The message: file, frame, date, channel, place, value and what it looks like. name: of the channel."""
     date = f" ({show(axis.dates[frame])})" if axis is not None else ""
@@ -179,4 +240,4 @@ def describe_problem(path: object, axis: TimeAxis | None, frame: int, name: str,
     is_unwritten = "written" in problem.text
     if problem.others > 1 and not is_unwritten:
         more = f"; {problem.others} more channels are out of range: are they in the order of their names?"
-    return f"{path}: frame {frame}{date}: {channel} {problem.text} ({place}){more}"
+    return f"{path}: frame {frame}{date}: {channel} {problem.text} ({place}){more}; {ANYWAY}"

@@ -13,7 +13,7 @@ import numpy as np
 from utils.errors import UsageError
 from weather.remote_store import RemoteOptions, is_address
 from weather.store_path import StorePath, data_path
-from weather.time_axis import TimeAxis, known_axis, read_time_axis, show, show_step
+from weather.time_axis import TimeAxis, known_axis, read_time_axis, show_step
 from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
 
@@ -148,20 +148,6 @@ class FieldDataset:
                 f"{self.folder}: its frames are {show_step(ours or 0)} apart, those of {other.folder} "
                 f"{show_step(theirs or 0)}: a step of the model is dt {self.dt} of them"
             )
-
-    def check_apart(self, other: "FieldDataset") -> None:
-        """Raise UsageError where a date of this dataset is one of another: the one would be learnt by heart."""
-        for path, axis in zip(self.paths, self.axes, strict=True):
-            for other_path, other_axis in zip(other.paths, other.axes, strict=True):
-                if axis is None or other_axis is None:
-                    continue
-                shared = np.intersect1d(axis.dates, other_axis.dates)
-                if len(shared):
-                    raise UsageError(
-                        f"{path}: {show(shared[0])} and {len(shared) - 1} more of its dates are in {other_path} too: "
-                        "scores on data of the training would tell nothing; move one of the files away "
-                        "(if it is meant to be so: --check_data off)"
-                    )
 
     def check_finite(self, index: int) -> None:
         """Raise UsageError, naming file, frame and channel, where a sample has a value that is not finite."""

@@ -14,6 +14,13 @@ class Grid(NamedTuple):
     latitude: np.ndarray
     longitude: np.ndarray
 
+    @property
+    def is_global(self) -> bool:
+        """Tell whether the points are of the whole globe, and not of a region."""
+        width = len(self.longitude)
+        circle = np.ptp(self.longitude) * width / max(1, width - 1)
+        return bool(np.ptp(self.latitude) >= 150 and circle >= 350)
+
 
 def latitudes(height: int) -> np.ndarray:
     """Latitudes (height,) in degrees, north first: ERA5's grid, without its last row if height is even."""

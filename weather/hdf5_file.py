@@ -7,6 +7,7 @@ name only when it is whole; and a file that is written has a name of its own.
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import h5py
 
@@ -82,13 +83,14 @@ def check_filters(fields: h5py.Dataset, where: str) -> None:
         )
 
 
-def check_written(fields: h5py.Dataset, where: str) -> None:
+def check_written(fields: h5py.Dataset, where: str, above: tuple[str, ...] = ()) -> None:
     """Raise UsageError where parts of a dataset were never written: HDF5 would read zeros there, without a word.
 
     Virtual datasets are followed to the files that they are made of. where: the file and the dataset, for the message.
+    above: the files that this one is a source of.
     """
     if fields.is_virtual:
-        _check_virtual(fields, where)
+        _check_virtual(fields, where, above)
         return
     if fields.external:
         _check_external(fields, where)
@@ -104,31 +106,53 @@ def check_written(fields: h5py.Dataset, where: str) -> None:
         raise UsageError(f"{where}: {total - written} of {total} chunks were never written: the file was not finished")
 
 
-def _check_virtual(fields: h5py.Dataset, where: str) -> None:
-    """Look at every source of a virtual dataset: its file, its dataset, and that all of it is mapped."""
-    folder = Path(fields.file.filename).parent
+def _check_virtual(fields: h5py.Dataset, where: str, above: tuple[str, ...]) -> None:
+    """Look at every source of a virtual dataset: its file, its dataset, its size, and that all of it is mapped."""
+    file_name = str(Path(fields.file.filename).resolve())
+    if file_name in above:
+        raise UsageError(f"{where} is virtual, and its sources lead back to itself")
     mapped = 0
     for source in fields.virtual_sources():
-        mapped += source.vspace.get_select_npoints()
-        # "." is the file itself. HDF5 looks for a relative name beside the file, and then in the working folder.
-        if source.file_name == ".":
+        # A selection without an end grows with its sources, whose names are a pattern: p%b.h5.
+        is_endless = "%" in source.file_name or "%" in source.dset_name
+        mapped += math.prod(fields.shape) if is_endless else source.vspace.get_select_npoints()
+        if source.file_name == ".":  # the file itself
             continue
-        candidates = [folder / source.file_name, Path(source.file_name), folder / Path(source.file_name).name]
-        path = next((candidate for candidate in candidates if candidate.is_file()), None)
-        if path is None:
-            raise UsageError(
-                f"{where} is virtual, and its source {source.file_name} is not there: HDF5 reads zeros in its place"
-            )
+        path = _find_source(fields, source.file_name.replace("%b", "0"), where)
         with open_hdf5(path) as file:
-            part = file.get(source.dset_name)
+            part = file.get(source.dset_name.replace("%b", "0"))
             if not isinstance(part, h5py.Dataset):
                 raise UsageError(f"{where} is virtual, and its source {path} has no dataset '{source.dset_name}'")
-            check_written(part, f"{where}, made of {path}")
+            if not is_endless:
+                _check_size(part, source, f"{where} is virtual, and its source {path}")
+            check_written(part, f"{where}, made of {path}", (*above, file_name))
     if mapped < math.prod(fields.shape):
         raise UsageError(
             f"{where} is virtual, and {1 - mapped / math.prod(fields.shape):.0%} of it has no source: "
             "HDF5 reads zeros there"
         )
+
+
+def _find_source(fields: h5py.Dataset, name: str, where: str) -> Path:
+    """The file of a source, where HDF5 looks for it: beside the file, past links too, and in the working folder."""
+    file = Path(fields.file.filename)
+    folders = [file.parent, file.resolve().parent, Path()]
+    candidates = [folder / name for folder in folders] + [folder / Path(name).name for folder in folders[:2]]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        raise UsageError(f"{where} is virtual, and its source {name} is not there: HDF5 reads zeros in its place")
+    return path
+
+
+def _check_size(part: h5py.Dataset, source: Any, where: str) -> None:
+    """Raise UsageError where a source is smaller than what is taken of it: it was not finished, or made anew."""
+    taken = source.vspace.get_select_npoints()
+    is_short = taken > part.size
+    if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
+        _, last = source.src_space.get_select_bounds()
+        is_short |= any(length <= number for length, number in zip(part.shape, last, strict=False))
+    if is_short:
+        raise UsageError(f"{where} has shape {part.shape}, and {taken} values are taken of it: was it not finished?")
 
 
 def _check_external(fields: h5py.Dataset, where: str) -> None:

@@ -73,8 +73,8 @@ class StatisticsSums:
         return np.sqrt(self.changes / changes)
 
 
-def training_statistics(paths: Sequence[Path | StorePath]) -> list[np.ndarray]:
-    """Statistics of the year files `paths`.
+def training_statistics(paths: Sequence[Path | StorePath], checks_values: bool = True) -> list[np.ndarray]:
+    """Statistics of the year files `paths`. checks_values: whether frames are held against the ranges of channels.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
     of the mean square of the change from one frame to the next (1, C, 1, 1). Changes across a gap in time are left out.
@@ -90,7 +90,7 @@ def training_statistics(paths: Sequence[Path | StorePath]) -> list[np.ndarray]:
             follows = _follows(year, axis)
             for first, count in chunks(year.fields):
                 frames = year.fields[first : first + count]
-                problem = check.find(frames)
+                problem = check.find(frames) if checks_values else None
                 if problem is not None:
                     number = first + problem.frame
                     name = names[problem.channel]

@@ -16,6 +16,13 @@ FILL_VALUE = 1e15
 # Noise of a compression or of a model puts fewer points of a frame outside the range.
 TOLERATED_SHARE = 0.1
 UNFINISHED = ": was it written to the end?"
+# Numbers that stand for "nothing here" in files of others, also where a range holds them.
+FILL_NUMBERS = (-32768, -32767, -9999, -999.9, -999, -99.99, -99, 9999, 99999, 999999)
+FILL_SHARE = 0.01  # of the points of a frame, from which on such a number is no coincidence
+# Weather is nowhere exactly 0 over so much of the globe, except what may be dry: humidity.
+ZERO_SHARE, DRY_ZERO_SHARE = 0.2, 0.5
+DRY = ("r", "q")
+DRY_LEVEL = 300  # hPa
 Key = tuple[str, float | None]  # (quantity, level in hPa): weather.channels.channel_key
 
 
@@ -48,10 +55,16 @@ class ValueCheck:
     keys: (quantity, level) of each channel. strict: a single value outside its range is a problem; else only one that
     is outside by more than the range's width, or a tenth of the points of a frame.
     units: of each channel, where they may be others than ERA5's. Without them, or with "", they are ERA5's; channels in
-    units that era5.yaml does not know have no range.
+    units that era5.yaml does not know have no range. missing_values: what the file itself writes where it has nothing.
     """
 
-    def __init__(self, keys: Sequence[Key], strict: bool = False, units: Sequence[str] = ()):
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        strict: bool = False,
+        units: Sequence[str] = (),
+        missing_values: Sequence[float] = (),
+    ):
         self.strict = strict
         stated = units or [""] * len(keys)
         self.bounds = [find_bounds(key, theirs) for key, theirs in zip(keys, stated, strict=True)]
@@ -60,6 +73,8 @@ class ValueCheck:
         self.highest = np.array([bounds.highest for bounds in self.bounds])
         self.least_highest = np.array([bounds.least_highest for bounds in self.bounds])
         self.is_known = np.array([quantity in QUANTITIES for quantity, _ in keys])
+        self.zero_share = np.array([most_zeros(quantity) for quantity, _ in keys])
+        self.fill_numbers = np.array([*FILL_NUMBERS, *missing_values], np.float32)
 
     def find(self, frames: np.ndarray) -> Problem | None:
         """The first problem of frames (T, C, H, W), None where there is none."""
@@ -68,24 +83,37 @@ class ValueCheck:
         high = points.max(-1)
 
         # Comparisons with NaN are false.
-        is_sound = (low >= self.lowest) & (high <= self.highest)
-        is_sound &= high >= self.least_highest
-        is_sound &= (low > -FILL_VALUE) & (high < FILL_VALUE)
+        is_in_range = (low >= self.lowest) & (high <= self.highest)
+        is_in_range &= high >= self.least_highest
+        is_in_range &= (low > -FILL_VALUE) & (high < FILL_VALUE)
         # A channel that nobody knows may be constant, a whole frame may not.
         is_constant = low == high
         is_constant &= self.is_known | is_constant.all(1, keepdims=True)
-        is_suspicious = ~is_sound | is_constant
+        is_suspicious = ~is_in_range | is_constant | self._has_fill_values(points, low, high)
 
         for frame in np.flatnonzero(is_suspicious.any(1)):
             # A value out of its range says more than one that is the same everywhere.
-            channels = np.argsort(is_sound[frame], stable=True)
+            channels = np.argsort(is_in_range[frame], stable=True)
             for channel in channels[is_suspicious[frame, channels]]:
                 found = self._explain(frames[frame, channel], self.bounds[channel])
                 if found is not None:
                     (row, column), text = found
-                    others = max(0, int((~is_sound[frame]).sum()) - 1)
+                    others = max(0, int((~is_in_range[frame]).sum()) - 1)
                     return Problem(int(frame), int(channel), row, column, text, others)
         return None
+
+    def _has_fill_values(self, points: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Whether a known channel has many points that are exactly 0, or a fill number: (T, C) bool.
+
+        points: (T, C, N). low, high: their extremes (T, C), one of which a fill number nearly always is.
+        """
+        zeros = 1 - np.count_nonzero(points, axis=-1) / points.shape[-1]
+        has_zeros = zeros > self.zero_share
+        is_candidate = np.isin(low, self.fill_numbers) | np.isin(high, self.fill_numbers)
+        for frame, channel in np.argwhere(is_candidate & self.is_known):
+            is_fill = np.isin(points[frame, channel], self.fill_numbers)
+            has_zeros[frame, channel] |= is_fill.mean() > FILL_SHARE
+        return has_zeros & self.is_known
 
     def _explain(self, field: np.ndarray, bounds: Bounds) -> tuple[tuple[int, int], str] | None:
         """((row, column), text) of the problem of a field (H, W); None where it is within what is tolerated."""
@@ -106,6 +134,15 @@ class ValueCheck:
             expected = f"{bounds.lowest:g} to {bounds.highest:g} {bounds.units}"
             hint = guess_cause(bounds.key, float(np.median(field)))
             return place, f"is {field[place]:g}, outside {expected}{hint}"
+
+        is_fill = np.isin(field, self.fill_numbers)
+        if is_fill.mean() > FILL_SHARE and bounds.key[0] in QUANTITIES:
+            place = _first(is_fill)
+            share = f"{is_fill.mean():.0%} of this frame"
+            return place, f"is {field[place]:g}, as {share} are, which looks like a fill value: was it never written?"
+        is_zero = field == 0
+        if not is_zero.all() and is_zero.mean() > most_zeros(bounds.key[0]):
+            return _first(is_zero), f"is 0, as {is_zero.mean():.0%} of this frame are{UNFINISHED}"
 
         value, highest = field[0, 0], field.max()
         if field.min() == highest:
@@ -131,6 +168,13 @@ class ValueCheck:
         return bool(is_near and is_outside.mean() < TOLERATED_SHARE)
 
 
+def most_zeros(quantity: str) -> float:
+    """The largest share of zeros that a frame of a quantity may have."""
+    if quantity not in QUANTITIES:
+        return 1.0
+    return DRY_ZERO_SHARE if quantity in DRY else ZERO_SHARE
+
+
 def find_bounds(key: Key, units: str = "") -> Bounds:
     """The Bounds of a channel in the units that it states; "" are ERA5's. They are infinite where nothing is known."""
     quantity, level = key
@@ -141,7 +185,9 @@ def find_bounds(key: Key, units: str = "") -> Bounds:
 
     of_era5 = QUANTITIES[quantity].units
     if not stated or stated == of_era5:
-        least_highest = ERA5["least_highest"].get(quantity, -np.inf)
+        # High up the air is dry, and its relative humidity may be nowhere above it.
+        is_dry_level = level is not None and level < DRY_LEVEL
+        least_highest = -np.inf if is_dry_level else ERA5["least_highest"].get(quantity, -np.inf)
         return Bounds(key, of_era5, lowest, highest, least_highest)
     for spelling, (factor, offset) in ERA5["units"][of_era5].items():
         if spelling.lower() == stated.lower():

@@ -150,9 +150,12 @@ class YearFileWriter:
         return fields
 
 
-def write_statistics(years: Sequence[Path | StorePath], folder: Path) -> list[Path]:
-    """Write those statistics of year files that are not in a folder yet; returns their files."""
-    values = dict(zip(STATS, training_statistics(years), strict=True))
+def write_statistics(years: Sequence[Path | StorePath], folder: Path, checks_values: bool = True) -> list[Path]:
+    """Write those statistics of year files that are not in a folder yet; returns their files.
+
+    checks_values: whether frames are held against the ranges of their channels.
+    """
+    values = dict(zip(STATS, training_statistics(years, checks_values), strict=True))
     new = {path: value for name, value in values.items() if not (path := folder / f"{name}.npy").exists()}
     for path, value in new.items():
         with whole_file(path) as part, open(part, "wb") as file:
@@ -165,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m weather.year_files", description="Statistics of the training years.")
     parser.add_argument("train", help="folder of the training years, or a store: gs://BUCKET/STORE.zarr#1979-2015")
     parser.add_argument("out", type=Path, help="folder of the statistics (.npy); files that are there stay")
+    which = "hold every frame against the ranges of its channels, or none (%(default)s)"
+    parser.add_argument("--check_data", choices=("all", "off"), default="all", help=which)
     add_remote_options(parser)
     options = parser.parse_args(argv)
     remote = RemoteOptions(options.cache_to, options.cache_gib, options.retry_seconds)
@@ -177,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with closing(FieldDataset(options.train, channels, img_size, remote=remote)) as dataset:  # which compares the years
         for note in dataset.notes():
             print(note)
-    for path in write_statistics(paths, options.out):
+    for path in write_statistics(paths, options.out, options.check_data == "all"):
         print(path)
 
 

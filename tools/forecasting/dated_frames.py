@@ -90,7 +90,7 @@ class DatedFrames:
             return notes
         if not is_training_data:
             check_unseen(record, self.dataset, checkpoint)
-        looked = forecast.look_at_frames(self.config, [self.dataset], self.statistics)
+        looked = forecast.look_at_frames(self.config, [self.dataset], self.statistics, is_training=False)
         return [*notes, looked.describe()]
 
     def read(self, times: np.ndarray) -> Tensor:

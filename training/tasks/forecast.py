@@ -27,6 +27,7 @@ from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import latitudes
 from weather.remote_store import RemoteOptions
+from weather.splits import check_apart
 from weather.statistics import Paths, Statistics, check_changes, check_climatology, positive_statistics, read_statistics
 
 PICTURED = ("u10", "z500")
@@ -93,10 +94,10 @@ class Trained(Task):
             return
         train, valid = (cast(FieldDataset, loader.dataset) for loader in loaders)
         if comm.is_main():  # the files are alike on all ranks
-            valid.check_apart(train)
-            check_test_years(self.config, [train, valid])
+            self.notes += check_apart(valid, train)
+            self.notes += check_test_years(self.config, train)
         statistics = cast(Statistics, loaders[0].statistics)
-        looked = look_at_frames(self.config, [train, valid], statistics)
+        looked = look_at_frames(self.config, [train, valid], statistics, is_training=True)
         self.notes.append(looked.describe())
 
     def data_record(self) -> Record:
@@ -162,28 +163,40 @@ def loader_class(name: str) -> type[BatchLoader]:
     return DaliDataLoader
 
 
-def check_test_years(config: Config, trained: Sequence[FieldDataset]) -> None:
-    """Raise UsageError where the test years, if they are there already, hold dates or steps of the training."""
+def check_test_years(config: Config, train: FieldDataset) -> list[str]:
+    """Look at the test years, if they are there already; returns notes on what a forecast will refuse.
+
+    Raises UsageError where the test years beside the training years, in the same folder, are of the training.
+    """
     try:
         channels = max(config.n_in_channels, config.n_out_channels)
         test = FieldDataset(config.inf_data_path, channels, config.img_size, config.dt)
     except UsageError:
-        return  # training needs no test years: what is wrong with them is for the forecast to say
+        return []  # training needs no test years: what is wrong with them is for the forecast to say
     with closing(test):
-        test.check_step_like(trained[0])
-        for dataset in trained:
-            if dataset.folder != test.folder:
-                test.check_apart(dataset)
+        try:
+            test.check_step_like(train)
+            return check_apart(test, train)
+        except UsageError as error:
+            # The path may be that of a config, which nobody has changed, to other data.
+            is_of_same_data = Path(config.inf_data_path).parent == Path(config.train_data_path).parent
+            if is_of_same_data:
+                raise
+            return [f"forecasts on inf_data_path will be refused: {error}"]
 
 
-def look_at_frames(config: Config, datasets: Sequence[FieldDataset], statistics: Statistics) -> DataCheck:
+def look_at_frames(
+    config: Config, datasets: Sequence[FieldDataset], statistics: Statistics, is_training: bool
+) -> DataCheck:
     """Look at this rank's share of the frames, and hold the statistics against those of the first data set."""
-    names = datasets[0].description.names
+    first = datasets[0]
+    names = first.description.names
     paths = Paths(config.global_means_path, config.global_stds_path, config.time_means_path)
-    check_climatology(paths.time_means, paths.means, statistics, names)
+    check_climatology(paths, statistics, names, first.files[0].shape[2:], first.description.grid.is_global)
     looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
     looked.run(comm.is_main())
-    looked.sums.check(statistics, names, paths, datasets[0].folder)
+    is_of_training = is_training and config.limit_nsamples is None
+    looked.sums.check(statistics, names, paths, first.folder, is_of_training)
     return looked
 
 
