@@ -110,6 +110,18 @@ def fraction(fields):
     fields[:, C["r850"]] /= 100
 
 
+def fill_number(fields):
+    fields[:, C["z1000"], ::3, ::2] = -9999
+
+
+def half_zero(fields):
+    fields[:, C["u10"], 8:] = 0
+
+
+def stuck(fields):
+    fields[8:] = fields[8]
+
+
 def other_order(fields):
     fields[:] = fields[:, ::-1]
 
@@ -128,6 +140,8 @@ FAULTS = {
     one_height: r"channel 14 \(z500\) is .*, outside 42000 to 67000 m2 s-2: a height in m\? \(row 0, column 0\); if",
     levels_reversed: r"channel 8 \(z1000\) is .*, outside .*: of another level, such as 50 hPa\?",
     fraction: r"channel 18 \(r850\) is .*, and nowhere above .* %: a fraction\?",
+    fill_number: r"channel 8 \(z1000\) is -9999, as 19% of this frame are, which looks like a fill value",
+    half_zero: r"channel 0 \(u10\) is 0, as 5.% of this frame are: was it written to the end",
     other_order: r"channel .* more channels are out of range: are they in the order of their names\?",
 }
 
@@ -184,7 +198,49 @@ def test_every_rank_refuses_what_one_of_them_saw(data, tiny_options):
     assert "1980.h5: frame 0 (1980-01-01T00): channel 19 (tcwv) is 1e+20" in "".join(said for _, said in ranks)
 
 
+def test_a_frame_that_is_written_again_and_again_is_not_weather(data, tiny_config):
+    spoil(data / "train/1979.h5", stuck)
+    with refusal(r"1979.h5: frames \d+, \d+, \d+ are the same in every channel: was one frame written again"):
+        loaders(tiny_config, data)
+
+
+def test_what_the_file_itself_calls_missing_is_not_weather(data, tiny_config):
+    def change(fields):
+        fields[:, C["u850"], 3, ::2] = 3.25
+
+    spoil(data / "train/1979.h5", change)
+    loaders(tiny_config, data)
+    with h5py.File(data / "train/1979.h5", "r+", locking=False) as file:
+        file["fields"].attrs["missing_value"] = np.float32(3.25)
+    with refusal(r"channel 9 \(u850\) is 3.25, as 3% of this frame are, which looks like a fill value"):
+        loaders(tiny_config, data)
+
+
 # ---- what is sound
+
+
+def test_a_channel_of_its_own_may_be_the_same_everywhere_at_a_time(data, tiny_config):
+    """Such as the day of the year, or carbon dioxide, in a channel that nobody knows by its name."""
+    for path in sorted(data.glob("t*/*.h5")) + [data / "valid/1981.h5"]:
+        with h5py.File(path, "r+", locking=False) as file:
+            names = [*file["channel"].asstr()]
+            names[C["tcwv"]] = "day"
+            file["channel"][:] = names
+            file["fields"][:, C["tcwv"]] = np.arange(FRAMES, dtype="f4")[:, None, None] + int(path.stem) - 1979
+    shutil.rmtree(data / "stats")
+    year_files.main([str(data / "train"), str(data / "stats")])
+    loaders(tiny_config, data)
+    loaders(tiny_config, data, limit_nsamples=8)
+
+
+def test_another_planet_trains_where_it_is_meant_to_be_so(data, tiny_config):
+    for path in data.glob("*/*.h5"):
+        spoil(path, hectopascal)
+    shutil.rmtree(data / "stats")
+    with refusal("in hPa.*; if they are meant to be so: --check_data off"):
+        year_files.main([str(data / "train"), str(data / "stats")])
+    year_files.main([str(data / "train"), str(data / "stats"), "--check_data=off"])
+    loaders(tiny_config, data, check_data="off")
 
 
 def test_names_and_units_of_others_are_known(data, tiny_config):
