@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UsageError
+from weather.stored_channels import NO_NAMES
 from weather.time_axis import TimeAxis, known_axis, read_time_axis, show, show_step
 from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
@@ -173,11 +174,10 @@ class FieldDataset:
 
     def notes(self) -> list[str]:
         """What was assumed of these data, and what of them is left out, a line each."""
-        notes = []
-        first = self.files[0]
-        if "channel" not in first.arrays:
-            notes.append(f"names no channels: they are taken for {', '.join(self.description.names)}")
-        elif unknown := self.description.unknown_names():
+        notes = self.files[0].assumptions(self.channels)  # the others are like it
+        unknown = self.description.unknown_names()
+        names_channels = not any(note.startswith(NO_NAMES) for note in notes)
+        if unknown and names_channels:
             notes.append(f"channels of unknown names, whose units and range are not known: {', '.join(unknown)}")
         if any(axis is not None and axis.assumed for axis in self.axes):
             notes.append("has no time: frames are taken to be 6-hourly from 1 January of the year in a file's name")
