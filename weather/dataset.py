@@ -5,6 +5,7 @@ file. They are read directly into the caller's buffer. Frames on both sides of a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from utils.errors import UsageError
 from weather.stored_channels import NO_NAMES
-from weather.time_axis import TimeAxis, known_axis, read_time_axis, show, show_step
+from weather.time_axis import FEW_FRAMES, TimeAxis, known_axis, read_time_axis, show, show_step
 from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
 
@@ -59,7 +60,7 @@ class FieldDataset:
             self.description = self.described[0]  # of all files
             self.check_like(self)
             self.axes = [read_time_axis(file) for file in self.files]
-            self._check_steps()
+            self._share_steps()
         except UsageError:
             self.close()
             raise
@@ -208,23 +209,30 @@ class FieldDataset:
         inputs = f" with {self.inputs} input frames" if self.inputs > 1 else ""
         return f"dt {self.dt}{steps}{inputs} needs at least {self.span + 1}"
 
-    def _check_steps(self) -> None:
-        """Raise UsageError where the frames of two files are not the same time apart."""
+    def _share_steps(self) -> None:
+        """Give files of few frames the step of the others. Raises UsageError where two files differ in it."""
         known = [(file, axis) for file, axis in zip(self.files, self.axes, strict=True) if axis is not None]
-        for file, axis in known[1:]:
-            first_file, first_axis = known[0]
+        if not known:
+            return
+        telling = [(file, axis) for file, axis in known if file.shape[0] >= FEW_FRAMES]
+        first_file, first_axis = (telling or known)[0]
+        for file, axis in telling:
             if axis.step != first_axis.step:
                 raise UsageError(
                     f"{file.path}: its frames are {show_step(axis.step)} apart, those of {first_file.path} "
                     f"{show_step(first_axis.step)}: put data of one time step into a folder"
                 )
+        for number, short in enumerate(self.axes):
+            if short is not None and len(short.dates) < FEW_FRAMES:
+                self.axes[number] = replace(short, stated_step=first_axis.step)
 
     def _sample_starts(self, file: YearFile, axis: TimeAxis | None) -> np.ndarray:
         """The first frames of the samples of a file. Raises UsageError where gaps in time leave none."""
         if axis is None:
             return np.arange(file.shape[0] - self.span)
         starts = axis.sample_starts(self.span)
-        if not len(starts):
+        may_have_none = len(axis.dates) < FEW_FRAMES
+        if not len(starts) and not may_have_none:
             self.close()
             raise UsageError(f"{file.path}: has {axis.describe_gaps()}, and {self._needed()} frames without one")
         return starts

@@ -6,7 +6,7 @@ from pathlib import Path
 from utils.errors import UsageError
 from weather.year_data import YearFile
 
-SUFFIXES = (".h5", ".nc", ".zarr")
+SUFFIXES = (".h5", ".hdf5", ".nc", ".nc4", ".zarr")  # in any capitals
 
 
 def year_paths(folder: Path) -> list[Path]:
@@ -14,19 +14,23 @@ def year_paths(folder: Path) -> list[Path]:
 
     Names that begin with a dot are passed over: macOS leaves ._1979.h5 beside 1979.h5.
     """
-    if folder.suffix == ".zarr":
+    if _is_store(folder):
         return [folder]
     visible = [path for path in folder.glob("*") if not path.name.startswith(".")]
-    paths = sorted(path for path in visible if path.suffix in SUFFIXES)
+    paths = sorted(path for path in visible if path.suffix.lower() in SUFFIXES)
     for path, other in itertools.pairwise(paths):
         if path.stem == other.stem:
             raise UsageError(f"{folder}: holds {path.name} and {other.name}: the same year twice? Move one away")
     return paths
 
 
+def _is_store(path: Path) -> bool:
+    return path.suffix.lower() == ".zarr"
+
+
 def open_year(path: Path) -> YearFile:
     """Open a year of data. Raises UsageError."""
-    if path.suffix == ".zarr":
+    if _is_store(path):
         from weather.zarr_year import ZarrYear  # an optional library, and slow to import
 
         return ZarrYear(path)
