@@ -179,6 +179,26 @@ def test_dimensions_in_another_order_are_refused_in_zarr(tmp_path, zarr_format):
             open_year(tmp_path / "1979.zarr")
 
 
+# ---- files
+
+
+def test_years_have_the_suffixes_that_others_give_them(tmp_path):
+    for number, suffix in enumerate(("h5", "H5", "hdf5", "nc", "nc4", "NC")):
+        write(tmp_path / "years", f"{1979 + number}.{suffix}", **REGION)
+    with closing(FieldDataset(tmp_path / "years", len(CHANNELS), (H, W))) as years:
+        assert len(years.paths) == 6
+    write(tmp_path / "years", "1979.hdf5")
+    with refusal("holds 1979.h5 and 1979.hdf5: the same year twice"):
+        FieldDataset(tmp_path / "years", len(CHANNELS), (H, W))
+
+
+def test_without_fields_the_message_lists_what_may_be_meant(tmp_path):
+    data = np.zeros((FRAMES, 2, H, W), np.float32)
+    write(tmp_path / "years", fields=False, data=data, **REGION)
+    with refusal(re.escape(f"it has none, it holds data {data.shape}: rename it to 'fields'"), tmp_path):
+        open_year(tmp_path / "years/1979.h5")
+
+
 # ---- channels
 
 

@@ -133,15 +133,18 @@ def quantity_of(channel: str) -> tuple[str, int | None]:
     return (quantity, level) if known else ("", None)
 
 
-def _in_units_of_era5(field: xarray.DataArray, quantity: str) -> xarray.DataArray:
-    """A field in ERA5's units, as the levels of one variable have to be; as it is where its own are not known."""
-    if not quantity:
-        return field
-    conversion = find_conversion(quantity, field.attrs["units"])
+def _in_units_of_weatherbench2(field: xarray.DataArray, quantity: str) -> xarray.DataArray:
+    """A field in ERA5's units, relative humidity as a fraction; as it is where its own units are not known.
+
+    The levels of one variable share their units.
+    """
+    conversion = find_conversion(quantity, field.attrs["units"]) if quantity else None
     if conversion is None:
         return field
     units = QUANTITIES[quantity].units
     factor, offset = conversion
+    if units == "%":
+        factor, units = factor / 100, "1"
     is_same = (factor, offset) == (1, 0)
     converted = field if is_same else field * factor + offset
     on_scale = ON_SCALE if units == "K" else {}
@@ -162,12 +165,9 @@ def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
     stacks: dict[str, list[xarray.DataArray]] = {}
     for channel, field in data.data_vars.items():
         quantity, level = quantity_of(str(channel))
-        field = _in_units_of_era5(field, quantity)
+        field = _in_units_of_weatherbench2(field, quantity)
         variable = QUANTITIES[quantity].names[1] if quantity else str(channel)
         attributes = {key: field.attrs[key] for key in KEPT if key in field.attrs}
-        if variable == "relative_humidity" and attributes["units"] == "%":
-            field = field / 100
-            attributes["units"] = "1"
         field = field if level is None else field.expand_dims(level=[level], axis=2)
         field.attrs = {"long_name": variable.replace("_", " "), **attributes}
         stacks.setdefault(variable, []).append(field)
