@@ -41,6 +41,7 @@ def dates(first, hours=6, frames=FRAMES):
 
 
 N = np.arange(FRAMES)
+HOURLY = "hours since 1979-01-01"
 SECONDS_1979 = np.datetime64("1979-03-05", "s").astype(int)
 STATED = {
     "hours since a date": (
@@ -67,6 +68,30 @@ STATED = {
     "no leap days": (  # in this calendar 79 years have 79 x 365 days
         {"time": (79 * 365 * 24 + 6 * N, {"units": "hours since 1900-01-01", "calendar": "noleap"})},
         dates("1979-01-01")),
+    "a name in capitals": (
+        {"Time": (N, {"units": "hours since 1979-03-05"})}, dates("1979-03-05", 1)),
+    "datetime": ({"datetime": (N, {"units": "hours since 1979-03-05"})}, dates("1979-03-05", 1)),
+    "a name of nobody": (
+        {"when": (N, {"units": "hours since 1979-03-05"}), "other": (N, {"units": "1"})}, dates("1979-03-05", 1)),
+    "a start of the forecast beside the dates": (
+        {"time": (0, {"units": HOURLY}), "valid_time": (N, {"units": "hours since 1979-03-05"})},
+        dates("1979-03-05", 1)),
+    "digits": ({"time": [f"19790305{hour:02}" for hour in N]}, dates("1979-03-05", 1)),
+    "digits of days": ({"date": [f"1979030{1 + day}" for day in N]}, dates("1979-03-01", 24)),
+    "digits of minutes": ({"time": [f"19790305{hour:02}00" for hour in N]}, dates("1979-03-05", 1)),
+    "text with a zone": ({"time": [f"1979-03-05T{hour:02}:00:00Z" for hour in N]}, dates("1979-03-05", 1)),
+    "text before the hour": (
+        {"time": [f"1979-03-05T{hour:02}:59:59.999999" for hour in N]}, dates("1979-03-05T01", 1)),
+    "hourly days in single precision": (
+        {"time": ((3350 + N / 24).astype("f4"), {"units": "days since 1970-01-01"})}, dates("1979-03-05", 1)),
+    "hourly seconds in single precision": (
+        {"time": ((SECONDS_1979 + 3600 * N).astype("f4"), {"units": "seconds since 1970-01-01"})},
+        dates("1979-03-05", 1)),
+    "minutes in double precision with noise": (
+        {"time": (N / 144 + 1e-7, {"units": "days since 1979-03-05"})},
+        np.datetime64("1979-03-05", "s") + 600 * N),
+    "half a minute": (
+        {"time": (30 * N, {"units": "seconds since 1979-03-05"})}, np.datetime64("1979-03-05", "s") + 30 * N),
     "no time": ({}, dates("1979-01-01")),
 }  # fmt: skip
 
@@ -81,7 +106,6 @@ def test_dates_are_those_that_the_file_states(tmp_path, stated):
     assert len(years) == FRAMES - 1
 
 
-HOURLY = "hours since 1979-01-01"
 REFUSED = {
     "no units": ({"time": 6 * N}, "its time has no units: give it the attribute units"),
     "another length": ({"time": (6 * N[:-1], {"units": HOURLY})}, "its time has shape (7,), the fields have 8 frames"),
@@ -100,6 +124,25 @@ REFUSED = {
     ),
     "a unit that is none": ({"time": (6 * N, {"units": "fortnights since 1979-01-01"})}, "its time cannot be read: "),
     "no number": ({"time": (np.where(N == 3, np.nan, 6 * N), {"units": HOURLY})}, "its time holds nan at frame 3"),
+    "time that was never written": ({"time": (0 * N, {"units": HOURLY})}, "its time is 0 in every frame: was"),
+    "time of which a half was written": (
+        {"time": (np.where(N < 5, 6 * N + 700, 0), {"units": HOURLY})},
+        "its time is 0 from frame 5 on: was it written to the end?",
+    ),
+    "a fill value": (
+        {"time": (np.where(N < 5, 6 * N, 9.97e36), {"units": HOURLY})},
+        "its time is 9.97e+36 at frame 5: was it written to the end?",
+    ),
+    "packed time": (
+        {"time": (N, {"units": HOURLY, "scale_factor": 6.0})},
+        "its time is packed as int64 (scale_factor 6)",
+    ),
+    "units of another time": (
+        {"time": (6 * N, {"units": "hours since 0001-01-01"})},
+        "its time is 0001-01-01T00 at frame 0, outside the years 1500 to 3000",
+    ),
+    "text of a year of ten digits": ({"time": np.array([b"19790101061979"] * FRAMES)}, "its time"),
+    "text that is empty": ({"time": np.array([b"1979-01-01"] + [b""] * 7)}, "its time holds no date at frame 1"),
     "text that is no date": ({"time": np.array([b"monday"] * FRAMES)}, "its time cannot be read: "),
 }
 
@@ -176,6 +219,42 @@ def test_the_usual_change_is_not_measured_across_a_gap(tmp_path):
     year_files.main([str(tmp_path / "years"), str(tmp_path / "stats")])
     found = np.load(tmp_path / "stats/change_stds.npy")
     np.testing.assert_allclose(found[0, :, 0, 0], np.sqrt(np.square(changes).mean((0, 2, 3))), rtol=1e-6)
+
+
+def test_the_step_is_the_most_frequent_one(tmp_path):
+    """The smaller one of two, and not a step between them that no frames have."""
+    hours = np.cumsum([0, 3, 3, 3, 3, 6, 6, 6, 6])
+    years = dataset(write(tmp_path / "years", frames=9, time=(hours, {"units": HOURLY})))
+    assert years.step_seconds == 3 * 3600 and len(years) == 4
+
+
+def test_a_file_of_two_frames_has_the_step_of_the_others(tmp_path):
+    hourly = {"units": "hours since 1980-01-01"}
+    write(tmp_path / "years", "1978.h5", frames=2, time=([0, 12], {"units": "hours since 1978-01-01"}))
+    write(tmp_path / "years", "1979.h5", time=(6 * N, {"units": HOURLY}))
+    write(tmp_path / "years", "1980.h5", frames=2, time=([0, 6], hourly))
+    years = dataset(tmp_path / "years")
+    assert years.step_seconds == 6 * 3600
+    assert [len(starts) for starts in years.starts] == [0, FRAMES - 1, 1]
+    assert any("1978.h5 has a gap of 12 hours" in note for note in years.notes())
+
+
+def test_test_files_that_overlap_are_named_with_the_date(tmp_path, tiny_config, sample_folder):
+    shutil.copytree(sample_folder / "test", tmp_path / "test")
+    shutil.copy(tmp_path / "test/1982.h5", tmp_path / "test/member2.h5")
+    line = "member2.h5: begins at 1982-01-01T00, and .*/test/1982.h5 before it ends at 1982-01-0.*: forecasts need each"
+    with refusal(line):
+        DatedFrames(tmp_path / "test", tiny_config(), "cpu")
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path):
+    for number, name in enumerate(("time", "latitude", "channel", "fields")):
+        path = write(tmp_path / str(number)) / "1979.h5"
+        with h5py.File(path, "a") as file:
+            file.pop(name, None)
+            file[name] = h5py.SoftLink("/gone/away")
+        with refusal(f"1979.h5: its `{name}` is a link to something that is not there: bring that back"):
+            dataset(path.parent)
 
 
 def test_years_of_another_time_step_are_refused(tmp_path):

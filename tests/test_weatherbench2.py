@@ -81,3 +81,34 @@ def test_a_channel_without_such_a_name_keeps_its_own(tmp_path):
     assert "level" not in data.sst.dims and data.specific_humidity.attrs["standard_name"] == "specific_humidity"
     written(tmp_path, ["sst"], ["K"])  # without any level
     assert "level" not in xarray.load_dataset(tmp_path / file_name(STARTS[0]), engine="h5netcdf").dims
+
+
+def test_values_in_other_units_are_converted_before_their_levels_are_stacked(tmp_path):
+    names = ["t2m", "sp", "z500", "z850", "r500", "r850", "mslp"]
+    fields = written(tmp_path, names, ["degC", "hPa", "gpm", "m2 s-2", "1", "%", "mmHg"])[0]
+    data = xarray.load_dataset(tmp_path / file_name(STARTS[0]), engine="h5netcdf")
+
+    def assert_is(found, channel, factor, offset=0.0):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found[0], fields[:, channel] * factor + offset, rtol=1e-5)
+
+    assert_is(data["2m_temperature"], 0, 1, 273.15)
+    assert_is(data.surface_pressure, 1, 100)
+    assert_is(data.geopotential.sel(level=500), 2, 9.80665)
+    assert_is(data.geopotential.sel(level=850), 3, 1)
+    assert_is(data.relative_humidity.sel(level=500), 4, 1)
+    assert_is(data.relative_humidity.sel(level=850), 5, 0.01)
+    assert_is(data.mean_sea_level_pressure, 6, 1)  # nobody knows how
+    units = {name: variable.attrs["units"] for name, variable in data.data_vars.items()}
+    assert units == {
+        "2m_temperature": "K", "surface_pressure": "Pa", "geopotential": "m2 s-2", "relative_humidity": "1",
+        "mean_sea_level_pressure": "mmHg",
+    }  # fmt: skip
+
+
+def test_every_known_channel_has_its_long_name_in_a_forecast():
+    names = ["q500", "u250", "ozone"]
+    fields = np.zeros((len(LEADS), len(names), 8, 16), "f4")
+    data = forecast_dataset(STARTS[0], LEADS, fields, names, ["kg kg-1", "m s-1", ""], GRID, {})
+    long_names = [data[name].attrs["long_name"] for name in names]
+    assert long_names == ["specific humidity at 500 hPa", "eastward wind at 250 hPa", "ozone"]

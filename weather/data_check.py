@@ -16,6 +16,7 @@ from tqdm import tqdm
 from utils.errors import UsageError
 from weather.channels import channel_key
 from weather.dataset import FieldDataset
+from weather.packing import read_missing_values
 from weather.statistics import ANYWAY, FrameSums
 from weather.time_axis import TimeAxis, show
 from weather.value_check import Problem, ValueCheck
@@ -33,7 +34,6 @@ BLOCK_BYTES = 64e6
 SUMMED_FRAMES = 40
 # So many equal frames among those of a year are no coincidence.
 REPEATED = 3
-MISSING_ATTRIBUTES = ("_FillValue", "missing_value")
 # Places in a year, by what they tell: a job that was stopped leaves its last frames empty, one of several writers that
 # died a stretch in between.
 PLACES = (1, 0, 1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1 / 16, 5 / 16, 9 / 16, 13 / 16)
@@ -71,8 +71,7 @@ class CheckedDataset:
 
     def _build_check(self, file: YearFile) -> ValueCheck:
         """The check of a file, which may say what it writes where it has nothing."""
-        attributes = getattr(file.fields, "attrs", {})
-        missing = [float(np.asarray(attributes[name]).item()) for name in MISSING_ATTRIBUTES if name in attributes]
+        missing = read_missing_values(getattr(file.fields, "attrs", {}))
         return ValueCheck(self.keys, units=self.dataset.description.units, missing_values=missing)
 
     def read(self, look: Look) -> np.ndarray:

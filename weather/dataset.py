@@ -5,6 +5,7 @@ file. They are read directly into the caller's buffer. Frames on both sides of a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from utils.errors import UsageError
 from weather.remote_store import RemoteOptions, is_address
 from weather.store_path import StorePath, data_path
-from weather.time_axis import TimeAxis, known_axis, read_time_axis, show_step
+from weather.stored_channels import NO_NAMES
+from weather.time_axis import FEW_FRAMES, TimeAxis, known_axis, read_time_axis, show_step
 from weather.year_data import YearFile, file_times
 from weather.year_reader import open_year, year_paths
 
@@ -63,7 +65,7 @@ class FieldDataset:
             self.description = self.described[0]  # of all files
             self.check_like(self)
             self.axes = [read_time_axis(file) for file in self.files]
-            self._check_steps()
+            self._share_steps()
         except UsageError:
             self.close()
             raise
@@ -169,11 +171,10 @@ class FieldDataset:
 
     def notes(self) -> list[str]:
         """What was assumed of these data, and what of them is left out, a line each."""
-        notes = []
-        first = self.files[0]
-        if "channel" not in first.arrays:
-            notes.append(f"names no channels: they are taken for {', '.join(self.description.names)}")
-        elif unknown := self.description.unknown_names():
+        notes = self.files[0].assumptions(self.channels)  # the others are like it
+        unknown = self.description.unknown_names()
+        names_channels = not any(note.startswith(NO_NAMES) for note in notes)
+        if unknown and names_channels:
             notes.append(f"channels of unknown names, whose units and range are not known: {', '.join(unknown)}")
         if any(axis is not None and axis.assumed for axis in self.axes):
             notes.append("has no time: frames are taken to be 6-hourly from 1 January of the year in a file's name")
@@ -204,23 +205,30 @@ class FieldDataset:
         inputs = f" with {self.inputs} input frames" if self.inputs > 1 else ""
         return f"dt {self.dt}{steps}{inputs} needs at least {self.span + 1}"
 
-    def _check_steps(self) -> None:
-        """Raise UsageError where the frames of two files are not the same time apart."""
+    def _share_steps(self) -> None:
+        """Give files of few frames the step of the others. Raises UsageError where two files differ in it."""
         known = [(file, axis) for file, axis in zip(self.files, self.axes, strict=True) if axis is not None]
-        for file, axis in known[1:]:
-            first_file, first_axis = known[0]
+        if not known:
+            return
+        telling = [(file, axis) for file, axis in known if file.shape[0] >= FEW_FRAMES]
+        first_file, first_axis = (telling or known)[0]
+        for file, axis in telling:
             if axis.step != first_axis.step:
                 raise UsageError(
                     f"{file.path}: its frames are {show_step(axis.step)} apart, those of {first_file.path} "
                     f"{show_step(first_axis.step)}: put data of one time step into a folder"
                 )
+        for number, short in enumerate(self.axes):
+            if short is not None and len(short.dates) < FEW_FRAMES:
+                self.axes[number] = replace(short, stated_step=first_axis.step)
 
     def _sample_starts(self, file: YearFile, axis: TimeAxis | None) -> np.ndarray:
         """The first frames of the samples of a file. Raises UsageError where gaps in time leave none."""
         if axis is None:
             return np.arange(file.shape[0] - self.span)
         starts = axis.sample_starts(self.span)
-        if not len(starts):
+        may_have_none = len(axis.dates) < FEW_FRAMES
+        if not len(starts) and not may_have_none:
             self.close()
             raise UsageError(f"{file.path}: has {axis.describe_gaps()}, and {self._needed()} frames without one")
         return starts

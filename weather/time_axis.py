@@ -3,30 +3,20 @@
 A sample is frames at equal distances in time, so a gap is seen here, and not trained across.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from utils.errors import UsageError, reading
 from weather.grid import HOUR, frame_times, year_frames
+from weather.stored_arrays import StoredArrays
+from weather.time_decoding import TOLERANCE, decode_time, find_time
 
-TIME_NAMES = ("time", "valid_time", "timestamp")
-SINCE_1970 = "seconds since 1970-01-01"  # of a `timestamp`, which makani's files write without units too
-STANDARD_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
-LEAPLESS_CALENDARS = ("noleap", "365_day")  # each of their dates is one of the standard calendar too
-TOLERANCE = 0.01  # of a step: dates in floating point are rounded
-
-
-class DatedFile(Protocol):
-    """What is read of a year (weather/year_data.py): its path, its arrays by name, and the shape of its fields."""
-
-    path: Path
-    arrays: Mapping[str, Any]
-    shape: tuple[int, int, int, int]
+# The years of weather: units that are not meant give others.
+FIRST_YEAR, LAST_YEAR = 1500, 3000
+# Fewer frames do not tell their usual distance.
+FEW_FRAMES = 3
 
 
 @dataclass(frozen=True)
@@ -35,12 +25,14 @@ class TimeAxis:
 
     dates: (T,) datetime64[s] in UTC, increasing. elapsed: (T,) seconds since the first frame, int64, counted in the
     file's own calendar: without leap days, 1 March follows 28 February. assumed: the file has no time, so that the
-    dates are those of 6-hourly frames from 1 January of the year in its name.
+    dates are those of 6-hourly frames from 1 January of the year in its name. stated_step: seconds between frames,
+    where the file has too few to tell.
     """
 
     dates: np.ndarray
     elapsed: np.ndarray
     assumed: bool = False
+    stated_step: int | None = None
 
     @cached_property
     def steps(self) -> np.ndarray:
@@ -49,8 +41,10 @@ class TimeAxis:
 
     @cached_property
     def step(self) -> int:
-        """Seconds from one frame to the next, the most usual ones; 0 for a single frame."""
-        return int(np.median(self.steps)) if len(self.steps) else 0
+        """Seconds from one frame to the next, the most frequent ones, the fewest of several; 0 for a single frame."""
+        if self.stated_step is not None:
+            return self.stated_step
+        return most_frequent(self.steps) if len(self.steps) else 0
 
     @cached_property
     def is_regular(self) -> np.ndarray:
@@ -83,21 +77,31 @@ class TimeAxis:
         return f"{many} of {hours:g} hours after {show(self.dates[longest])}"
 
 
-def read_time_axis(file: DatedFile) -> TimeAxis | None:
+def most_frequent(steps: np.ndarray) -> int:
+    """The step that most others are like, within TOLERANCE; of several the smallest. steps: (T - 1,) seconds."""
+    ordered = np.sort(steps)
+    candidates, counts = np.unique(ordered, return_counts=True)
+    margin = np.abs(TOLERANCE * candidates)
+    lowest = np.searchsorted(ordered, candidates - margin, side="left")
+    highest = np.searchsorted(ordered, candidates + margin, side="right")
+    alike = highest - lowest
+    # Among steps with noise the one that is there most often comes first.
+    best = np.lexsort((candidates, -counts, -alike))[0]
+    return int(candidates[best])
+
+
+def read_time_axis(file: StoredArrays) -> TimeAxis | None:
     """The TimeAxis of a year; None where it has no time, and a name that is no year.
 
     Raises UsageError where its time is no increasing dates of the standard calendar, one for each frame.
     """
-    name = next((name for name in TIME_NAMES if name in file.arrays), None)
+    name = find_time(file)
     if name is None:
         return _assumed_axis(file)
-    stored = file.arrays[name]
     where = f"{file.path}: its {name}"
-    frames = file.shape[0]
     with reading(where):
-        if stored.shape != (frames,):
-            raise UsageError(f"{where} has shape {stored.shape}, the fields have {frames} frames")
-        axis = _decode(stored, name, where)
+        axis = TimeAxis(*decode_time(file, name, where))
+        _check_years(axis, where)
     _check_increasing(axis, where)
     return axis
 
@@ -109,7 +113,7 @@ def known_axis(axis: TimeAxis | None, path: object) -> TimeAxis:
     return axis
 
 
-def _assumed_axis(file: DatedFile) -> TimeAxis | None:
+def _assumed_axis(file: StoredArrays) -> TimeAxis | None:
     """6-hourly frames from 1 January on, of the year that the file is named by. Raises UsageError for too many."""
     stem = file.path.stem
     if not (stem.isdecimal() and len(stem) == 4):
@@ -126,71 +130,25 @@ def _assumed_axis(file: DatedFile) -> TimeAxis | None:
     return TimeAxis(dates, _seconds_since_first(dates), assumed=True)
 
 
-def _decode(stored: Any, name: str, where: str) -> TimeAxis:
-    """The axis of an array of dates, of text, or of numbers with units."""
-    values = np.asarray(stored[:])
-    if values.dtype.kind in "SO":
-        values = values.astype(str)
-    if values.dtype.kind in "MU":
-        dates = values.astype("datetime64[s]")
-        return TimeAxis(dates, _seconds_since_first(dates))
-
-    units = _text_attribute(stored, "units", "")
-    if not units and name == "timestamp":
-        units = SINCE_1970
-    if not units:
-        raise UsageError(f"{where} has no units: give it the attribute units, such as 'hours since 1970-01-01'")
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        raise UsageError(f"{where} holds {values[bad[0]]} at frame {bad[0]}")
-    calendar = _text_attribute(stored, "calendar", "standard").lower()
-    return _decode_numbers(values.astype(np.float64), units, calendar, where)
-
-
-def _text_attribute(array: Any, name: str, otherwise: str) -> str:
-    """An attribute as text: it may be bytes, or an array of one string."""
-    value = np.asarray(array.attrs.get(name, otherwise))
-    return str(value.astype(str).item())
-
-
-def _decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -> TimeAxis:
-    """The axis of numbers (T,) in units of CF, such as 'hours since 1900-01-01'."""
-    import cftime  # data without a time need none
-
-    has_leapless_calendar = calendar in LEAPLESS_CALENDARS
-    if not has_leapless_calendar and calendar not in STANDARD_CALENDARS:
-        raise UsageError(
-            f"{where} has the calendar '{calendar}', whose dates are not all days of the standard one: convert it "
-            "(xarray: ds.convert_calendar('standard', align_on='year'))"
-        )
-    first, one_later = cftime.num2date([values[0], values[0] + 1], units, calendar)
-    unit_seconds = (one_later - first).total_seconds()
-    seconds = np.round((values - values[0]) * unit_seconds)
-    elapsed = seconds.astype(np.int64)
-    if has_leapless_calendar:
-        dates = np.array([_as_datetime64(date) for date in cftime.num2date(values, units, calendar)])
-    else:
-        dates = _as_datetime64(first) + elapsed.astype("timedelta64[s]")
-    return TimeAxis(dates, elapsed)
-
-
-def _as_datetime64(date: Any) -> np.datetime64:
-    """A date of cftime, rounded to a second: 05:59:59.99 is 06:00."""
-    exact = np.datetime64(date.isoformat(), "us")
-    half_a_second = np.timedelta64(500_000, "us")
-    return (exact + half_a_second).astype("datetime64[s]")
-
-
 def _seconds_since_first(dates: np.ndarray) -> np.ndarray:
     since = dates - dates[0]
     return since.astype("timedelta64[s]").astype(np.int64)
 
 
+def _check_years(axis: TimeAxis, where: str) -> None:
+    """Raise UsageError, naming the frame, for a date that no data of weather has."""
+    years = axis.dates.astype("datetime64[Y]").astype(int) + 1970
+    strange = np.flatnonzero((years < FIRST_YEAR) | (years >= LAST_YEAR))
+    if len(strange):
+        frame = int(strange[0])
+        raise UsageError(
+            f"{where} is {show(axis.dates[frame])} at frame {frame}, outside the years {FIRST_YEAR} to {LAST_YEAR}: "
+            "are its units, or its text, as they are meant?"
+        )
+
+
 def _check_increasing(axis: TimeAxis, where: str) -> None:
     """Raise UsageError, naming the frame and the dates, where a frame is not later than the one before."""
-    missing = np.flatnonzero(np.isnat(axis.dates))
-    if len(missing):
-        raise UsageError(f"{where} holds no date at frame {missing[0]}")
     bad = np.flatnonzero(np.diff(axis.elapsed) <= 0)
     if not len(bad):
         return

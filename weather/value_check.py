@@ -75,6 +75,7 @@ class ValueCheck:
         self.is_known = np.array([quantity in QUANTITIES for quantity, _ in keys])
         self.zero_share = np.array([most_zeros(quantity) for quantity, _ in keys])
         self.fill_numbers = np.array([*FILL_NUMBERS, *missing_values], np.float32)
+        self.has_missing_values = bool(missing_values)
 
     def find(self, frames: np.ndarray) -> Problem | None:
         """The first problem of frames (T, C, H, W), None where there is none."""
@@ -110,6 +111,7 @@ class ValueCheck:
         zeros = 1 - np.count_nonzero(points, axis=-1) / points.shape[-1]
         has_zeros = zeros > self.zero_share
         is_candidate = np.isin(low, self.fill_numbers) | np.isin(high, self.fill_numbers)
+        is_candidate |= self.has_missing_values  # which may lie anywhere
         for frame, channel in np.argwhere(is_candidate & self.is_known):
             is_fill = np.isin(points[frame, channel], self.fill_numbers)
             has_zeros[frame, channel] |= is_fill.mean() > FILL_SHARE

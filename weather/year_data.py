@@ -1,25 +1,28 @@
 """A year of data, however it is stored: it describes itself and fills buffers with frames.
 
-A year holds `fields` [time, channel, lat, lon] in float32, and may hold `latitude`, `longitude` (or `lat`, `lon`),
-`channel` and `channel_units`. Plain reads of a file release Python's lock, so threads read in parallel straight into
-the caller's buffer; compressed and chunked fields are read by the format's library.
+A year holds `fields` [time, channel, lat, lon] in float32. It may hold `latitude` and `longitude` (coordinates.py knows
+other names), `channel` and `channel_units` (stored_channels.py), and `time` (time_axis.py). Plain reads of a file
+release Python's lock, so threads read in parallel straight into the caller's buffer; compressed and chunked fields are
+read by the format's library.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from utils.errors import UsageError, reading
-from weather.channels import CHANNELS, QUANTITIES, channel_key, channel_of
-from weather.grid import Grid, latitudes, longitudes
+from weather.channels import QUANTITIES, are_same_units, channel_key
+from weather.coordinates import check_dimensions, read_grid
+from weather.grid import Grid
+from weather.packing import check_unpacked
+from weather.stored_arrays import dimension_names, get_array, shape_of
+from weather.stored_channels import read_channels
 from weather.time_axis import known_axis, read_time_axis
 
 DATASET = "fields"
-NEUTRAL_PACKING = {"scale_factor": 1.0, "add_offset": 0.0}  # of the CF conventions
-UNPACK = "write its values (ncpdq -U IN OUT; xarray: open_dataset(IN).drop_encoding().to_netcdf(OUT))"
 
 
 class Description(NamedTuple):
@@ -35,11 +38,13 @@ class Description(NamedTuple):
 
     def difference(self, other: "Description") -> str:
         """In words, the first thing in which another description differs; '' where they agree."""
-        texts = {"channel": (self.names, other.names), "the unit of channel": (self.units, other.units)}
-        for what, both in texts.items():
-            for number, (mine, theirs) in enumerate(zip(*both, strict=True)):
-                if mine != theirs:
-                    return f"{what} {number} is '{mine}' and not '{theirs}'"
+        for number, (mine, theirs) in enumerate(zip(self.names, other.names, strict=True)):
+            if mine != theirs:
+                return f"channel {number} is '{mine}' and not '{theirs}'"
+        for number, (mine, theirs) in enumerate(zip(self.units, other.units, strict=True)):
+            quantity, _ = channel_key(self.names[number])
+            if not are_same_units(quantity, mine, theirs):
+                return f"the unit of channel {number} is '{mine}' and not '{theirs}'"
         for axis, x, y in zip(Grid._fields, self.grid, other.grid, strict=True):
             if not np.allclose(x, y, rtol=0, atol=1e-3):
                 return f"{axis} is {x[0]:g} to {x[-1]:g} and not {y[0]:g} to {y[-1]:g}"
@@ -91,34 +96,44 @@ class YearFile(ABC):
 
     def _checked(self, fields: Any) -> Any:
         """The array of the fields, as given. Raises UsageError for anything else."""
-        if hasattr(fields, "dtype"):
-            packing = _read_packing(fields)
-            if packing:
-                told = ", ".join(f"{name} {value:g}" for name, value in packing.items())
-                raise UsageError(f"{self.path}: '{DATASET}' is packed as {fields.dtype} ({told}): {UNPACK}")
-        if getattr(fields, "ndim", 0) != 4 or fields.dtype.kind != "f":
-            actual = f"has {fields.dtype} {fields.shape}" if hasattr(fields, "dtype") else "has none"
+        where = f"{self.path}: '{DATASET}'"
+        if fields is None and DATASET in self.arrays:
+            get_array(self, DATASET)  # refuses a link that leads nowhere
+        is_array = hasattr(fields, "dtype")
+        if is_array:
+            check_unpacked(fields, where)
+        if not is_array or fields.ndim != 4 or fields.dtype.kind != "f":
+            actual = f"has {fields.dtype} {fields.shape}" if is_array else f"has none{self._list_others()}"
             raise UsageError(f"{self.path}: expected '{DATASET}' [time, channel, lat, lon] of floats; it {actual}")
+        check_dimensions(dimension_names(fields), where)
         return fields
+
+    def _list_others(self) -> str:
+        """The arrays that may be the fields under another name, as the end of a message."""
+        found = []
+        for name, array in self.arrays.items():
+            shape = shape_of(array)
+            if shape is not None and len(shape) == 4:
+                found.append(f"{name} {shape}")
+        return f", it holds {', '.join(found)}: rename it to '{DATASET}'" if found else ""
 
     def describe(self, channels: int, img_size: Sequence[int]) -> Description:
         """Of the first channels and of an image of img_size; what the file lacks is as in ERA5. Raises UsageError.
 
         Names of others become ours (u10m is u10), and a channel without units has those of its name.
         """
-        _, all_channels, height, width = self.shape
-        by_position = [c.name for c in CHANNELS] + [f"channel{i}" for i in range(len(CHANNELS), all_channels)]
-        stored_names = self._stored(("channel",), all_channels, _strings, by_position[:all_channels])
-        known = [channel_of(name) for name in stored_names[:channels]]
-        units = self._stored(("channel_units",), all_channels, _strings, None)
-        return Description(
-            [channel.name for channel in known],
-            units[:channels] if units is not None else [channel.units for channel in known],
-            Grid(
-                self._degrees(("latitude", "lat"), latitudes(height), 90)[: img_size[0]],
-                self._degrees(("longitude", "lon"), longitudes(width), 360)[: img_size[1]],
-            ),
-        )
+        known, _ = read_channels(self, channels)
+        grid, _ = read_grid(self)
+        height, width = img_size
+        names = [channel.name for channel in known]
+        units = [channel.units for channel in known]
+        return Description(names, units, Grid(grid.latitude[:height], grid.longitude[:width]))
+
+    def assumptions(self, channels: int) -> list[str]:
+        """What is assumed of the first channels and of the grid, a line each."""
+        _, of_channels = read_channels(self, channels)
+        _, of_grid = read_grid(self)
+        return of_channels + of_grid
 
     def constant_field(self, name: str) -> np.ndarray:
         """A field that does not change with time, (H, W) float64. Raises UsageError where the file has none."""
@@ -128,41 +143,6 @@ class YearFile(ABC):
                 return np.asarray(fields[name][:], np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
-
-    def _degrees(self, names: Sequence[str], otherwise: np.ndarray, largest: float) -> np.ndarray:
-        values = self._stored(names, len(otherwise), lambda data: np.asarray(data[:], np.float64), otherwise)
-        if not (np.abs(values) <= largest).all():  # nor NaN
-            raise UsageError(f"{self.path}: '{names[0]}' is not in degrees, -{largest} to {largest}")
-        return values
-
-    def _stored(self, names: Sequence[str], length: int, read: Callable[[Any], Any], otherwise: Any) -> Any:
-        """The result of `read` for the array of the first of these names; `otherwise` where there is none."""
-        name = next((name for name in names if name in self.arrays), None)
-        if name is None:
-            return otherwise
-        with reading(f"{self.path}: '{name}'"):
-            array = self.arrays[name]
-            if array.shape != (length,):
-                raise UsageError(f"{self.path}: '{name}' has shape {array.shape}, the fields need ({length},)")
-            return read(array)
-
-
-def _read_packing(fields: Any) -> dict[str, float]:
-    """{attribute: value} of what turns the stored numbers into values; a neutral factor or offset is none."""
-    found = {}
-    for name, neutral in NEUTRAL_PACKING.items():
-        value = float(np.asarray(fields.attrs.get(name, neutral)).item())
-        if value != neutral:
-            found[name] = value
-    return found
-
-
-def _strings(array):
-    """The texts of an array, as a list. Raises TypeError for one that holds none."""
-    values = array.asstr()[:] if hasattr(array, "asstr") else array[:]
-    if values.dtype.kind not in "UTOS":
-        raise TypeError(f"{values.dtype} is not text")
-    return [text.decode() if isinstance(text, bytes) else str(text) for text in values.tolist()]
 
 
 def file_times(file: YearFile) -> np.ndarray:

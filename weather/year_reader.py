@@ -8,7 +8,7 @@ from utils.errors import UsageError
 from weather.store_path import StorePath, is_store
 from weather.year_data import YearFile
 
-SUFFIXES = (".h5", ".nc", ".zarr")
+SUFFIXES = (".h5", ".hdf5", ".nc", ".nc4", ".zarr")  # in any capitals
 
 
 @overload
@@ -30,7 +30,7 @@ def year_paths(folder: Path | StorePath) -> list[Path] | list[StorePath]:
     if is_store(folder):
         return [folder]
     visible = [path for path in folder.glob("*") if not path.name.startswith(".")]
-    paths = sorted(path for path in visible if path.suffix in SUFFIXES)
+    paths = sorted(path for path in visible if path.suffix.lower() in SUFFIXES)
     for path, other in itertools.pairwise(paths):
         if path.stem == other.stem:
             raise UsageError(f"{folder}: holds {path.name} and {other.name}: the same year twice? Move one away")

@@ -3,6 +3,7 @@
 Frames are the initial states, and the truth that forecasts are compared with.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
@@ -69,14 +70,24 @@ class DatedFrames:
         times = self.dataset.times
         self.first_frame = np.cumsum([0, *map(len, times)])
         self.times = np.concatenate(times)
-        steps = np.diff(self.times)
-        if (steps <= 0 * HOUR).any():
-            raise UsageError(f"{folder}: the dates of its files, in the order of their names, do not increase")
+        self._check_order(times)
         seconds = self.dataset.step_seconds or 0
         self.interval = seconds // 3600
         self.input_leads = [-i * config.dt * self.interval for i in range(config.input_frames)]  # hours
         if not self.interval or seconds % 3600:
             raise UsageError(f"{folder}: its frames are {seconds} seconds apart, which is no whole number of hours")
+
+    def _check_order(self, times: Sequence[np.ndarray]) -> None:
+        """Raise UsageError where a file begins before the end of the one before it. times: of each file."""
+        paths = self.dataset.paths
+        for number, (earlier, later) in enumerate(itertools.pairwise(times)):
+            if later[0] <= earlier[-1]:
+                self.dataset.close()
+                raise UsageError(
+                    f"{paths[number + 1]}: begins at {show(later[0])}, and {paths[number]} before it ends at "
+                    f"{show(earlier[-1])}: forecasts need each date once, in the order of the files' names; "
+                    "move one of the files away, or name them by their dates"
+                )
 
     def check(self, record: Record, checkpoint: Path, is_training_data: bool) -> list[str]:
         """Look at this rank's share of the frames; returns what was seen and assumed, a line each.

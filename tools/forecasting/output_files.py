@@ -21,16 +21,16 @@ from xarray.backends import H5NetCDFStore
 
 from utils.errors import UsageError, os_errors_as_usage_errors
 from utils.files import whole_file
-from weather.channels import CHANNELS, ERA5, QUANTITIES, channel_key
+from weather.channels import ERA5, QUANTITIES, channel_key, channel_of, find_conversion
 from weather.grid import HOUR, Grid
 from weather.hdf5_file import WITHOUT_LOCKS
 from weather.time_axis import show
 
-LONG_NAMES = {channel.name: channel.long_name for channel in CHANNELS}
 FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
 SKILL, LAYOUTS = "skill.json", ("cf", "weatherbench2")
 LEVEL = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
+ON_SCALE = {"units_metadata": "temperature: on_scale"}  # and no difference of temperatures
 KEPT = ("units", "standard_name", "units_metadata")  # attributes that all levels of a variable share
 Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding)
 
@@ -102,9 +102,9 @@ def forecast_dataset(
     variables = {}
     for c, (name, unit) in enumerate(zip(names, units, strict=True)):
         standard_name, scalar = describe_channel(name)
-        attrs = {"long_name": LONG_NAMES.get(name, name), "units": unit or "1"}
+        attrs = {"long_name": channel_of(name).long_name, "units": unit or "1"}
         attrs |= {"standard_name": standard_name} if standard_name else {}
-        attrs |= {"units_metadata": "temperature: on_scale"} if unit == "K" else {}
+        attrs |= ON_SCALE if unit == "K" else {}
         coordinates |= {scalar[0]: scalar[1]} if scalar else {}
         encoding = FULL | {"coordinates": f"time {scalar[0]}" if scalar else "time"}
         variables[name] = ((*dates, "latitude", "longitude"), fields[None, :, c], attrs, encoding)
@@ -133,11 +133,30 @@ def quantity_of(channel: str) -> tuple[str, int | None]:
     return (quantity, level) if known else ("", None)
 
 
+def _in_units_of_weatherbench2(field: xarray.DataArray, quantity: str) -> xarray.DataArray:
+    """A field in ERA5's units, relative humidity as a fraction; as it is where its own units are not known.
+
+    The levels of one variable share their units.
+    """
+    conversion = find_conversion(quantity, field.attrs["units"]) if quantity else None
+    if conversion is None:
+        return field
+    units = QUANTITIES[quantity].units
+    factor, offset = conversion
+    if units == "%":
+        factor, units = factor / 100, "1"
+    is_same = (factor, offset) == (1, 0)
+    converted = field if is_same else field * factor + offset
+    on_scale = ON_SCALE if units == "K" else {}
+    return converted.assign_attrs({**field.attrs, **on_scale, "units": units})
+
+
 def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
     """A Dataset of output_files.forecast_dataset in the layout of WeatherBench 2.
 
     Variables are (time, prediction_timedelta, [level,] latitude, longitude). Levels (hPa) increase; a variable that has
-    no channel at a level of another one is NaN there. Relative humidity is a fraction, as WeatherBench 2 derives it.
+    no channel at a level of another one is NaN there. Values are in ERA5's units, unless theirs are not known; relative
+    humidity is a fraction, as WeatherBench 2 derives it.
     """
     data = forecast.reset_coords(drop=True).drop_encoding()
     data = data.rename(forecast_reference_time="time", lead_time="prediction_timedelta")
@@ -146,10 +165,9 @@ def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
     stacks: dict[str, list[xarray.DataArray]] = {}
     for channel, field in data.data_vars.items():
         quantity, level = quantity_of(str(channel))
+        field = _in_units_of_weatherbench2(field, quantity)
         variable = QUANTITIES[quantity].names[1] if quantity else str(channel)
         attributes = {key: field.attrs[key] for key in KEPT if key in field.attrs}
-        if variable == "relative_humidity" and attributes["units"] == "%":
-            field, attributes["units"] = field / 100, "1"
         field = field if level is None else field.expand_dims(level=[level], axis=2)
         field.attrs = {"long_name": variable.replace("_", " "), **attributes}
         stacks.setdefault(variable, []).append(field)
