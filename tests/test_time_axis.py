@@ -141,6 +141,14 @@ REFUSED = {
         {"time": (6 * N, {"units": "hours since 0001-01-01"})},
         "its time is 0001-01-01T00 at frame 0, outside the years 1500 to 3000",
     ),
+    "a timestamp in nanoseconds": (
+        {"timestamp": SECONDS_1979 * 10**9 + N},
+        "too much for seconds since 1970-01-01: in nanoseconds?",
+    ),
+    "digits as numbers": (
+        {"time": (1979030500 + N, {"units": "YYYYMMDDHH"})},
+        "its time has the units 'YYYYMMDDHH': write numbers with",
+    ),
     "text of a year of ten digits": ({"time": np.array([b"19790101061979"] * FRAMES)}, "its time"),
     "text that is empty": ({"time": np.array([b"1979-01-01"] + [b""] * 7)}, "its time holds no date at frame 1"),
     "text that is no date": ({"time": np.array([b"monday"] * FRAMES)}, "its time cannot be read: "),

@@ -111,7 +111,7 @@ DAMAGE = {
     "a chunk is absent": (lambda _, path: (path / "fields/7.0.0.0").unlink(), "1 chunks of 'fields' were never"),
     "no fields": (lambda group, _: group.__delitem__("fields"), "expected 'fields' [time, channel, lat, lon]"),
     "whole numbers": (attributes("fields", np.ones((4, 20, 16, 32), "i4")), "it has int32 (4, 20, 16, 32)"),
-    "channels are no names": (attributes("channel", np.ones(20, bool)), "'channel' cannot be read: bool is not text"),
+    "channels are flags": (attributes("channel", np.ones(20, bool)), "'channel' cannot be read: bool is not text"),
     "another size": (attributes("longitude", np.ones(3)), "'longitude' has shape (3,), the fields need (32,)"),
     "no store": (lambda _, path: (path / ".zgroup").unlink(), "Zarr cannot be read"),
     "metadata": (lambda _, path: (path / "fields/.zarray").write_text("{"), "Zarr cannot be read"),

@@ -162,6 +162,7 @@ def _one_of_each(mesh: np.ndarray, axis: Axis, where: str) -> np.ndarray:
 def _check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> None:
     """Raise UsageError where values are in radians, or look so."""
     says_radians = units.startswith("rad")
+    # A region of a few rows may lie at the equator; one that states degrees may do so with any number of them.
     are_small = len(values) > FEW_ROWS and np.abs(values).max() <= np.pi / 2
     looks_like_radians = axis is LATITUDE and are_small and not units.startswith("deg") and np.ptp(values) > 0
     if says_radians or looks_like_radians:
@@ -175,6 +176,7 @@ def _check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> No
 def _check_monotonic(latitude: np.ndarray, where: str) -> None:
     """Raise UsageError where latitudes neither increase nor decrease from row to row."""
     _check_neighbours(latitude, LATITUDE, where)
+    # Every step goes the way of the first one.
     is_northward = np.diff(latitude) > 0
     turns = np.flatnonzero(is_northward != is_northward[:1])
     if len(turns):

@@ -15,6 +15,7 @@ from weather.stored_arrays import StoredArrays, find_names, get_array, shape_of,
 
 TIME_NAMES = ("time", "valid_time", "timestamp", "datetime", "date", "dates", "times")
 SINCE_1970 = "seconds since 1970-01-01"  # of a `timestamp`, which makani's files write without units too
+SECONDS_TO_3000 = 3.3e10  # from 1970
 STANDARD_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 LEAPLESS_CALENDARS = ("noleap", "365_day")  # each of their dates is one of the standard calendar too
 TOLERANCE = 0.01  # of a step: dates in floating point are rounded
@@ -65,17 +66,29 @@ def decode_time(file: StoredArrays, name: str, where: str) -> tuple[np.ndarray, 
             raise UsageError(f"{where} holds no date at frame {missing[0]}")
         return _round_dates(exact, _elapsed(exact), 0.0)
 
-    units = text_attribute(stored, "units")
-    if not units and name.lower() == "timestamp":
-        units = SINCE_1970
-    if not units:
-        raise UsageError(f"{where} has no units: give it the attribute units, such as 'hours since 1970-01-01'")
+    units = _read_units(stored, name, where)
     _check_written(values, where)
+    if units == SINCE_1970 and np.abs(values).max() > SECONDS_TO_3000:
+        raise UsageError(f"{where} is {values[0]} at frame 0, too much for {units}: in nanoseconds? Write seconds")
     calendar = text_attribute(stored, "calendar", "standard").lower()
     exact, elapsed, unit = _decode_numbers(values.astype(np.float64), units, calendar, where)
+    # Numbers in double precision are exact enough.
     is_single = values.dtype.kind == "f" and values.dtype.itemsize <= 4
     precision = float(np.spacing(np.abs(values).max())) * unit if is_single else 0.0
     return _round_dates(exact, elapsed, precision)
+
+
+def _read_units(stored: Any, name: str, where: str) -> str:
+    """The units of numbers, such as 'hours since 1970-01-01'. Raises UsageError where they have none of this kind."""
+    units = text_attribute(stored, "units")
+    if not units and name.lower() == "timestamp":
+        return SINCE_1970
+    example = "such as 'hours since 1970-01-01'"
+    if not units:
+        raise UsageError(f"{where} has no units: give it the attribute units, {example}")
+    if " since " not in units.lower():
+        raise UsageError(f"{where} has the units '{units}': write numbers with units {example}, or the dates as text")
+    return units
 
 
 def _parse_texts(texts: np.ndarray) -> np.ndarray:
@@ -115,6 +128,7 @@ def _decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -
     """(dates in us, elapsed seconds, seconds in a unit) of numbers (T,) in units such as 'hours since 1900-01-01'."""
     import cftime  # data without a time need none
 
+    # Dates of other calendars, such as 30 February, are no dates of ours.
     has_leapless_calendar = calendar in LEAPLESS_CALENDARS
     if not has_leapless_calendar and calendar not in STANDARD_CALENDARS:
         raise UsageError(
@@ -122,6 +136,7 @@ def _decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -
             "(xarray: ds.convert_calendar('standard', align_on='year'))"
         )
     first, one_later = cftime.num2date([values[0], values[0] + 1], units, calendar)
+    # From the first date on seconds are counted, which loses no precision far from the origin of the units.
     unit = (one_later - first).total_seconds()
     elapsed = (values - values[0]) * unit
     if has_leapless_calendar:
@@ -152,6 +167,7 @@ def _round_dates(exact: np.ndarray, elapsed: np.ndarray, precision: float) -> tu
     usual_step = float(np.median(np.abs(np.diff(elapsed)))) if len(elapsed) > 1 else 0.0
     nearness = min(max(TOLERANCE * usual_step, precision), MOST_ROUNDING * usual_step)
     tolerance = np.timedelta64(round(nearness * 1e6), "us")
+    # The coarsest unit that fits all dates is the one that was meant.
     for unit in ROUNDED_TO:
         rounded = _nearest(exact, unit)
         if (np.abs(rounded - exact) <= tolerance).all():
