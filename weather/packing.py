@@ -35,7 +35,9 @@ def check_unpacked(array: Any, where: str) -> None:
 
 
 def read_missing_values(attributes: Mapping[str, Any]) -> list[float]:
-    """The numbers that a file writes where it has nothing, as its attributes state them; NaN is none.
+    """The numbers that a file writes where it has nothing, as its attributes state them; NaN and 0 are none.
+
+    Zero is the usual fill value of Zarr and HDF5, and may be a value.
 
     In Zarr 3, xarray writes a number as the text of its 8 bytes in base64.
     """
@@ -46,7 +48,7 @@ def read_missing_values(attributes: Mapping[str, Any]) -> list[float]:
             continue
         with contextlib.suppress(ValueError):  # of another kind: NaN and fill numbers are found without it
             found.append(_as_number(stated))
-    return [value for value in found if not np.isnan(value)]
+    return [value for value in found if not np.isnan(value) and value != 0]
 
 
 def _as_number(stated: Any) -> float:

@@ -35,6 +35,8 @@ from utils.schema import Config
 TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
 STEPS = "config/ladder.yaml"
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
+# The side of the smallest square product that is timed, and the seconds from which on a product is large enough.
+SMALLEST_PRODUCT, ENOUGH_SECONDS = 256, 0.2
 
 
 def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str | None]]:
@@ -182,6 +184,14 @@ def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype) -> float:
 
     float32 products use TF32 where that is switched on.
     """
-    n = 8192 if device.type != "cpu" else 2048
-    a, b = torch.randn(2, n, n, device=device).to(dtype)
-    return 2 * n**3 / min(timed(device, torch.mm, a, b)[0] for _ in range(5))
+    largest = 8192 if device.type != "cpu" else 2048
+    n = SMALLEST_PRODUCT
+    # Larger products come nearer to the peak. A CPU without bfloat16 takes minutes for the largest ones.
+    while True:
+        a, b = torch.randn(2, n, n, device=device).to(dtype)
+        seconds, _ = timed(device, torch.mm, a, b)
+        if n == largest or seconds > ENOUGH_SECONDS:
+            break
+        n *= 2
+    times = [timed(device, torch.mm, a, b)[0] for _ in range(5)]
+    return 2 * n**3 / min(times)
