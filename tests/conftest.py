@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors; processes of a test must no
 os.environ["SLURM_GPUS_ON_NODE"] = "1"
 
 import multiprocessing
+import sqlite3  # noqa: F401  # before eccodes, which brings an older library of that name: mlflow needs ours
 from pathlib import Path
 
 import pytest
