@@ -256,7 +256,7 @@ def test_a_chunk_of_others_that_was_never_written_is_named(tmp_path):
 def streamed(server, **more):
     """The config keys of a run over a store behind a server; the data are not looked at before, which would ask too."""
     keys = {"check_data": "off", "train_data_path": f"{server.address}/all.zarr#1979-1980", "num_data_workers": 2}
-    return keys | {"valid_data_path": f"{server.address}/all.zarr#1981", "retry_seconds": 2} | more
+    return keys | {"valid_data_path": f"{server.address}/all.zarr#1981", "retry_seconds": 60} | more
 
 
 SHARD = ["train_shard.py", "--yaml_config=config/ViT.yaml", "--domain_parallel=1x2"]
@@ -304,11 +304,12 @@ def test_a_lost_line_ends_a_run_as_a_signal_does_and_the_command_resumes_it(serv
     keys = streamed(server, num_iters=16, checkpoint_every=1000)
     whole = [*script, *tiny_options(run_num="whole", **keys)]
     broken = [*script, *tiny_options(run_num="broken", **keys)]
+    impatient = [*broken, "--retry_seconds=2"]
     for status, output in run_all(whole, ranks):
         assert status == 0, output
     server.asked.clear()
     server.dies_after = 60
-    ended = run_all(broken, ranks)
+    ended = run_all(impatient, ranks)
     assert [status for status, _ in ended] == [STOPPED_STATUS] * ranks, ended
     log = (tmp_path / "logs/quick/broken/out.log").read_text()
     assert "all.zarr: lost at fields/c/" in log and "; repeat the command to resume" in log
@@ -372,7 +373,7 @@ def test_a_server_that_comes_back_is_waited_for(server, tiny_options, tmp_path):
 
 
 def test_a_server_that_is_not_there_ends_all_ranks_alike(tiny_options, server):
-    keys = streamed(server)
+    keys = streamed(server, retry_seconds=2)
     server.dead = True
     for status, output in programs.run_ranks(["train.py", *tiny_options(**keys)]):
         assert status == STOPPED_STATUS and "Traceback" not in output, output
