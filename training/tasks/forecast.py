@@ -192,7 +192,8 @@ def look_at_frames(
     first = datasets[0]
     names = first.description.names
     paths = Paths(config.global_means_path, config.global_stds_path, config.time_means_path)
-    check_climatology(paths, statistics, names, first.files[0].shape[2:], first.description.grid.is_global)
+    if comm.is_main():  # it reads a file as large as a frame, which is the same for all ranks
+        check_climatology(paths, statistics, names, first.files[0].shape[2:], first.description.grid.is_global)
     looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
     looked.run(comm.is_main())
     is_of_training = is_training and config.limit_nsamples is None
