@@ -229,7 +229,7 @@ OTHERS = {  # files that are no sources: their bytes, and what is said of them
     "zipped.nc": (b"PK\x03\x04and more", "cannot be opened as Zarr or NetCDF: it is a zip archive: unpack it"),
     "gzipped.nc": (gzip.compress(b"data"), "it is compressed with gzip: unpack it and give the files inside"),
     "tar.nc": (bytes(257) + b"ustar" + bytes(250), "it is a tar archive: unpack it and give the files inside"),
-    "empty.nc": (b"", "it is empty: download it again"),
+    "empty.nc": (b"", "it is empty: it was not written, or not downloaded to the end"),
     "zeros.nc": (bytes(9999), "it begins with zeros: it was not written, or not downloaded to the end"),
     "json.nc": (
         b'{"type":"permission denied"}',

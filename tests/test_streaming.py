@@ -4,6 +4,8 @@ import json
 import logging
 import pickle
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import fsspec
@@ -22,6 +24,7 @@ from tests.test_zarr_years import FRAME
 from training.tasks import build_task
 from utils.errors import STOPPED_STATUS, ConnectionLostError
 from weather import remote_store, year_files
+from weather.chunk_sources import Place
 from weather.dataset import FieldDataset
 from weather.remote_store import RemoteOptions
 from weather.store_path import data_path
@@ -186,6 +189,31 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(server, sample_folder, 
         np.testing.assert_array_equal(read_all(dataset), read_all(FieldDataset(sample_folder / "train", 20, (16, 32))))
     assert "does not answer" in caplog.messages[0] and "answers again" in caplog.messages[1]
     assert len(caplog.messages) == 2
+
+
+def test_an_attempt_that_fails_after_the_server_lives_again_is_no_new_outage(monkeypatch, caplog):
+    objects = remote_store.RemoteObjects("memory://all.zarr", RemoteOptions(retry_seconds=60))
+    attempts = {"late": 0, "early": 0}
+    has_begun, lives_again = threading.Event(), threading.Event()
+
+    def fetch_once(place):
+        attempts[place.key] += 1
+        if attempts[place.key] > 1:
+            return b"data"
+        # The late attempt begins first, in the outage, and fails when another one was answered already.
+        if place.key == "late":
+            has_begun.set()
+            lives_again.wait()
+        raise ConnectionError("no line")
+
+    monkeypatch.setattr(objects, "_fetch_once", fetch_once)
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as pool:
+        late = pool.submit(objects.fetch, Place("late"))
+        has_begun.wait()
+        objects.fetch(Place("early"))
+        lives_again.set()
+        assert late.result() == b"data"
+    assert ["does not answer" in message for message in caplog.messages] == [True, False]
 
 
 def test_a_server_that_fails_for_good_is_lost_by_the_name_of_the_chunk(server):

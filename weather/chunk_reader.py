@@ -4,6 +4,7 @@ A chunk that is wanted whole is read, or decoded, where it is wanted; of any oth
 Reading a file and decoding zstd and blosc release Python's lock.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -26,18 +27,34 @@ class ChunkReader:
         self.buffers = ThreadBuffers()
         self.indexes: dict[Coords, np.ndarray] = {}  # of the shards that were read, (*chunks, 2): offset, length
 
-    def count_missing(self) -> int:
-        """The number of chunks that were never written, as far as a look at the names of the objects tells."""
+    def count_missing(self, wanted: Sequence[np.ndarray | None] | None = None) -> int:
+        """The number of chunks that were never written, as far as the names of the objects and their indexes tell.
+
+        wanted: for each axis the indices that will be read, None for all; chunks without any of them do not count.
+        """
         # A store that cannot be listed shows what it lacks when it is read.
         names = self.source.names(self.layout.path)
         if names is None:
             return 0
+        # Numbers of the wanted chunks along each axis, and of the objects that hold them.
+        chunks = self.layout.wanted_chunks(wanted or [None] * len(self.layout.shape))
+        objects = []
+        for numbers, count in zip(chunks, self.layout.chunks_in_object, strict=True):
+            objects.append(np.unique(numbers // count).tolist())
+
         missing = 0
-        for coords in self.layout.object_coords():
-            if self.layout.key(coords) not in names:
-                missing += math.prod(self.layout.chunks_inside(coords))
-            elif self.layout.shards and self.source.is_local:
-                missing += self._count_missing_in(coords)
+        for coords in itertools.product(*objects):
+            is_there = self.layout.key(coords) in names
+            if not self.layout.shards:
+                missing += not is_there
+                continue
+            inside = self.layout.chunks_inside(coords, chunks)
+            if not is_there:
+                missing += math.prod(len(numbers) for numbers in inside)
+            elif self.source.is_local:
+                # The index of a shard has a row for each chunk that it could hold.
+                offsets = self._index(coords)[..., 0]
+                missing += int((offsets[np.ix_(*inside)] == NEVER_WRITTEN).sum())
         return missing
 
     def read(self, selection: Sequence[slice], out: np.ndarray) -> None:
@@ -164,13 +181,6 @@ class ChunkReader:
         index = np.frombuffer(data, "<u8").reshape(*self.layout.chunks_in_object, 2)
         self.indexes[coords] = index
         return index
-
-    def _count_missing_in(self, coords: Coords) -> int:
-        """The number of chunks that were never written into a shard; those beyond the array's end do not count."""
-        # The index has a row for each chunk that a shard could hold.
-        inside = tuple(slice(0, count) for count in self.layout.chunks_inside(coords))
-        offsets = self._index(coords)[..., 0]
-        return int((offsets[inside] == NEVER_WRITTEN).sum())
 
     def _never_written(self, coords: Coords) -> UsageError:
         name = ".".join(map(str, coords))

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import xarray
-from xarray.coders import CFDatetimeCoder
 from xarray.conventions import decode_cf_variable
 
 from utils.errors import UsageError, first_line
 from weather.channels import ERA5
+from weather.time_decoding import STANDARD_CALENDARS, decode_numbers
 
 # By our names: theirs in lower case, and the most values that a dimension may have.
 DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]
@@ -18,7 +18,6 @@ STANDARD_NAMES = {
     "latitude": "latitude",
     "longitude": "longitude",
 }
-STANDARD_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 UNSTRUCTURED = ("values", "cell", "ncells")  # dimensions of grids that are none of rows and columns
 HIGHEST_PRESSURE = 1100  # hPa; what is above is in Pa
 SECOND = np.timedelta64(1, "s")
@@ -143,7 +142,7 @@ def _name_of_dates(address: str, axis: str | None, variables: Variables) -> str:
 def _decode_times(where: str, name: str, variable: xarray.Variable) -> np.ndarray:
     """(T,) datetime64[s], rounded: 05:59:59.99 is 06:00."""
     values = variable.values.reshape(-1)
-    _check_calendar(where, variable, values)
+    calendar = _check_calendar(where, variable, values)
     if values.dtype.kind != "M":
         units = str(variable.attrs.get("units", ""))
         if " since " not in units:
@@ -152,40 +151,38 @@ def _decode_times(where: str, name: str, variable: xarray.Variable) -> np.ndarra
                 f"{where} is not in dates of the standard calendar: it {has}, "
                 "needed are such as 'hours since 1970-01-01'"
             )
-        # Seconds reach further back than nanoseconds. Fractions of them become a finer unit where that is needed.
-        coder = CFDatetimeCoder(use_cftime=False, time_unit="s")
+        # A coordinate may be packed, and have a fill value.
+        unpacked = decode_cf_variable(name, variable, decode_times=False)
+        numbers = unpacked.values.reshape(-1)
         try:
-            decoded = decode_cf_variable(name, variable, decode_times=coder)
-            values = decoded.values.reshape(-1)
-        except Exception as error:  # of pandas and numpy, for dates that they do not have
-            cause = _without_advice(error)
+            dates, _ = decode_numbers(numbers, units, calendar, where)
+        except UsageError:
+            raise
+        except Exception as error:  # of cftime and numpy, for dates that they do not have
+            cause = first_line(error)
             raise UsageError(
                 f"{where} in '{units}' cannot be read as dates: {cause}; "
                 "write it in hours since 1900-01-01 (cdo setreftime)"
             ) from error
+        return dates
     # Dates from fractions of a day are noisy in their last digits.
     milliseconds = values.astype("datetime64[ms]")
     rounded = milliseconds + SECOND // 2
     return rounded.astype("datetime64[s]")
 
 
-def _check_calendar(where: str, variable: xarray.Variable, values: np.ndarray) -> None:
+def _check_calendar(where: str, variable: xarray.Variable, values: np.ndarray) -> str:
+    """The calendar of dates, in lower case. Raises UsageError for one whose dates are not those of ERA5."""
     calendar = variable.attrs.get("calendar", "standard")
     if values.dtype.kind == "O" and len(values):  # dates that cftime decoded for somebody else
         calendar = getattr(values[0], "calendar", calendar)
-    if str(calendar).lower() not in STANDARD_CALENDARS:
+    name = str(calendar).lower()
+    if name not in STANDARD_CALENDARS:
         raise UsageError(
             f"{where} has the calendar '{calendar}', and the standard one is needed, in which February has 29 days "
             "in leap years: take data on the standard calendar, as ERA5 is published"
         )
-
-
-def _without_advice(error: BaseException) -> str:
-    """The first sentence of a message, without the options of a library that the reader does not call."""
-    # What follows names arguments of a function.
-    sentence, _, _ = first_line(error).partition(". ")
-    before, _, _ = sentence.partition(" Try ")
-    return before
+    return name
 
 
 def _describe_disorder(dates: np.ndarray, name: str) -> str:

@@ -10,34 +10,17 @@ from utils.errors import UsageError, first_line
 from utils.files import check_file
 from weather.era5_hdf5 import open_hdf5_source
 from weather.era5_source import Source, reading_quietly
+from weather.file_formats import BEGINNING_BYTES, describe_file
 from weather.hdf5_file import is_hdf5
 
 INSTALL = "pip install -r requirements-era5.txt"
 NOT_OPENED = "cannot be opened as Zarr or NetCDF"
-ARCHIVE = "unpack it and give the files inside"
-OTHER_FORMATS = {  # by the first bytes of a file
-    b"PK\x03\x04": f"it is a zip archive: {ARCHIVE}",
-    b"\x1f\x8b": f"it is compressed with gzip: {ARCHIVE}",
-    b"BZh": f"it is compressed with bzip2: {ARCHIVE}",
-    b"\xfd7zXZ": f"it is compressed with xz: {ARCHIVE}",
-    b"\x28\xb5\x2f\xfd": f"it is compressed with zstd: {ARCHIVE}",
-    b"7z\xbc\xaf": f"it is a 7z archive: {ARCHIVE}",
-    b"Rar!": f"it is a rar archive: {ARCHIVE}",
-    b"\x0e\x03\x13\x01": "it is HDF4: convert it to NetCDF 4",
-    b"CDF\x05": "it is NetCDF 3 with 64-bit data (CDF-5): convert it (nccopy -k nc4 IN OUT)",
-    b"PAR1": "it is Parquet: give Zarr, NetCDF or GRIB",
-    b"%PDF": "it is a PDF",
-    b"\x00\x05\x16\x07": "it is a file that macOS left beside another one: leave it out",
-}
-TAR_PLACE = 257  # of the word "ustar" in a tar archive
-ANSWERS = ("{", "[", "<")  # JSON, HTML, XML: what a server sends in place of a file
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata", ".zattrs")
 IN_FOLDERS = (  # endings of what may lie in a folder that is given as a source
     (".nc", ".nc4", ".h5", ".hdf5"),
     (".grib", ".grb", ".grib2", ".grb2", ".grib1", ".grb1"),
     (".zarr",),
 )
-SHOWN = 60  # bytes of a file in a message
 
 
 def open_source(address: str) -> list[Source]:
@@ -110,35 +93,14 @@ def _open_file(address: str, file: Path, group: str) -> list[Source]:
     if group:
         raise UsageError(f"{address}: {file} is not NetCDF 4, and has no groups")
     with open(file, "rb") as opened:
-        beginning = opened.read(512)
+        beginning = opened.read(BEGINNING_BYTES)
     if beginning.startswith(b"GRIB"):
         return _open_grib(address)
     if beginning.startswith((b"CDF\x01", b"CDF\x02")):
         source = _open_netcdf3(address)
         return [source]
-    what = describe_other(beginning)
+    what = describe_file(beginning)
     raise UsageError(f"{address}: {NOT_OPENED}: {what}")
-
-
-def describe_other(beginning: bytes) -> str:
-    """What a file is that is no source, by its first bytes, as the end of a message."""
-    if not beginning:
-        return "it is empty: download it again"
-    # A signature says it best, then what looks like text.
-    for start, what in OTHER_FORMATS.items():
-        if beginning.startswith(start):
-            return what
-    if beginning[TAR_PLACE:].startswith(b"ustar"):
-        return f"it is a tar archive: {ARCHIVE}"
-    has_bytes = any(beginning)
-    if not has_bytes:
-        return "it begins with zeros: it was not written, or not downloaded to the end"
-    text = beginning[:SHOWN].decode(errors="replace")
-    printable = "".join(letter if letter.isprintable() else " " for letter in text)
-    shown = " ".join(printable.split())
-    if shown.startswith(ANSWERS):
-        return f"it is no data but the answer of a server, so look at it and download again; it begins with {shown}"
-    return f"it begins with {shown}"
 
 
 def _open_hdf5(address: str, file: Path, group: str) -> Source:

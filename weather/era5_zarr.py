@@ -4,8 +4,6 @@ Zarr gives the fill value for a chunk that is not there. That a job died before 
 the chunks are looked for: on this machine before anything is converted, in remote stores when they are read.
 """
 
-import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,17 @@ import numpy as np
 import xarray
 import zarr
 from zarr.abc.store import Store as ZarrStore
-from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore, WrapperStore
 
 from utils.errors import UsageError
+from weather.chunk_reader import ChunkReader
+from weather.chunk_sources import LocalChunks
 from weather.era5_source import Selection, Source
 from weather.remote_store import RemoteObjects, RemoteOptions
 from weather.remote_zarr import RemoteZarrStore
+from weather.zarr_layout import chunk_layout
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-NEVER_WRITTEN = 2**64 - 1  # offset and length of such a chunk in the index of a shard
-INDEX_CODECS = (BytesCodec, Crc32cCodec)
-CHECKSUM_BYTES = 4
 
 
 class WrittenChunks(WrapperStore[ZarrStore]):
@@ -84,7 +81,7 @@ def open_zarr_source(address: str, opened_store: ZarrStore | None = None) -> Sou
     def check(name: str, selection: Selection) -> None:
         # For each axis the indices that will be read.
         wanted = [selection.get(str(dimension)) for dimension in variables[name].dims]
-        missing = count_missing_chunks(arrays[name], Path(address) / name, wanted)
+        missing = _count_missing_chunks(arrays[name], Path(address), wanted)
         if missing:
             raise UsageError(f"{address}: {missing} chunks of {name} were never written: the store was not finished")
 
@@ -131,85 +128,14 @@ def _groups(group: zarr.Group, address: str) -> list[str]:
     return sorted(holders)
 
 
-def count_missing_chunks(
-    array: zarr.Array,
-    folder: Path,
-    wanted: Sequence[np.ndarray | None],
-) -> int:
-    """Number of chunks, also of chunks inside shards, that hold wanted values of an array and are not in its folder.
+def _count_missing_chunks(array: zarr.Array, folder: Path, wanted: Sequence[np.ndarray | None]) -> int:
+    """Number of chunks, also of chunks inside shards, that hold wanted values of an array and are not in its store.
 
-    wanted: for each axis the indices that will be read, None for all.
+    wanted: for each axis the indices that will be read, None for all. Shards with an index that only zarr can read are
+    taken to be whole.
     """
-    numbers = []  # of the wanted chunks along each axis
-    for indices, length, chunk in zip(wanted, array.shape, array.chunks, strict=True):
-        if indices is None:
-            indices = np.arange(length)
-        numbers.append(np.unique(indices // chunk))
-    if array.shards:
-        return _count_missing_in_shards(array, folder, numbers)
-    # Without shards, each chunk is a file.
-    missing = 0
-    for place in itertools.product(*numbers):
-        path = _chunk_path(array, folder, place)
-        missing += not path.exists()
-    return missing
-
-
-def _count_missing_in_shards(
-    array: zarr.Array,
-    folder: Path,
-    numbers: list[np.ndarray],
-) -> int:
-    """As count_missing_chunks, for the numbers of the wanted chunks along each axis."""
-    assert array.shards is not None
-    lengths = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]  # in chunks
-    shards = [np.unique(of_axis // length) for of_axis, length in zip(numbers, lengths, strict=True)]
-    missing = 0
-    for place in itertools.product(*shards):
-        inside = []  # the wanted chunks of this shard, by their numbers in it
-        for shard, of_axis, length in zip(place, numbers, lengths, strict=True):
-            is_inside = of_axis // length == shard
-            inside.append(of_axis[is_inside] % length)
-        path = _chunk_path(array, folder, place)
-        # Without its file, all chunks of a shard are missing.
-        if not path.exists():
-            missing += math.prod(len(of_axis) for of_axis in inside)
-            continue
-        # Else the index of the shard says which ones are.
-        index = _read_shard_index(array, path, lengths)
-        if index is not None:
-            entries = index[np.ix_(*inside)]
-            is_missing = (entries == NEVER_WRITTEN).all(axis=-1)
-            missing += int(is_missing.sum())
-    return missing
-
-
-def _chunk_path(array: zarr.Array, folder: Path, place: Sequence[Any]) -> Path:
-    numbers = tuple(int(number) for number in place)
-    return folder / array.metadata.encode_chunk_key(numbers)
-
-
-def _read_shard_index(
-    array: zarr.Array,
-    path: Path,
-    lengths: list[int],
-) -> np.ndarray | None:
-    """(..., 2) offset and length in bytes of each chunk in a shard; None if its index is written in an unusual way.
-
-    lengths: of a shard along each axis, in chunks.
-    """
-    [codec, *_] = getattr(array.metadata, "codecs", [None])
-    if not isinstance(codec, ShardingCodec):
-        return None
-    is_usual = all(isinstance(part, INDEX_CODECS) for part in codec.index_codecs)
-    if not is_usual:
-        return None
-    has_checksum = any(isinstance(part, Crc32cCodec) for part in codec.index_codecs)
-    # The index has two numbers of 8 bytes for each chunk, and a checksum behind them.
-    size = 8 * 2 * math.prod(lengths)
-    with open(path, "rb") as file:
-        if codec.index_location.value == "end":
-            start = -(size + CHECKSUM_BYTES * has_checksum)
-            file.seek(start, 2)
-        index = np.frombuffer(file.read(size), "<u8")
-    return index.reshape(*lengths, 2)
+    try:
+        layout = chunk_layout(array)
+    except ValueError:
+        return 0
+    return ChunkReader(layout, LocalChunks(folder), folder).count_missing(wanted)

@@ -12,20 +12,17 @@ from typing import Any
 import h5py
 
 from utils.errors import UsageError
+from weather.file_formats import BEGINNING_BYTES, describe_file
 
 WITHOUT_LOCKS = {"locking": False}  # for h5py, and for xarray's driver_kwds
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 USER_BLOCKS = (0, *(2**power for power in range(9, 17)))  # where HDF5's signature may stand: 0, 512, 1024, ...
-OTHER_FORMATS = {  # by the first bytes of a file
-    b"CDF\x01": "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`",
-    b"CDF\x02": "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`",
-    b"CDF\x05": "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`",
+NETCDF3 = "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`"
+OTHER_FIELDS = {  # by the first bytes of a file: fields that a year is not made of, but can be made from
+    b"CDF\x01": NETCDF3,
+    b"CDF\x02": NETCDF3,
+    b"CDF\x05": NETCDF3,
     b"GRIB": "it is GRIB: convert it with `python -m weather.prepare_era5`",
-    b"PK\x03\x04": "it is a zip archive: unpack it",
-    b"\x1f\x8b": "it is compressed with gzip: unpack it",
-    b"<!DO": "it is a page of a web server, not data: download it again",
-    b"<htm": "it is a page of a web server, not data: download it again",
-    b'{"': "it is an answer of a server (JSON), not data: download it again",
 }
 FILTERS = {  # by their registered numbers: name, and the package that brings it
     32000: ("LZF", "h5py"),
@@ -61,12 +58,11 @@ def check_format(path: Path) -> None:
     if is_hdf5(path):
         return
     with open(path, "rb") as file:
-        beginning = file.read(8)
-    if not beginning:
-        raise UsageError(f"{path}: is empty: it was not written, or not downloaded to the end")
-    for start, what in OTHER_FORMATS.items():
+        beginning = file.read(BEGINNING_BYTES)
+    for start, what in OTHER_FIELDS.items():
         if beginning.startswith(start):
             raise UsageError(f"{path}: {what}")
+    raise UsageError(f"{path}: is not HDF5: {describe_file(beginning)}")
 
 
 def check_filters(fields: h5py.Dataset, where: str) -> None:

@@ -6,6 +6,7 @@ does not answer is asked again for a while, with growing pauses; then a Connecti
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -75,7 +76,9 @@ class RemoteObjects:
         self.cache = NodeCache(options.cache_to, options.cache_gib) if options.cache_to else None
         self.pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="chunks")
         self.lock = threading.Lock()
-        self.lost_since: float | None = None  # the last attempt has failed, which was logged
+        # When the last attempt failed, which was logged, and when the last answer came, as time.monotonic() has it.
+        self.lost_since: float | None = None
+        self.answered_at = -math.inf
 
     def read_all(self, places: Sequence[Place]) -> Iterator[memoryview]:
         """The bytes at these places, in order, requested at once. Raises as `fetch` does."""
@@ -134,6 +137,7 @@ class RemoteObjects:
         began = time.monotonic()
         pause = FIRST_PAUSE
         while True:
+            asked_at = time.monotonic()
             try:
                 data = self._fetch_once(place)
             except Exception as error:
@@ -141,7 +145,7 @@ class RemoteObjects:
             else:
                 self._note_answer()
                 return data
-            lost_since = self._note_silence(reason)
+            lost_since = self._note_silence(reason, asked_at)
             # All requests of one outage end together: those that begin in the middle of it do not wait as long.
             deadline = min(began, lost_since) + patience
             if time.monotonic() + pause > deadline:
@@ -150,9 +154,15 @@ class RemoteObjects:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _note_silence(self, reason: str) -> float:
-        """Say once that the server does not answer; returns since when, as time.monotonic() has it."""
+    def _note_silence(self, reason: str, asked_at: float) -> float:
+        """Say once that the server does not answer; returns since when, as time.monotonic() has it.
+
+        asked_at: when the attempt that failed began. One that began before another one was answered belongs to an
+        outage that is over, and is not announced again.
+        """
         with self.lock:
+            if asked_at < self.answered_at:
+                return asked_at
             if self.lost_since is None:
                 self.lost_since = time.monotonic()
                 patience = self.options.retry_seconds
@@ -161,6 +171,7 @@ class RemoteObjects:
 
     def _note_answer(self) -> None:
         with self.lock:
+            self.answered_at = time.monotonic()
             if self.lost_since is not None:
                 self.lost_since = None
                 log.warning("%s answers again", self.address)

@@ -67,11 +67,20 @@ def decode_time(file: StoredArrays, name: str, where: str) -> tuple[np.ndarray, 
         return _round_dates(exact, _elapsed(exact), 0.0)
 
     units = _read_units(stored, name, where)
+    calendar = text_attribute(stored, "calendar", "standard").lower()
+    return decode_numbers(values, units, calendar, where)
+
+
+def decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """(dates, elapsed), as decode_time, of numbers (T,) in units such as 'hours since 1900-01-01'.
+
+    calendar: in lower case, of CF. Raises UsageError for numbers that are no times, and errors of cftime for dates that
+    it does not have.
+    """
     _check_written(values, where)
     if units == SINCE_1970 and np.abs(values).max() > SECONDS_TO_3000:
         raise UsageError(f"{where} is {values[0]} at frame 0, too much for {units}: in nanoseconds? Write seconds")
-    calendar = text_attribute(stored, "calendar", "standard").lower()
-    exact, elapsed, unit = _decode_numbers(values.astype(np.float64), units, calendar, where)
+    exact, elapsed, unit = _dates_of_numbers(values.astype(np.float64), units, calendar, where)
     # Numbers in double precision are exact enough.
     is_single = values.dtype.kind == "f" and values.dtype.itemsize <= 4
     precision = float(np.spacing(np.abs(values).max())) * unit if is_single else 0.0
@@ -124,7 +133,12 @@ def _check_written(values: np.ndarray, where: str) -> None:
         raise UsageError(f"{where} is 0 from frame {first} on: was it written to the end?")
 
 
-def _decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -> tuple[np.ndarray, np.ndarray, float]:
+def _dates_of_numbers(
+    values: np.ndarray,
+    units: str,
+    calendar: str,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray, float]:
     """(dates in us, elapsed seconds, seconds in a unit) of numbers (T,) in units such as 'hours since 1900-01-01'."""
     import cftime  # data without a time need none
 

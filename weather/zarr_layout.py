@@ -5,7 +5,7 @@ All of it is in the array's metadata, as the specifications of Zarr 2 and 3 have
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,13 +81,15 @@ class ChunkLayout:
         numbers = self.separator.join(map(str, coords))
         return f"{self.path}/{self.prefix}{numbers}"
 
-    def object_coords(self) -> Iterator[Coords]:
-        """The coordinates of all objects, in the grid of objects."""
-        axes = []
-        for length, size in zip(self.shape, self.object_shape, strict=True):
-            count = math.ceil(length / size)
-            axes.append(range(count))
-        return itertools.product(*axes)
+    def wanted_chunks(self, wanted: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """For each axis the numbers of the chunks that hold its wanted indices, in order; None stands for all."""
+        numbers = []
+        for indices, length, chunk in zip(wanted, self.shape, self.chunk, strict=True):
+            if indices is None:
+                numbers.append(np.arange(math.ceil(length / chunk)))
+            else:
+                numbers.append(np.unique(indices // chunk))
+        return numbers
 
     def locate(self, coords: Coords) -> tuple[Coords, Coords]:
         """(coordinates of the object that holds a chunk, those of the chunk in it)."""
@@ -98,14 +100,13 @@ class ChunkLayout:
             inner.append(number % count)
         return tuple(outer), tuple(inner)
 
-    def chunks_inside(self, coords: Coords) -> list[int]:
-        """The grid of those chunks of an object that lie in the array: the last shard may reach beyond it."""
-        counts = []
-        sizes = self.object_shape
-        for number, size, chunk, length in zip(coords, sizes, self.chunk, self.shape, strict=True):
-            inside = min(size, length - number * size)
-            counts.append(math.ceil(inside / chunk))
-        return counts
+    def chunks_inside(self, coords: Coords, chunks: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of these chunks (numbers along each axis) those in the object at `coords`, by their numbers in it."""
+        inside = []
+        for number, numbers, count in zip(coords, chunks, self.chunks_in_object, strict=True):
+            is_inside = numbers // count == number
+            inside.append(numbers[is_inside] % count)
+        return inside
 
     def parts(self, selection: Sequence[slice]) -> list[Part]:
         """The parts of a selection (one slice for each dimension), chunk by chunk."""
