@@ -31,7 +31,7 @@ from utils.errors import (
     run_main,
     whole,
 )
-from utils.launch import Launch, name_gloo_interface, read_launch
+from utils.launch import Launch, name_gloo_interface, read_launch, warn_of_unused_tasks
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FAREWELL_SECONDS, FailureListener, agent_has_store, end_with_launcher
 from utils.torch_private import flattened, set_timeout
@@ -75,6 +75,7 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher(launch.rank)
     if launch.world_size == 1:
+        warn_of_unused_tasks()
         return device
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     name_gloo_interface(launch)

@@ -1,7 +1,8 @@
-"""Which rank this process is, as plain python, torchrun, srun or export_DDP_vars.sh started it."""
+"""Which rank this process is, as plain python, torchrun, srun, mpiexec or export_DDP_vars.sh started it."""
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import struct
@@ -10,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from utils.errors import UsageError
+from utils.mpi_launch import MpiRank, find_mpi, mpi_address, mpi_port, read_mpi
 
+log = logging.getLogger(__name__)
 SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 ELSEWHERE = "203.0.113.1"  # in a network for documentation (RFC 5737): where packets to nowhere in particular go
 BOUNDS = {"MASTER_PORT": (1, 2**16 - 1), "WORLD_SIZE": (1, 2**20), "SLURM_STEP_NUM_NODES": (1, 2**20)}
@@ -35,7 +38,7 @@ class Launch:
 
 
 def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
-    """The Launch in the environment: of torchrun or export_DDP_vars.sh, else of srun, else a single process.
+    """The Launch in the environment: of torchrun or export_DDP_vars.sh, else of mpiexec or srun, else a single process.
 
     Raises UsageError where variables are missing, are no numbers, or contradict each other.
     """
@@ -59,6 +62,9 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
                 f"RANK {rank} of {size} contradicts srun's task {env['SLURM_PROCID']} of {tasks}: source "
                 "export_DDP_vars.sh inside each task, not in the batch script"
             )
+    elif (mpi := _read_mpi(env, tasks)) is not None:
+        port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else mpi_port(env)
+        launch = Launch(mpi.rank, mpi.local_rank, mpi.size, mpi.nodes, mpi_address(env, mpi), port)
     elif tasks > 1:
         launch = Launch(
             _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), tasks,
@@ -72,6 +78,28 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     if not 0 <= launch.rank < launch.world_size:
         raise UsageError(f"RANK {launch.rank} is not one of the {launch.world_size} ranks of WORLD_SIZE")
     return launch
+
+
+def _read_mpi(env: Mapping[str, str], tasks: int) -> MpiRank | None:
+    """The rank that mpiexec gave this process; None without it, or where srun gave it. tasks: of the step of srun."""
+    family = find_mpi(env)
+    if family is None:
+        return None
+    # srun speaks PMI too, and then both tell the same. An mpiexec inside a step counts otherwise.
+    theirs = (env[family.rank], env[family.size])
+    is_of_srun = tasks > 1 and theirs == (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
+    return None if is_of_srun else read_mpi(env, family)
+
+
+def warn_of_unused_tasks(env: Mapping[str, str] = os.environ) -> None:
+    """Say, in a process that runs alone, that the Slurm job asked for several tasks and srun did not start them."""
+    asked = env.get("SLURM_NTASKS", "1")
+    is_in_step = "SLURM_STEP_NUM_TASKS" in env
+    if is_in_step or not asked.isdecimal() or int(asked) <= 1:
+        return
+    log.warning(
+        "the Slurm job has %s tasks, and this is one process alone: start the command with srun to use them all", asked
+    )
 
 
 def name_gloo_interface(launch: Launch) -> None:

@@ -1,0 +1,249 @@
+"""Assignment to parts of a tensor: x[index] = value, and changes in place of one row of a split dimension.
+
+Each rank writes what lies in its part, and nothing is communicated for it. The ranks that hold none of a row take part
+in the backward pass all the same: the gradient of what is written comes from the rank that wrote it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.shard.operands import fitted, global_shape, gradient_spec, reduced, written
+from distributed.shard.rules.elementwise import IN_PLACE, adopt, broadcast, is_for_all
+from distributed.shard.rules.indexing import getitem, index_items, locate
+from distributed.shard.rules.lookup import mask_of
+from distributed.shard.spec import Spec, cut_over, over, whole
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
+
+
+@rule(Tensor.__setitem__)
+def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
+    """Assign to slices, rows, masks and tensors of indices of any dimension; every rank writes its part of the value."""
+    if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
+        value = reduced(value)
+        if is_for_all(value.spec, (x, value)):
+            x[index] = local(value)
+            return
+        adopt(func, x, _spec_of_target(func, x, index, value.spec))
+    if not isinstance(x, ShardTensor) or x.spec.partial:
+        raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
+
+    mask = mask_of(x, index)
+    selects_elements = mask is not None and mask.dim() == x.dim()
+    if selects_elements and not isinstance(value, Tensor):
+        dispatch(Tensor.masked_fill_, x, mask, value)
+        return
+    items = _as_items(index)
+    if any(_is_of_places(item) for item in items):
+        _write_places(func, x, items, value)
+        return
+    _write_slices(func, x, index, value)
+
+
+def _write_slices(func: Callable, x: ShardTensor, index: Any, value: Any) -> None:
+    """Assign to what slices and numbers select."""
+    spec, local_index = locate(func, x, index_items(func, x, index))
+    if isinstance(value, Tensor):
+        # A row of a split dimension is a partial tensor: only its owner uses its copy of the value.
+        value = fitted(_without_leading_ones(reduced(value), len(spec.dims)), gradient_spec(spec), spec)
+    if local_index is None:
+        _take_part(x, [value])
+    else:
+        x[local_index] = value
+    written(x)
+
+
+def change_row(func: Callable, row: ShardTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
+    """Call an in-place function for one row of a split tensor: its owner changes it, other ranks hold zeros for it.
+
+    row: as getitem gives it, a view of the owner's part. args, kwargs: the other arguments of the function.
+    """
+    spec = gradient_spec(row.spec)
+
+    def fit(operand: Any) -> Any:
+        return fitted(reduced(operand), spec, row.spec) if isinstance(operand, Tensor) else operand
+
+    own_args = [fit(operand) for operand in args]
+    own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
+    if row.is_own_row:
+        func(row, *own_args, **own_kwargs)
+    else:
+        _take_part(row, [*own_args, *own_kwargs.values()])
+    return written(row)
+
+
+def _take_part(x: ShardTensor, operands: Sequence[Any]) -> None:
+    """Give operands that this rank does not use a place in its backward pass, with a gradient of zero."""
+    for operand in operands:
+        if isinstance(operand, Tensor) and operand.requires_grad:
+            nothing = operand.reshape(-1)[:0].sum()  # 0, also where the operand is not finite
+            x.reshape(-1)[:0].add_(nothing) if x.dim() == 0 else x[:0].add_(nothing)
+
+
+def _without_leading_ones(value: Tensor, most: int) -> Tensor:
+    """The value without dimensions of size 1 in front, which assignment ignores. most: dimensions that are left."""
+    while value.dim() > most and global_shape(value)[0] == 1:
+        value = getitem(Tensor.__getitem__, value, 0) if isinstance(value, ShardTensor) else value[0]
+    return value
+
+
+# ---- masks and tensors of indices
+
+
+def _as_items(index: Any) -> list[Any]:
+    """The items of an index, lists and ranges as tensors."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    for number, item in enumerate(items):
+        if isinstance(item, list | range):
+            items[number] = torch.as_tensor(list(item))
+    return items
+
+
+def _is_of_places(item: Any) -> bool:
+    """Tell whether an item selects by a mask or by a tensor of several indices."""
+    return isinstance(item, Tensor) and item.dim() > 0
+
+
+def _dims_taken(item: Any) -> int:
+    """Number of dimensions of the tensor that an item stands for."""
+    if item is None:
+        return 0
+    is_mask = _is_of_places(item) and item.dtype in (torch.bool, torch.uint8)
+    return item.dim() if is_mask else 1
+
+
+def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) -> None:
+    """Assign to places that masks and tensors of indices select, in dimensions that lie side by side.
+
+    The places become one mask over these dimensions, the same on every rank, of which each rank takes its part.
+    """
+    items = _without_ellipsis(items, x.dim())
+    chosen = [number for number, item in enumerate(items) if _is_of_places(item)]
+    # Numbers are indices too where there are tensors of them.
+    chosen = [number for number, item in enumerate(items) if number in chosen or isinstance(item, int)]
+    are_adjacent = chosen[-1] - chosen[0] + 1 == len(chosen)
+    if not are_adjacent:
+        raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
+
+    # The tensor after the slices alone, a view: (before, places, after).
+    basic: list[Any] = []
+    for number, item in enumerate(items):
+        basic.extend([slice(None)] * _dims_taken(item) if number in chosen else [item])
+    view = getitem(func, x, tuple(basic))
+    first = chosen[0]
+    count = sum(_dims_taken(items[number]) for number in chosen)
+    after = view.dim() - first - count
+
+    selectors = [items[number] for number in chosen]
+    split_masks = [item for item in selectors if isinstance(item, ShardTensor)]
+    if split_masks:
+        _write_split_mask(func, view, selectors, after, value)
+        return
+    place_shape = view.spec.shape[first : first + count]
+    mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
+    over_after = mask.reshape(*mask.shape, *[1] * after)
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        dispatch(Tensor.masked_fill_, view, over_after, value)
+    else:
+        spread = _spread(_without_leading_ones(value, first + len(shape) + after), order, shape, after)
+        dispatch(Tensor.copy_, view, dispatch(torch.where, over_after, spread, view))
+    written(x)
+
+
+def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
+    """The items, with a slice for each dimension that no item stands for."""
+    taken = sum(_dims_taken(item) for item in items if item is not Ellipsis)
+    missing = dims - taken
+    if missing < 0:
+        raise IndexError(f"too many indices for tensor of dimension {dims}")
+    places = [number for number, item in enumerate(items) if item is Ellipsis]
+    at = places[0] if places else len(items)
+    return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+
+
+def _mask_of_places(
+    selectors: Sequence[Any],
+    shape: Sequence[int],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, torch.Size]:
+    """(mask, order, shape of the places) of masks and tensors of indices over dimensions of this shape.
+
+    mask: which places are written. order: which of the values, in the order of the indices, goes to each place; both
+    have the shape of the dimensions.
+    """
+    indices: list[Tensor] = []
+    for selector in selectors:
+        if not isinstance(selector, Tensor):
+            indices.append(torch.tensor(selector, device=device))
+        elif selector.dtype in (torch.bool, torch.uint8):
+            size = shape[len(indices) : len(indices) + selector.dim()]
+            if tuple(selector.shape) != tuple(size):
+                raise IndexError(f"a mask of {tuple(selector.shape)} does not fit dimensions of {tuple(size)}")
+            indices.extend(selector.to(device).bool().nonzero(as_tuple=True))
+        else:
+            indices.append(selector.to(device))
+    for size, index in zip(shape, indices, strict=True):
+        if ((index < -size) | (index >= size)).any():
+            raise IndexError(f"an index is out of bounds for a dimension of size {size}")
+
+    # Numbers of the places in row-major order.
+    strides = [math.prod(shape[number + 1 :]) for number in range(len(shape))]
+    numbers = torch.zeros((), dtype=torch.long, device=device)
+    for index, size, stride in zip(indices, shape, strides, strict=True):
+        numbers = numbers + (index.long() % size) * stride
+    mask = torch.zeros(math.prod(shape), dtype=torch.bool, device=device)
+    order = torch.zeros(math.prod(shape), dtype=torch.long, device=device)
+    mask[numbers.reshape(-1)] = True
+    order[numbers.reshape(-1)] = torch.arange(numbers.numel(), device=device)
+    return mask.view(*shape), order.view(*shape), numbers.shape
+
+
+def _spread(value: Tensor, order: Tensor, shape: Sequence[int], after: int) -> Tensor:
+    """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
+    while global_shape(value) and value.dim() < len(shape) + after:
+        value = dispatch(torch.unsqueeze, value, 0)
+    first = value.dim() - len(shape) - after
+    sizes = global_shape(value)[first : first + len(shape)]
+    before, behind = global_shape(value)[:first], global_shape(value)[first + len(shape) :]
+    if all(size == 1 for size in sizes):  # one value for all places
+        return dispatch(torch.reshape, value, (*before, *[1] * order.dim(), *behind))
+    wanted = [-1] * first + list(shape) + [-1] * after
+    every = dispatch(Tensor.expand, value, wanted)
+    in_order = dispatch(torch.reshape, every, (*before, math.prod(shape), *behind))
+    spread = dispatch(torch.index_select, in_order, first, order.reshape(-1))
+    return dispatch(torch.reshape, spread, (*before, *order.shape, *behind))
+
+
+def _write_split_mask(func: Callable, view: ShardTensor, selectors: list[Any], after: int, value: Any) -> None:
+    """Assign one value to the places of a mask that is split itself: x[x > 1] = 0."""
+    mask = selectors[0]
+    is_one_value = not isinstance(value, Tensor) or value.dim() <= after
+    if len(selectors) > 1 or mask.dtype != torch.bool or not is_one_value:
+        raise no_rule(func, (view, mask), {}, "many values by a mask that is a ShardTensor")
+    over_after = dispatch(torch.reshape, mask, (*global_shape(mask), *[1] * after)) if after else mask
+    if isinstance(value, Tensor) and value.dim():
+        dispatch(Tensor.copy_, view, dispatch(torch.where, over_after, value, view))
+    else:
+        dispatch(Tensor.masked_fill_, view, over_after, value)
+
+
+def _spec_of_target(func: Callable, x: Tensor, index: Any, value: Spec) -> Spec:
+    """The spec of a plain tensor of which x[index] is to hold a tensor with the spec `value`: split in the same way."""
+    target = value.with_dims(map(whole, x.shape), ())
+    items = [item for item in index_items(func, wrap(x.detach(), target), index) if item is not None]
+    if any(isinstance(item, Tensor) for item in items):
+        raise no_rule(func, (wrap(x.detach(), target),), {}, "into a plain tensor, by a tensor of indices")
+    dims = list(target.dims)
+    left = [dim for dim, item in enumerate(items) if isinstance(item, slice)]
+    for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
+        if not over(axes):
+            continue
+        size = math.prod([axis.size for axis in axes])
+        if size == x.shape[dim]:
+            dims[dim] = axes
+        elif len(axes) == 1:
+            dims[dim] = cut_over(value.mesh, axes[0].mesh_dim, x.shape[dim])
+    return target.with_dims(dims)
