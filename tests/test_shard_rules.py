@@ -117,6 +117,9 @@ JOINS = [  # x, y (3, 7, 4), z plain (3, 1, 4)
     "torch.cat([x, y.flip(1)], 0)", "torch.cat([x[:, 1:], x[:, :1]], 1) * y",
 ]  # fmt: skip
 PRODUCTS = [  # x (3, 7, 4), y (3, 7, 4), z plain (4, 5)
+    "torch.cross(x, y, dim=0)", "x.cross(y, dim=-3)", "torch.linalg.cross(x[..., :3], y[..., 1:])",
+    "torch.linalg.cross(x[:, :3], z[None, :3, :4], dim=-2)", "torch.linalg.cross(z[None, :3, :1], x[:, 4:], dim=1)",
+    "torch.linalg.cross(x.sum(2)[:, :3], y[..., 0][:, 4:])",
     "x @ z", "torch.matmul(x, z)", "x @ y.mT", "x.mT @ y", "torch.bmm(x.mT, y)", "x[0].mm(z)", "x[0].mT @ x[0]",
     "x @ z[:, 0]",
     "x[0].mv(z[:, 0])", "x[0, 0] @ z", "z.mT @ x.mT", "x.mT[:, :, None] @ y[:, :, None, :].transpose(1, 2)[:, :1]",

@@ -13,9 +13,11 @@ parallelism does that once per step.
 PyTorch's notes on extending torch describe torch.Tensor.as_subclass and __torch_function__.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, GetSetDescriptorType
+from pathlib import Path
+from types import FrameType, FunctionType, GetSetDescriptorType
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +28,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
+from utils.errors import UsageError
 
 RULES: dict[Callable, Callable] = {}
 COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
 made_whole = Counter[str]()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # of ShardTensor and of torch
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
 rules_apply = torch._C._is_torch_function_enabled  # whether they do: not inside a rule
@@ -42,6 +46,9 @@ class ShardTensor(torch.Tensor):
     """A split tensor, described at the top of this file. from_local, scatter_tensor and wrap make one."""
 
     spec: Spec
+    # Of a single row of a split tensor, which is partial: that tensor, and whether this rank holds the row.
+    row_of: "ShardTensor | None" = None
+    is_own_row = False
     copied_from = ""  # the operation that copied this from whole tensors, where torch's result would be a view
 
     @classmethod
@@ -236,7 +243,7 @@ def local(x: MaybeTensor) -> MaybeTensor:
     return x
 
 
-class NoRule(NotImplementedError):
+class NoRule(UsageError, NotImplementedError):
     """An operation that no rule computes."""
 
 
@@ -244,11 +251,24 @@ def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: st
     """The error for an operation that no rule computes."""
     specs = [a.spec for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
     return NoRule(
-        f"ShardTensor: no rule for {name_of(func)} of {', '.join(map(str, specs))}{why and ': ' + why}. Either bring "
+        f"ShardTensor: no rule for {name_of(func)} of {', '.join(map(str, specs))}{_place_of_call()}"
+        f"{why and ': ' + why}. Either bring "
         "the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), register a rule with "
         "@distributed.shard_tensor.rule (docs/reference/domain_parallel.md shows how), or compute what has none on "
         "whole tensors: --domain_fallback gather, set_fallback('gather')"
     )
+
+
+def _place_of_call() -> str:
+    """Where a model called the operation, for messages: the innermost line outside of torch and of ShardTensor."""
+    if torch.compiler.is_compiling():
+        return ""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f" in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
 
 
 def name_of(func: Callable) -> str:

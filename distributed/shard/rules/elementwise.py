@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distributed.layers import rank_random
 from distributed.shard.operands import common_spec, fitted, reduced, written
+from distributed.shard.rules.rows import change_row
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
 from utils.torch_private import storage_id
@@ -97,7 +98,10 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
             return func(*[local(reduced(x)) for x in args], **kwargs)
         adopt(func, args[0], spec)
     if in_place and args[0].spec.partial:
-        raise no_rule(func, args, kwargs, "in place on a partial tensor")
+        row = args[0]
+        if row.row_of is None:
+            raise no_rule(func, args, kwargs, "in place on a partial tensor")
+        return change_row(func, row, args[1:], kwargs)
     args = list(map(reduced, args))
     kwargs = {key: reduced(x) for key, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

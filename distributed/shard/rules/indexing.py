@@ -1,7 +1,6 @@
 """Indexing: each rank takes its own part of a slice of a split dimension, and nothing is communicated."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -9,12 +8,10 @@ import torch
 from torch import Tensor
 
 from distributed.halo import bounds
-from distributed.shard.operands import fitted, global_shape, reduced, written
 from distributed.shard.rules.along import made_whole
-from distributed.shard.rules.elementwise import adopt, is_for_all
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.windows import no_outputs
-from distributed.shard.spec import Axis, ahead_of, cut_over, over, shard_sizes, whole
+from distributed.shard.spec import Axes, Axis, Spec, ahead_of, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -29,20 +26,66 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
         return rows_of_plain(func, x, index)
     if (mask := mask_of(x, index)) is not None:
         return masked(func, x, mask)
-    items = _items(func, x, index)
+    x, index = _flatten_masks(x, index)
+    items = index_items(func, x, index)
     of_dims = enumerate(item for item in items if item is not None)
     x = made_whole(x, [dim for dim, item in of_dims if isinstance(item, Tensor)])
-    spec, local_index = _located(func, x, items)
-    if spec.partial != x.spec.partial and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
+    spec, local_index = locate(func, x, items)
+    is_row = spec.partial != x.spec.partial
+    if is_row and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
-    return wrap(no_outputs(local(x), spec.local_shape) if local_index is None else x[local_index], spec)
+    is_elsewhere = local_index is None
+    selected = wrap(no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index], spec)
+    is_view = not any(isinstance(item, Tensor) for item in items)
+    if is_row and is_view and not torch.compiler.is_compiling():
+        selected.row_of = x
+        selected.is_own_row = not is_elsewhere
+    return selected
 
 
-def _located(func, x, items):
+def _flatten_masks(x: ShardTensor, index: Any) -> tuple[ShardTensor, Any]:
+    """The tensor and the index with each plain mask of several dimensions, and those dimensions, made one."""
+    if not isinstance(index, tuple):
+        return x, index
+    items = list(index)
+    ahead = 0  # dimensions in front of an item
+    for number, item in enumerate(items):
+        is_mask = type(item) is Tensor and item.dtype == torch.bool and item.dim() > 1
+        if item is Ellipsis:
+            # What follows is counted from the end.
+            behind = sum(dims_taken(other) for other in items[number + 1 :])
+            ahead = x.dim() - behind
+        elif is_mask:
+            if item.shape != x.spec.shape[ahead : ahead + item.dim()]:
+                raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
+            x = dispatch(torch.flatten, x, ahead, ahead + item.dim() - 1)
+            items[number] = item.reshape(-1)
+            ahead += 1
+        else:
+            ahead += dims_taken(item)
+    return x, tuple(items)
+
+
+def dims_taken(item: Any) -> int:
+    """Number of dimensions of a tensor that an item of an index stands for."""
+    if item is None:
+        return 0
+    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
+    return item.dim() if is_mask else 1
+
+
+def locate(
+    func: Callable,
+    x: ShardTensor,
+    items: Sequence[Any],
+) -> tuple[Spec, tuple | None]:
     """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
     spec, partial = x.spec, list(x.spec.partial)
-    dims, local_index, owned, dim = [], [], True, 0
-    shapes, places, at = [], [], 0  # of index tensors: their dimensions replace the first indexed one
+    dims: list[Axes] = []
+    local_index: list[Any] = []
+    owned, dim = True, 0
+    shapes: list[torch.Size] = []
+    places, at = [], 0  # of index tensors: their dimensions replace the first indexed one
     for item in items:
         if item is None:
             dims.append(())
@@ -70,7 +113,7 @@ def _located(func, x, items):
     return spec.with_dims(dims, tuple(sorted(partial))), tuple(local_index) if owned else None
 
 
-def _items(func, x, index):
+def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
     """A slice, a number or an index tensor for each dimension of x, and None for each new dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     for i, item in enumerate(items):
@@ -136,48 +179,6 @@ def _place(spec, dim, index):
             return None
         place = place * size + at
     return place + ahead if first else place
-
-
-@rule(Tensor.__setitem__)
-def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
-    """Assign to slices of any dimension, and to rows of whole ones; every rank writes its part of the value."""
-    if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
-        value = reduced(value)
-        if is_for_all(value.spec, (x, value)):
-            x[index] = local(value)
-            return
-        adopt(func, x, _spec_of_target(func, x, index, value.spec))
-    if not isinstance(x, ShardTensor) or x.spec.partial:
-        raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
-    if (mask := mask_of(x, index)) is not None and mask.dim() == x.dim() and not isinstance(value, Tensor):
-        dispatch(Tensor.masked_fill_, x, mask, value)
-        return
-    spec, local_index = _located(func, x, _items(func, x, index))
-    if spec.partial:
-        raise no_rule(func, (x,), {}, "into a single row of a split dimension; a slice of one row has a rule")
-    if isinstance(value, Tensor):
-        value = reduced(value)
-        while value.dim() > len(spec.dims) and global_shape(value)[0] == 1:
-            value = getitem(func, value, 0) if isinstance(value, ShardTensor) else value[0]
-        value = fitted(value, spec)
-    x[local_index] = value
-    written(x)
-
-
-def _spec_of_target(func, x, index, value):
-    """The spec of a plain tensor of which x[index] is to hold a tensor with the spec `value`: split in the same way."""
-    target = value.with_dims(map(whole, x.shape), ())
-    items = [item for item in _items(func, wrap(x.detach(), target), index) if item is not None]
-    if any(isinstance(item, Tensor) for item in items):
-        raise no_rule(func, (wrap(x.detach(), target),), {}, "into a plain tensor, by a tensor of indices")
-    dims, left = list(target.dims), [dim for dim, item in enumerate(items) if isinstance(item, slice)]
-    for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
-        if over(axes):
-            if math.prod([axis.size for axis in axes]) == x.shape[dim]:
-                dims[dim] = axes
-            elif len(axes) == 1:
-                dims[dim] = cut_over(value.mesh, axes[0].mesh_dim, x.shape[dim])
-    return target.with_dims(dims)
 
 
 def at(x: ShardTensor, dim: int, item: Any) -> tuple:

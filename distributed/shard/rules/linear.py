@@ -1,9 +1,9 @@
 """Linear layers and matrix products.
 
 A product sums over the dimensions that its result does not have. If such a dimension is split, each rank sums over its
-part, and the result is partial. A result of images (B, C, ...) that is as large as a rank's part of them is summed up
-and split along another dimension at once: spherical harmonics would be whole on every rank otherwise. If one mesh
-dimension splits two dimensions, one of them is gathered first.
+part, and the result is partial. A result of images (B, C, ...) that is about as large as a rank's part of them is
+summed up and split along another dimension at once: spherical harmonics would be whole on every rank otherwise. If one
+mesh dimension splits two dimensions, one of them is gathered first.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.operands import fitted, global_shape, joint_axes, reduced, shared
+from distributed.shard.operands import common_spec, fitted, global_shape, joint_axes, reduced, shared
 from distributed.shard.rules.along import made_whole, split_again
 from distributed.shard.spec import Spec, over, part_of, whole
 from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
+
+LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
 
 
 def contracted(
@@ -41,9 +43,11 @@ def contracted(
     if bias is not None:
         fitting.append(own_bias(bias, out))
     product = wrap(compute(*fitting), out)
-    # All ranks decide alike: by sizes of whole tensors.
-    large = len(result) > 3 and out.shape.numel() * mesh.joint.size >= max(spec.shape.numel() for spec in wanted)
-    return split_again(product) if summed and large else product
+    # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
+    # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
+    split_sizes = [spec.shape.numel() for spec, _ in parts]
+    is_large = len(result) > 3 and LEAST_OF_A_PART * out.shape.numel() * mesh.joint.size >= max(split_sizes)
+    return split_again(product) if summed and is_large else product
 
 
 def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -156,3 +160,26 @@ def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
 def _letters(term, dots):
     before, ellipsis, after = term.partition("...")
     return [*before, *(dots if ellipsis else []), *after]
+
+
+@rule(*named("cross"))
+def cross(func: Callable, input: Tensor, other: Tensor, dim: int | None = None) -> ShardTensor:
+    """The cross product of vectors along a dimension of size 3, which every rank has whole."""
+    operands = [reduced(input), reduced(other)]
+    if dim is None and func is torch.linalg.cross:
+        dim = -1
+    elif dim is None:
+        shape = list(global_shape(input))
+        if 3 not in shape:
+            raise RuntimeError(f"cross: no dimension of {tuple(shape)} has size 3")
+        dim = shape.index(3)
+    # From the end, since the operands may have unlike numbers of dimensions.
+    from_end = dim if dim < 0 else dim - max(x.dim() for x in operands)
+    vectors: list[Tensor] = []
+    for x in operands:
+        if isinstance(x, ShardTensor):
+            x = made_whole(x, (x.dim() + from_end,))
+        vectors.append(x)
+    spec = common_spec(vectors)
+    parts = [fitted(x, spec) for x in vectors]
+    return wrap(torch.linalg.cross(*parts, dim=from_end), spec)

@@ -1,27 +1,29 @@
-"""Assignment to parts of a tensor: x[index] = value, and changes in place of one row of a split dimension.
+"""Assignment to parts of a tensor: x[index] = value, for slices, rows, masks and tensors of indices.
 
-Each rank writes what lies in its part, and nothing is communicated for it. The ranks that hold none of a row take part
-in the backward pass all the same: the gradient of what is written comes from the rank that wrote it.
+Each rank writes what lies in its part. Nothing is communicated for it, but for values that are split in another way.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distributed.shard.operands import fitted, global_shape, gradient_spec, reduced, written
-from distributed.shard.rules.elementwise import IN_PLACE, adopt, broadcast, is_for_all
-from distributed.shard.rules.indexing import getitem, index_items, locate
+from distributed.shard.rules.elementwise import adopt, is_for_all
+from distributed.shard.rules.indexing import dims_taken, getitem, index_items, locate
 from distributed.shard.rules.lookup import mask_of
+from distributed.shard.rules.rows import take_part
 from distributed.shard.spec import Spec, cut_over, over, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
+from utils.torch_private import storage_id
 
 
 @rule(Tensor.__setitem__)
 def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
-    """Assign to slices, rows, masks and tensors of indices of any dimension; every rank writes its part of the value."""
+    """Assign to slices, rows, masks and tensors of indices; every rank writes its part of the value."""
     if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
         value = reduced(value)
         if is_for_all(value.spec, (x, value)):
@@ -50,37 +52,26 @@ def _write_slices(func: Callable, x: ShardTensor, index: Any, value: Any) -> Non
         # A row of a split dimension is a partial tensor: only its owner uses its copy of the value.
         value = fitted(_without_leading_ones(reduced(value), len(spec.dims)), gradient_spec(spec), spec)
     if local_index is None:
-        _take_part(x, [value])
-    else:
+        take_part(x, [value])
+    elif not _is_in_place(x, local_index, value):
         x[local_index] = value
     written(x)
 
 
-def change_row(func: Callable, row: ShardTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
-    """Call an in-place function for one row of a split tensor: its owner changes it, other ranks hold zeros for it.
-
-    row: as getitem gives it, a view of the owner's part. args, kwargs: the other arguments of the function.
-    """
-    spec = gradient_spec(row.spec)
-
-    def fit(operand: Any) -> Any:
-        return fitted(reduced(operand), spec, row.spec) if isinstance(operand, Tensor) else operand
-
-    own_args = [fit(operand) for operand in args]
-    own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
-    if row.is_own_row:
-        func(row, *own_args, **own_kwargs)
-    else:
-        _take_part(row, [*own_args, *own_kwargs.values()])
-    return written(row)
+def _is_in_place(x: Tensor, index: tuple, value: Any) -> bool:
+    """Tell whether the value is the very memory that it would be written to: x[i] *= 2 assigns what it has changed."""
+    has_tensors = any(isinstance(item, Tensor) for item in index)
+    if not isinstance(value, Tensor) or has_tensors:
+        return False
+    target = x[index]
+    if storage_id(target) != storage_id(value) or target.storage_offset() != value.storage_offset():
+        return False
+    return _steps(target) == _steps(value)
 
 
-def _take_part(x: ShardTensor, operands: Sequence[Any]) -> None:
-    """Give operands that this rank does not use a place in its backward pass, with a gradient of zero."""
-    for operand in operands:
-        if isinstance(operand, Tensor) and operand.requires_grad:
-            nothing = operand.reshape(-1)[:0].sum()  # 0, also where the operand is not finite
-            x.reshape(-1)[:0].add_(nothing) if x.dim() == 0 else x[:0].add_(nothing)
+def _steps(x: Tensor) -> list[tuple[int, int]]:
+    """Size and stride of each dimension of several elements."""
+    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
 def _without_leading_ones(value: Tensor, most: int) -> Tensor:
@@ -94,25 +85,19 @@ def _without_leading_ones(value: Tensor, most: int) -> Tensor:
 
 
 def _as_items(index: Any) -> list[Any]:
-    """The items of an index, lists and ranges as tensors."""
+    """The items of an index: lists and arrays as tensors, a single number as int."""
     items = list(index) if isinstance(index, tuple) else [index]
     for number, item in enumerate(items):
-        if isinstance(item, list | range):
-            items[number] = torch.as_tensor(list(item))
+        if isinstance(item, list | range | np.ndarray):
+            items[number] = torch.as_tensor(list(item) if isinstance(item, range) else item)
+        elif isinstance(item, Tensor | np.integer) and item.ndim == 0:
+            items[number] = item.__index__()
     return items
 
 
 def _is_of_places(item: Any) -> bool:
     """Tell whether an item selects by a mask or by a tensor of several indices."""
     return isinstance(item, Tensor) and item.dim() > 0
-
-
-def _dims_taken(item: Any) -> int:
-    """Number of dimensions of the tensor that an item stands for."""
-    if item is None:
-        return 0
-    is_mask = _is_of_places(item) and item.dtype in (torch.bool, torch.uint8)
-    return item.dim() if is_mask else 1
 
 
 def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) -> None:
@@ -131,10 +116,10 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
     # The tensor after the slices alone, a view: (before, places, after).
     basic: list[Any] = []
     for number, item in enumerate(items):
-        basic.extend([slice(None)] * _dims_taken(item) if number in chosen else [item])
+        basic.extend([slice(None)] * dims_taken(item) if number in chosen else [item])
     view = getitem(func, x, tuple(basic))
     first = chosen[0]
-    count = sum(_dims_taken(items[number]) for number in chosen)
+    count = sum(dims_taken(items[number]) for number in chosen)
     after = view.dim() - first - count
 
     selectors = [items[number] for number in chosen]
@@ -155,7 +140,7 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
 
 def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
     """The items, with a slice for each dimension that no item stands for."""
-    taken = sum(_dims_taken(item) for item in items if item is not Ellipsis)
+    taken = sum(dims_taken(item) for item in items if item is not Ellipsis)
     missing = dims - taken
     if missing < 0:
         raise IndexError(f"too many indices for tensor of dimension {dims}")
@@ -179,9 +164,9 @@ def _mask_of_places(
         if not isinstance(selector, Tensor):
             indices.append(torch.tensor(selector, device=device))
         elif selector.dtype in (torch.bool, torch.uint8):
-            size = shape[len(indices) : len(indices) + selector.dim()]
-            if tuple(selector.shape) != tuple(size):
-                raise IndexError(f"a mask of {tuple(selector.shape)} does not fit dimensions of {tuple(size)}")
+            wanted = tuple(shape[len(indices) : len(indices) + selector.dim()])
+            if tuple(selector.shape) != wanted:
+                raise IndexError(f"a mask of {tuple(selector.shape)} does not fit dimensions of {wanted}")
             indices.extend(selector.to(device).bool().nonzero(as_tuple=True))
         else:
             indices.append(selector.to(device))
@@ -201,20 +186,25 @@ def _mask_of_places(
     return mask.view(*shape), order.view(*shape), numbers.shape
 
 
+def _call(func: Callable, x: Tensor, *args: Any) -> Tensor:
+    """A function of a ShardTensor, by its rule, or of a plain tensor."""
+    return dispatch(func, x, *args) if isinstance(x, ShardTensor) else func(x, *args)
+
+
 def _spread(value: Tensor, order: Tensor, shape: Sequence[int], after: int) -> Tensor:
     """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
-    while global_shape(value) and value.dim() < len(shape) + after:
-        value = dispatch(torch.unsqueeze, value, 0)
+    while value.dim() < len(shape) + after:
+        value = _call(torch.unsqueeze, value, 0)
     first = value.dim() - len(shape) - after
     sizes = global_shape(value)[first : first + len(shape)]
     before, behind = global_shape(value)[:first], global_shape(value)[first + len(shape) :]
     if all(size == 1 for size in sizes):  # one value for all places
-        return dispatch(torch.reshape, value, (*before, *[1] * order.dim(), *behind))
+        return _call(torch.reshape, value, (*before, *[1] * order.dim(), *behind))
     wanted = [-1] * first + list(shape) + [-1] * after
-    every = dispatch(Tensor.expand, value, wanted)
-    in_order = dispatch(torch.reshape, every, (*before, math.prod(shape), *behind))
-    spread = dispatch(torch.index_select, in_order, first, order.reshape(-1))
-    return dispatch(torch.reshape, spread, (*before, *order.shape, *behind))
+    every = _call(Tensor.expand, value, wanted)
+    in_order = _call(torch.reshape, every, (*before, math.prod(shape), *behind))
+    spread = _call(torch.index_select, in_order, first, order.reshape(-1))
+    return _call(torch.reshape, spread, (*before, *order.shape, *behind))
 
 
 def _write_split_mask(func: Callable, view: ShardTensor, selectors: list[Any], after: int, value: Any) -> None:
