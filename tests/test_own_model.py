@@ -82,6 +82,16 @@ def test_spherical_harmonics_stay_split(tiny_config):
     assert sums == {("forward", part // 2): 4, ("backward", part // 2): 4}
 
 
+@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("img_size", [[33, 64], [64, 128], [128, 256]])
+def test_spherical_harmonics_stay_split_beside_larger_tables(tiny_config, img_size, scale):
+    """The table of polynomials is larger than a rank's part of the image, and tells nothing of the result."""
+    options = SPHERICAL | {"img_size": img_size, "model_args": {"scale": scale}}
+    config, one = tiny_config(**options, domain_parallel=2), tiny_config(**options)
+    (split,), (whole,) = (trace_step(c, c.layout(n), "cpu") for c, n in ((config, 2), (one, 1)))
+    assert split.held["activations"] < 0.6 * whole.held["activations"]
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_complex_weights_are_not_sharded(ranks, tiny_config, strategy):
     config = tiny_config(model=own("Spectral"), data_parallel=strategy)

@@ -236,13 +236,13 @@ class OwnTransformer(nn.Module):
 class Spherical(nn.Module):
     """A block of SFNO (Bonev et al. 2023): a transform over both axes, weights of each degree, and back.
 
-    Cosines stand for the Legendre polynomials.
+    Cosines stand for the Legendre polynomials. scale: of the rows, so few degrees and orders are kept.
     """
 
-    def __init__(self, in_channels, out_channels, img_size, width=16):
+    def __init__(self, in_channels, out_channels, img_size, width=16, scale=1):
         super().__init__()
         rows, self.columns = img_size
-        self.orders = degrees = rows
+        self.orders = degrees = rows // scale
         places = math.pi * (torch.arange(rows) + 0.5) / rows
         degree = torch.arange(self.orders)[:, None, None] + torch.arange(degrees)[:, None]
         self.register_buffer("forth", torch.cos(degree * places) / rows)  # (m, l, rows)
