@@ -198,6 +198,25 @@ def build_zero1_optimizer(
     """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-    return ZeroRedundancyOptimizer(
+    parameters = list(parameters)
+    strides = [parameter.stride() for parameter in parameters]
+    optimizer = ZeroRedundancyOptimizer(
         parameters, optimizer_class, process_group=comm.get_group("dp_image"), parameters_as_bucket_view=True, **options
     )
+    for parameter, stride in zip(parameters, strides, strict=True):
+        set_strides(parameter, stride)
+    return optimizer
+
+
+@torch.no_grad()
+def set_strides(parameter: nn.Parameter, stride: Sequence[int]) -> None:
+    """Arrange the elements of a parameter in the memory that it has, which is contiguous, by other strides.
+
+    ZeroRedundancyOptimizer makes parameters contiguous in its buckets; gradients keep the strides of before. A fused
+    optimizer reads both element by element as they lie in memory.
+    """
+    if parameter.stride() == stride:
+        return
+    value = parameter.clone()
+    parameter.data = parameter.as_strided(parameter.shape, stride)
+    parameter.copy_(value)

@@ -49,7 +49,7 @@ def local_part(full: Tensor, parameter: DTensor) -> Tensor:
     mesh = parameter.device_mesh
     dims = zip(mesh.mesh_dim_names or (), parameter.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)
     for _, placement, size, rank in sorted(dims, key=lambda item: item[0] != "tp"):
-        if hasattr(placement, "dim"):  # sharded
+        if hasattr(placement, "dim"):  # sharded, also by a _StridedShard, which is no Shard
             chunks = full.chunk(size, placement.dim)
             full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
     return full
